@@ -1,15 +1,13 @@
 """Megatron's CUDA graphs with each room on: steps of a small GPT whose layers, or whole iterations, are captured by
 Megatron's own code, bit for bit those of Megatron's layers captured alike.
 
-Where a room is covered, its calls are counted while a graph is captured; where it is not, it runs natively and says
-so.
+Where a room is covered, its calls are counted while a graph is captured; where it is not, it runs natively.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 pytest.importorskip("megatron.core")
 
-LENGTH, HIDDEN, NUM_MICROBATCHES, NUM_STEPS = 1024, 1024, 4, 5
+LENGTH, HIDDEN, NUM_MICROBATCHES, NUM_STEPS = 1024, 1024, 2, 4
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +80,10 @@ def _world(**sizes):
 
 
 def _forget_graphs(cuda_graphs, full_cuda_graph):
+    """Also that a graph is being captured, which stays said where a capture fails."""
+    cuda_graphs._set_capture_end()
+    if cuda_graphs.HAVE_TE_GRAPHS:
+        cuda_graphs.te_set_capture_end()
     cuda_graphs.delete_cuda_graphs()
     wrapper, loader = full_cuda_graph.FullCudaGraphWrapper, full_cuda_graph.StaticBufferLoader
     for stage in ("training", "validation"):
@@ -122,7 +124,16 @@ def _model(use_te, num_experts, options):
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
     ).cuda()  # fmt: skip
-    return DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=False), model)
+    # As in Megatron's get_model: autograd adds up gradients on the stream of this moment, and the default stream's wait
+    # for a captured one breaks the capture.
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        wrapped = DistributedDataParallel(
+            config, DistributedDataParallelConfig(use_distributed_optimizer=False), model
+        )
+    current.wait_stream(side)
+    return wrapped
 
 
 def _batches(step, use_te):
@@ -185,6 +196,7 @@ def _compare(all_equal, calls, room, sizes, impl, scope, **options):
     import ditron_train.megatron
     from ditron_train.policy import gate
 
+    options = {**sizes, **options}
     with _world(**sizes) as seed:
         native = _train(seed, impl, scope, **options)
         assert not calls.captured and not calls.eager
@@ -203,69 +215,60 @@ def _needs_te():
         pytest.skip("needs Transformer Engine")
 
 
-TP = dict(tensor_model_parallel_size=2)
-
-
-@pytest.mark.parametrize("use_te", [False, True], ids=["local", "te"])
-@pytest.mark.parametrize("scope", ["full", ["full_iteration"]], ids=str)
-def test_tensor_parallel_layers_in_local_graphs(all_equal, calls, use_te, scope):
+@pytest.mark.parametrize(
+    "impl, scope, use_te",
+    [
+        ("local", "full", True),
+        ("local", ["full_iteration"], False),
+        ("transformer_engine", "full", True),
+        ("transformer_engine", ["attn"], True),
+    ],
+    ids=str,
+)
+def test_tensor_parallel_layers_in_graphs(all_equal, calls, impl, scope, use_te):
     if use_te:
         _needs_te()
-    _compare(all_equal, calls, "tp", TP, "local", scope, use_te=use_te, sequence_parallel=True)
-    assert calls.captured and {"ag_gemm", "gemm_rs"} <= set(calls.captured)
+    sizes = dict(tensor_model_parallel_size=2)
+    _compare(all_equal, calls, "tp", sizes, impl, scope, use_te=use_te, sequence_parallel=True)
+    assert {"ag_gemm", "gemm_rs"} <= set(calls.captured)
 
 
-@pytest.mark.parametrize("scope", ["full", ["attn"], ["mlp"]], ids=str)
-def test_tensor_parallel_layers_in_te_graphs(all_equal, calls, scope):
-    _needs_te()
-    _compare(all_equal, calls, "tp", TP, "transformer_engine", scope, sequence_parallel=True)
-    assert {"ag_gemm", "gemm_rs"} <= set(calls.captured) and {"ag_gemm", "gemm_rs"} <= set(calls.eager)
-
-
-@pytest.mark.parametrize(
-    "impl, scope", [("local", "full"), ("local", ["full_iteration"]), ("transformer_engine", ["attn"])], ids=str
-)
+@pytest.mark.parametrize("impl, scope", [("local", "full"), ("transformer_engine", ["attn"])], ids=str)
 def test_ulysses_in_graphs(all_equal, calls, impl, scope):
     _needs_te()
-    options = dict(context_parallel_size=2, cp_comm_type="a2a", num_query_groups=4)
+    options = dict(cp_comm_type="a2a", num_query_groups=4)
     _compare(all_equal, calls, "sp", dict(context_parallel_size=2), impl, scope, **options)
     assert calls.captured
 
 
-@pytest.mark.parametrize("scope", [["attn"], ["attn", "moe_router"]], ids=str)
-def test_experts_beside_graphs(all_equal, calls, scope):
+def test_experts_beside_graphs(all_equal, calls):
     """The exchange of tokens stays outside of the graphs, and is ours."""
     _needs_te()
-    options = dict(expert_model_parallel_size=2, num_experts=8)
-    _compare(all_equal, calls, "ep", dict(expert_model_parallel_size=2), "transformer_engine", scope, **options)
+    sizes, scope = dict(expert_model_parallel_size=2), ["attn", "moe_router"]
+    _compare(all_equal, calls, "ep", sizes, "transformer_engine", scope, num_experts=8)
     assert calls.eager and not calls.captured
 
 
 @pytest.mark.parametrize(
     "impl, scope", [("local", "full"), ("transformer_engine", ["attn", "moe_router", "moe_preprocess"])], ids=str
 )
-def test_experts_in_graphs_are_native(all_equal, calls, impl, scope, caplog):
-    """What Megatron captures of the exchange runs by its own path, and says so."""
+def test_experts_in_graphs_are_native(all_equal, calls, impl, scope):
+    """What Megatron captures of the exchange runs by its own path."""
     _needs_te()
-    options = dict(expert_model_parallel_size=2, num_experts=8)
+    options = dict(num_experts=8)
     if impl == "local":
         options.update(moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True)
-    with caplog.at_level(logging.INFO, "ditron_train"):
-        _compare(all_equal, calls, "ep", dict(expert_model_parallel_size=2), impl, scope, **options)
+    _compare(all_equal, calls, "ep", dict(expert_model_parallel_size=2), impl, scope, **options)
     assert not calls.captured
-    if dist.get_rank() == 0:
-        assert sum("captured in a CUDA graph" in record.getMessage() for record in caplog.records) <= 1
 
 
-@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_messages_between_stages_beside_graphs(all_equal, impl, calls, monkeypatch):
+def test_messages_between_stages_beside_graphs(all_equal, calls, monkeypatch):
     """1F1B with captured layers: what a stage sends lies in buffers that the next replay overwrites."""
     from ditron_train.megatron.pp import communicator
 
-    if impl == "transformer_engine":
-        _needs_te()
+    _needs_te()
     moved, exchange = [], communicator.exchange
     monkeypatch.setattr(communicator, "exchange", lambda *args, **named: moved.append(1) or exchange(*args, **named))
-    options = dict(pipeline_model_parallel_size=2, batch_p2p_comm=True, use_te=impl == "transformer_engine")
-    _compare(all_equal, calls, "pp", dict(pipeline_model_parallel_size=2), impl, "full", **options)
+    sizes = dict(pipeline_model_parallel_size=2)
+    _compare(all_equal, calls, "pp", sizes, "transformer_engine", "full", batch_p2p_comm=True)
     assert moved
