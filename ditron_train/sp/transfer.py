@@ -14,10 +14,16 @@ from ditron_train.sp import transfer_sizes
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.kernels import CopyBlocks, CopyPointers, CopyShape, receive_kernel
 from ditron_train.sp.layouts import HeadsLayout
+from ditron_train.stream.events import current_handle
 
-__all__ = ["A2A_GEMM", "GATHER", "GEMM_A2A", "TO_HEADS", "TO_SEQUENCE", "Receiver", "Transfer"]
+__all__ = ["A2A_GEMM", "GATHER", "GEMM_A2A", "TO_HEADS", "TO_SEQUENCE", "Receiver", "Transfer", "memory_of"]
 
 GEMM_A2A, TO_HEADS, A2A_GEMM, TO_SEQUENCE, GATHER = 1, 2, 3, 4, 5  # first word of a signature
+
+
+def memory_of(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    """Where these lie: for contiguous ones of known shapes the key of a launch."""
+    return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 class Transfer:
@@ -90,6 +96,21 @@ class Transfer:
         values = {"COPY": self.blocks, **constants, "TARGET": self.context.target}
         return KernelLaunch(kernel, num_programs if self.context.is_cuda else 1, values, num_warps=16)
 
+    def copy(
+        self,
+        launch: KernelLaunch,
+        parts: Sequence[torch.Tensor],
+        table: torch.Tensor | None,
+        *more: int,
+        on_side: bool = False,
+    ) -> None:
+        """Launches what ``copy_kernel`` made on the current stream or the communication stream; ``more``: what the
+        kernel takes behind ``copy_arguments``, always the same."""
+        context, key = self.context, memory_of(*parts, table)
+        if not launch.repeat(key, context.comm_handle if on_side else current_handle(context.device)):
+            stream = context.comm_stream if on_side else None
+            launch(*self.copy_arguments(parts, table), *more, stream=stream, key=key)
+
     def copy_arguments(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None) -> tuple[tuple, tuple, tuple]:
         """What every kernel that copies takes: ``CopyPointers``, the channel's pointers, ``CopyShape``."""
         channel = self.channel.pointers(self.signature)
@@ -104,7 +125,9 @@ class Receiver:
     it."""
 
     def __init__(self, transfer: Transfer, num_programs: int, *, pull: bool = False) -> None:
-        self._transfer = transfer
+        self._transfer, layout = transfer, transfer.layout
+        factor = 1 if transfer.towards_heads else transfer.context.world_size
+        self._heads = [(layout.num_heads(part) * factor, dim) for part, dim in enumerate(layout.head_dims)]
         constants = dict(FLAGS=next_power_of_2(transfer.flags_per_granule), PULL=pull)
         self._launch = transfer.copy_kernel(receive_kernel, num_programs, **constants, BEHIND=False)
         self._behind = (
@@ -113,23 +136,19 @@ class Receiver:
 
     def empty(self, lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """The parts, [*lead, heads, head size] each, not yet filled."""
-        transfer, layout = self._transfer, self._transfer.layout
-        factor = 1 if transfer.towards_heads else transfer.context.world_size
+        transfer = self._transfer
         return tuple(
-            torch.empty(
-                *lead, layout.num_heads(part) * factor, head_dim, dtype=transfer.dtype, device=transfer.context.device
-            )
-            for part, head_dim in enumerate(layout.head_dims)
+            [
+                torch.empty((*lead, *heads), dtype=transfer.dtype, device=transfer.context.device)
+                for heads in self._heads
+            ]
         )
 
-    def __call__(
-        self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, stream: torch.cuda.Stream | None
-    ) -> None:
-        """Fills ``parts``."""
-        transfer = self._transfer
-        self._launch(*transfer.copy_arguments(parts, table), transfer.flags_per_granule, stream=stream)
+    def __call__(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None) -> None:
+        """Fills ``parts`` on the communication stream."""
+        self._transfer.copy(self._launch, parts, table, self._transfer.flags_per_granule, on_side=True)
 
     def finish(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None) -> None:
         """Pulls what is left on the current stream, behind the sender."""
         assert self._behind is not None, "only pulls are shared"
-        self._behind(*self._transfer.copy_arguments(parts, table), self._transfer.flags_per_granule)
+        self._transfer.copy(self._behind, parts, table, self._transfer.flags_per_granule)
