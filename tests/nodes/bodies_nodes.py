@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -138,45 +139,61 @@ def moe_layer(rails):
         del os.environ["DITRON_EP_RAILS"]
 
 
-def tp_linears(batch):
-    """A column and a row layer of megatron-core over nodes: by rails as natively, forward and backward; names of their
-    contexts and how often rows went along rails."""
+def tp_linears(ranks, batch, dtype):
+    """A column and a row layer of megatron-core by rails, of a group of the first ranks over all nodes: bits as
+    natively, forward and backward; how often rows, and sums, went along rails, None on the other ranks.
+
+    Random activations, and a weight whose products are exact: each result is a sum over ranks in one order."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
     import ep_workers as workers
-    from megatron.core import parallel_state
 
     from ditron_train.megatron.tp.spec import COLUMN, ROW, LinearCall
     from ditron_train.policy import gate, results
     from ditron_train.tp import nodes as tp_nodes
+    from ditron_train.tp import nodes_gemm_rs
 
-    world, names, generator = dist.get_world_size(), [], torch.Generator().manual_seed(dist.get_rank())
-    calls, arrivals = [], tp_nodes._parts
-    tp_nodes._parts = lambda rows, nodes: (calls.append(len(rows)), arrivals(rows, nodes))[1]
+    rank, found, local_size = dist.get_rank(), [], int(os.environ["LOCAL_WORLD_SIZE"])
+    members = [one for one in range(dist.get_world_size()) if one % local_size < ranks]
+    world, generator = len(members), torch.Generator().manual_seed(rank)
+    weight = torch.zeros(16, 24).fill_diagonal_(2.0 ** (rank % 3)).to(dtype)
 
     def values(*shape):
-        return torch.randint(-3, 4, shape, generator=generator).float()
+        return torch.randn(*shape, generator=generator).to(dtype)
 
+    with workers.groups(), _counting(tp_nodes, "_parts", found), _counting(nodes_gemm_rs._Rail, "send", found):
+        is_member = rank in members
+        same = [one for one in range(dist.get_world_size()) if (one in members) == is_member]
+        group = make_group(dist.group.WORLD, same, "linears")
+        if not is_member:
+            return None
+        for spec, rows, of_result in ((COLUMN, 6, world), (ROW, 6 * world, 1 / world)):
+            lead = (rows, batch) if batch else (rows,)
+            x, grad_y = values(*lead, 24), values(int(rows * of_result), *lead[1:], 16)
+            call = LinearCall(x, weight, group, grad_y=grad_y)
+            context = gate.answer_for(spec, call).context
+            assert type(context).__name__ == "NodesTPContext"
+            del found[:]
+            for expected, ours in zip(results(spec, call), results(spec, call, context), strict=True):
+                assert torch.equal(expected, ours)
+            assert found.count("_parts") == 1  # forward of the column layer, backward of the row layer
+    return found.count("send")
+
+
+@contextlib.contextmanager
+def _counting(owner, name, calls):
+    """Notes each call of a function of ``owner``."""
+    function = getattr(owner, name)
+    setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
     try:
-        with workers.groups(tensor_model_parallel_size=world):
-            group = parallel_state.get_tensor_model_parallel_group()
-            for spec, rows, of_result in ((COLUMN, 6, world), (ROW, 6 * world, 1 / world)):
-                lead = (rows, batch) if batch else (rows,)
-                x, weight = values(*lead, 24), values(20, 24)
-                call = LinearCall(x, weight, group, grad_y=values(int(rows * of_result), *lead[1:], 20))
-                context = gate.answer_for(spec, call).context
-                names.append(type(context).__name__)
-                del calls[:]
-                for expected, found in zip(results(spec, call), results(spec, call, context), strict=True):
-                    assert torch.equal(expected, found)
-                names.append(len(calls))
+        yield
     finally:
-        tp_nodes._parts = arrivals
-    return names
+        setattr(owner, name, function)
 
 
 def _tp_call():
     """An AG-GEMM over nodes."""
-    from ditron_train.tp.nodes import ag_gemm_over_nodes, get_nodes_tp_context
+    from ditron_train.tp.nodes import ag_gemm_over_nodes
+    from ditron_train.tp.nodes_context import get_nodes_tp_context
 
     context = get_nodes_tp_context(dist.group.WORLD, torch.device("cpu"))
     x, weight = torch.ones(4, 16), torch.ones(8, 16)
