@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import signal
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
 from ditron_train.symm import SymmetricArena
-from ditron_train.symm.exchange import exchange
+from ditron_train.symm.exchange import exchange, store_of
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import is_one_node, node_of_process
 from tests.support.patience import Lateness
@@ -62,16 +63,36 @@ def rates(num_bytes):
     return found
 
 
-def peer_fails(op, fault, failing, timeout_s):
-    """What a rank gets, when, of a second call of ``op`` in which the ranks ``failing`` die or are late; rank numbers
-    in the whole group."""
+def peers_fail(op, cases, timeout_s):
+    """What each rank gets, when, of a second call of ``op`` in which ranks die or are late; of all ranks that answer,
+    by the case.
+
+    Args:
+        cases: ``(fault, failing ranks)``, the deaths last; each has a group of its own, so nothing of one is left in
+            the next.
+    """
     os.environ["DITRON_TIMEOUT_S"] = str(timeout_s)
-    call = {"ep": _ep_call, "sp": _sp_call, "tp": _tp_call}[op]()
-    call()
-    dist.barrier()
-    if dist.get_rank() in failing:
-        if fault == "killed":
+    everybody, calls = list(range(dist.get_world_size())), []
+    for number in range(len(cases)):
+        calls.append(_CALLS[op](make_group(dist.group.WORLD, everybody, f"case{number}")))
+        calls[-1]()
+    store, rank = store_of(dist.group.WORLD), dist.get_rank()
+    for number, (fault, failing) in enumerate(cases):
+        if fault == "late" or cases[number - 1][0] == "late":
+            dist.barrier()
+        if fault == "killed" and rank in failing:
             os.kill(os.getpid(), signal.SIGKILL)
+        store.set(f"{number} {rank}", repr(_outcome(calls[number], fault == "late" and rank in failing, timeout_s)))
+    found, alive = [], set(everybody)
+    for number, (fault, failing) in enumerate(cases):
+        alive -= set(failing) if fault == "killed" else set()
+        found.append({one: ast.literal_eval(store.get(f"{number} {one}").decode()) for one in alive})
+    return found
+
+
+def _outcome(call, is_late, timeout_s):
+    """Who waited, who was missing, seconds to the first error, how many errors: of two calls."""
+    if is_late:
         time.sleep(2 * timeout_s + 3)
     errors, begun_s = [], time.monotonic()
     with Lateness() as lateness:
@@ -81,14 +102,14 @@ def peer_fails(op, fault, failing, timeout_s):
             except PeerTimeoutError as error:
                 errors.append((error, time.monotonic() - begun_s - lateness.seconds))
     first, taken_s = errors[0]
-    return type(first).__name__, {error.missing_rank for error, _ in errors}, first.waiting_rank, taken_s, len(errors)
+    return first.waiting_rank, {error.missing_rank for error, _ in errors}, taken_s, len(errors)
 
 
-def _ep_call():
+def _ep_call(group):
     """Dispatch and combine over nodes by rails."""
     from ditron_train.ep import get_rail_context, rails
 
-    context = get_rail_context(dist.group.WORLD, torch.device("cpu"), 8, 2)
+    context = get_rail_context(group, torch.device("cpu"), 8, 2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     x, scores = torch.randn(12, 16, generator=generator), torch.rand(12, 8, generator=generator)
     routed = torch.zeros(12, 8, dtype=torch.bool).scatter_(1, scores.topk(2).indices, True)
@@ -101,13 +122,13 @@ def _ep_call():
     return call
 
 
-def _sp_call():
+def _sp_call(group):
     """Ulysses' exchanges over nodes by rails."""
     from ditron_train.megatron.sp.nodes import get_nodes_context
     from ditron_train.sp import qkv_layout
 
     world = dist.get_world_size()
-    context = get_nodes_context(dist.group.WORLD, torch.device("cpu"))
+    context = get_nodes_context(group, torch.device("cpu"))
     layout = qkv_layout(2 * world, world, 8, world)
     parts = [torch.randn(4, 1, heads, 8) for heads in (2 * world, world, world)]
     return lambda: context.to_heads(parts, layout, None)
@@ -190,11 +211,20 @@ def _counting(owner, name, calls):
         setattr(owner, name, function)
 
 
-def _tp_call():
-    """An AG-GEMM over nodes."""
+def _tp_call(group):
+    """A GEMM-RS over nodes, then an AG-GEMM."""
     from ditron_train.tp.nodes import ag_gemm_over_nodes
     from ditron_train.tp.nodes_context import get_nodes_tp_context
+    from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
 
-    context = get_nodes_tp_context(dist.group.WORLD, torch.device("cpu"))
-    x, weight = torch.ones(4, 16), torch.ones(8, 16)
-    return lambda: ag_gemm_over_nodes(x, weight, context=context)
+    context = get_nodes_tp_context(group, torch.device("cpu"))
+    x, weight = torch.ones(16, 16), torch.ones(8, 16)
+
+    def call():
+        rows = gemm_rs_over_nodes(x, weight, context=context)
+        ag_gemm_over_nodes(rows, weight, context=context, layout="nn")
+
+    return call
+
+
+_CALLS = {"ep": _ep_call, "sp": _sp_call, "tp": _tp_call}
