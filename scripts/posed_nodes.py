@@ -183,8 +183,8 @@ def _devices(node: int, ranks: int) -> dict[str, str]:
     except OSError:
         listed = []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(listed))))).split(",")
-    mine = visible[node * ranks : (node + 1) * ranks]
-    if listed and len(mine) == ranks and all(mine):
+    mine = [visible[rank % len(visible)] for rank in range(node * ranks, (node + 1) * ranks)]  # nodes may share them
+    if listed and len(set(mine)) == ranks and all(mine):
         return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
     return {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 

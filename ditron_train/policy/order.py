@@ -27,7 +27,9 @@ ReduceScatter = Callable[[torch.Tensor, torch.Tensor], object]
 #: Huge value, unit and largest group by type: all units together are below half the huge value's last place, in fp32,
 #: too (a sum may be kept in fp32), and their number is exact.
 VALUES = {torch.bfloat16: (2.0**60, 1.0, 256), torch.float16: (2.0**15, 2.0**-13, 16)}
+_VALUES = {**VALUES, torch.float32: VALUES[torch.bfloat16]}
 _ELEMENTS = (1 << 10, 1 << 20)  # of a shard: for NCCL's protocols for small and for large messages
+_DESCENDING = "ring-descending"
 _RING_SETTINGS = "NCCL_ALGO=Ring and NCCL_NVLS_ENABLE=0"
 
 
@@ -49,12 +51,18 @@ class ReductionOrder:
         """Whether ours adds in this order."""
         return self.reason is None
 
+    @property
+    def ring_step(self) -> int:
+        """From rank to rank of the ring: 1 for ``ring``, -1 for one of descending ranks, which gloo has and only ours
+        over nodes follows; 0 for all others."""
+        return {"ring": 1, _DESCENDING: -1}.get(self.name, 0)
+
 
 def _other(name: str, seen: str) -> ReductionOrder:
     return ReductionOrder(name, f"NCCL's reduce-scatter {seen} ({_RING_SETTINGS} would change that)")
 
 
-_orders: GroupCache[tuple[dist.ProcessGroup, torch.dtype], ReductionOrder] = GroupCache()
+_orders: GroupCache[tuple[dist.ProcessGroup, torch.dtype, int | None], ReductionOrder] = GroupCache()
 
 
 def forget_orders() -> None:
@@ -62,43 +70,58 @@ def forget_orders() -> None:
     _orders.clear()
 
 
-def reduction_order(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> ReductionOrder:
-    """The order of NCCL on ``group``; looked at once (collective, a few milliseconds)."""
-    key = (group, dtype)
+def reduction_order(
+    group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, num_elements: int | None = None
+) -> ReductionOrder:
+    """The order of NCCL on ``group``; looked at once (collective, a few milliseconds).
+
+    Args:
+        num_elements: Of a shard: where it matters, as it does to gloo, whose rings of large buffers begin anew where
+            no rank's shard does. All elements of this size are looked at then.
+    """
+    key = (group, dtype, num_elements)
     if key not in _orders:
 
         def reduce_scatter(out: torch.Tensor, x: torch.Tensor) -> None:
             dist.reduce_scatter_tensor(out, x.view(-1), group=group)
 
-        _orders[key] = reveal_order(reduce_scatter, group=group, device=device, dtype=dtype)
+        _orders[key] = reveal_order(reduce_scatter, group=group, device=device, dtype=dtype, num_elements=num_elements)
     return _orders[key]
 
 
 def reveal_order(
-    reduce_scatter: ReduceScatter, *, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+    reduce_scatter: ReduceScatter,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_elements: int | None = None,
 ) -> ReductionOrder:
     """Looks at the order of ``reduce_scatter`` (collective over ``group``).
 
     Args:
         reduce_scatter: Over ``group``.
-        dtype: bfloat16 or float16.
+        dtype: bfloat16, float16 or float32.
+        num_elements: As of ``reduction_order``.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    if world > VALUES[dtype][2]:
+    if dtype not in _VALUES or world > _VALUES[dtype][2]:
         return ReductionOrder(
             "unknown", f"the order of a sum of {world} ranks in {dtype} cannot be read from its values"
         )
     seen: list[list[int] | None] = []
-    for num_elements in _ELEMENTS:
-        sizes = [_subtree_sizes(reduce_scatter, world, rank, num_elements, device, dtype) for _ in range(2)]
+    for count in _ELEMENTS if num_elements is None else (num_elements,):
+        look = _subtree_sizes if num_elements is None else _subtree_sizes_of_all
+        sizes = [look(reduce_scatter, world, rank, count, device, dtype) for _ in range(2)]
         if sizes[0] is None or sizes[1] is None:
             seen.append(None)
             continue
         seen += sizes
     mine = [None if one is None else tuple(one) for one in seen]
     order = _name(exchange(group, mine), world)
-    if order.is_ours and world > 2:
-        same = torch.tensor([int(_rounds_each_hop(reduce_scatter, group, device, dtype))], device=device)
+    step = order.ring_step
+    if step and world > 2:
+        same = torch.tensor([int(_rounds_each_hop(reduce_scatter, group, device, dtype, step))], device=device)
         dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
         if not same.item():
             return _other("ring-unrounded", "adds in ring order but does not round to the type at every hop")
@@ -111,7 +134,7 @@ def _subtree_sizes(
     """For every pair of ranks, the leaves of the smallest subtree of this rank's sum with both; None if elements
     differ."""
     pairs = list(itertools.combinations(range(world), 2))
-    huge, unit, _ = VALUES[dtype]
+    huge, unit, _ = _VALUES[dtype]
     pattern = torch.tensor(
         [huge if rank == i else -huge if rank == j else unit for i, j in pairs], device=device, dtype=dtype
     )
@@ -123,6 +146,23 @@ def _subtree_sizes(
     if not bool((table == table[0]).all()):
         return None
     return [world - int(count) for count in table[0].tolist()]
+
+
+def _subtree_sizes_of_all(
+    reduce_scatter: ReduceScatter, world: int, rank: int, num_elements: int, device: torch.device, dtype: torch.dtype
+) -> list[int] | None:
+    """The same from every element for every pair, of shards of this very size."""
+    pairs = list(itertools.combinations(range(world), 2))
+    huge, unit, _ = _VALUES[dtype]
+    tables = []
+    for pair in pairs:
+        value = (huge, -huge)[pair.index(rank)] if rank in pair else unit
+        out = torch.empty(num_elements, device=device, dtype=dtype)
+        reduce_scatter(out, torch.full((world, num_elements), value, device=device, dtype=dtype))
+        tables.append(out.float() / unit)
+    if not all(bool((table == table[0]).all()) for table in tables):
+        return None
+    return [world - int(table[0]) for table in tables]
 
 
 def _fold_sizes(order: list[int]) -> list[int]:
@@ -137,9 +177,14 @@ def _name(rows: list[list[tuple[int, ...] | None]], world: int) -> ReductionOrde
     if any(size is None for size in measurements) or any(len(set(row)) > 1 for row in rows):
         return _other("varying", "adds in an order that depends on the place in the buffer, its size or the call")
     sizes = [list(size) for size, *_ in rows if size is not None]
-    ring = [[(rank + 1 + hop) % world for hop in range(world)] for rank in range(world)]
-    if sizes == [_fold_sizes(order) for order in ring]:
+    ascending, descending = (
+        [_fold_sizes([(rank + step * (1 + hop)) % world for hop in range(world)]) for rank in range(world)]
+        for step in (1, -1)
+    )
+    if sizes == ascending:
         return ReductionOrder("ring", None)
+    if sizes == descending:
+        return _other(_DESCENDING, "adds along ranks in descending order")
     folds = [_fold(size, world) for size in sizes]
     if folds[0] is not None and all(fold is not None for fold in folds):
         words = " ".join(map(str, folds[0]))
@@ -160,7 +205,7 @@ def _fold(sizes: list[int], world: int) -> list[int] | None:
 
 
 def _rounds_each_hop(
-    reduce_scatter: ReduceScatter, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+    reduce_scatter: ReduceScatter, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, step: int
 ) -> bool:
     """Whether random values of very different magnitudes give the bits of a ring fold with a rounding at every hop."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -171,7 +216,7 @@ def _rounds_each_hop(
     values = values.to(dtype).to(device)  # [source, destination, element]
     out = torch.empty(num_elements, device=device, dtype=dtype)
     reduce_scatter(out, values[rank].contiguous())
-    total = values[(rank + 1) % world, rank]
+    total = values[(rank + step) % world, rank]
     for hop in range(2, world + 1):
-        total = (total.float() + values[(rank + hop) % world, rank].float()).to(dtype)
+        total = (total.float() + values[(rank + step * hop) % world, rank].float()).to(dtype)
     return torch.equal(out, total)

@@ -139,7 +139,7 @@ class NodeGroups:
                 check_all(self.node_group.group_name)  # of kernels that have waited a deadline before this one
                 now_s = time.monotonic()
                 if now_s > asked_s + _ASK_S:  # others may have given up, and will send nothing more
-                    asked_s, deadline_s = now_s, 0.0 if self._roll_call.is_over() else deadline_s
+                    asked_s, deadline_s = now_s, 0.0 if self._roll_call.has_begun() else deadline_s
                 if now_s > deadline_s:
                     raise _Late("the deadline has passed")
                 time.sleep(pause_s)
@@ -207,10 +207,13 @@ class _RollCall:
         self._rank, self._world_size, self._local_size = dist.get_rank(group), dist.get_world_size(group), local_size
         self._store = dist.PrefixStore("roll call", store_of(group))
 
-    def is_over(self) -> bool:
-        """Whether a rank has been found to be missing."""
+    def has_begun(self) -> bool:
+        """Whether a rank has given up: who still waits answers now, however late it began to wait."""
+        return self._holds("begun")
+
+    def _holds(self, key: str) -> bool:
         try:
-            return self._store.check(["missing"])
+            return self._store.check([key])
         except RuntimeError:  # the store is gone: its host is
             return True
 
@@ -220,9 +223,10 @@ class _RollCall:
         the next node."""
         pause_s = _POLL_S
         try:
+            self._store.set("begun", "1")
             self._store.set(f"here/{self._rank}", "1")
             self._store.add("number", 1)
-            while not self.is_over():
+            while not self._holds("missing"):
                 if self._store.add("number", 0) >= self._world_size or time.monotonic() > deadline_s:
                     found = first_missing(self._store, [f"here/{peer}" for peer in range(self._world_size)])
                     if found is None:

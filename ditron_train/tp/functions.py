@@ -24,7 +24,8 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
-from ditron_train.tp.nodes import ColumnOverNodes, NodesTPContext, RowOverNodes
+from ditron_train.tp.nodes import ColumnOverNodes, RowOverNodes
+from ditron_train.tp.nodes_context import NodesTPContext
 from ditron_train.tp.ops import ag_gemm, gemm_rs
 from ditron_train.tp.prepared import can_copy
 
@@ -216,5 +217,7 @@ def row_linear(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm`` and ``gemm_rs``, in backward too.
     """
-    function = RowOverNodes if isinstance(context, NodesTPContext) else _RowLinear
-    return function.apply(x, weight, context, wgrad or PlainWgrad())
+    if isinstance(context, NodesTPContext):
+        y = RowOverNodes.apply(x, weight, context, wgrad or PlainWgrad())
+        return y.view(x.shape[0] // context.world_size, *x.shape[1:-1], weight.shape[0])
+    return _RowLinear.apply(x, weight, context, wgrad or PlainWgrad())

@@ -1,13 +1,13 @@
-"""Linear layers of a tensor parallel group that spans nodes: gathers along rails beside AG-GEMMs inside nodes.
+"""Linear layers of a tensor parallel group that spans nodes: rails between nodes beside what runs inside them.
 
 A rank sends its rows along its rail, to the rank with its place in every other node, and meanwhile multiplies what its
 own node gathers by peer memory; then what has come from the next node is gathered and multiplied likewise. Rows cross
-the border once, and only the first border is not under a GEMM. Sums over ranks are the process group's own
-reduce-scatter, as natively: adding partial sums up inside a node first would change bits, and handing each of them
-over would cross the border more often than the ring does.
+the border once, and only the first border is not under a GEMM. Sums over ranks go from node to node in the order of
+the process group's own reduce-scatter (``nodes_gemm_rs``); where ours cannot follow it, or the policy found it to be
+slower, they are that reduce-scatter.
 
-    column: Y = AG(X) @ Wt^T by rails;  dX = RS(dY @ Wt), dWt = dY^T @ AG(X) as natively
-    row:    Y = RS(X @ Wt^T) as natively;  dX = AG(dY) @ Wt by rails, which leaves AG(dY) for dWt
+    column: Y = AG(X) @ Wt^T by rails;  dX = RS(dY @ Wt) by rails, dWt = dY^T @ AG(X) as natively
+    row:    Y = RS(X @ Wt^T) by rails;  dX = AG(dY) @ Wt by rails, which leaves AG(dY) for dWt
 """
 
 from __future__ import annotations
@@ -19,61 +19,13 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.derivatives import refuse_second_derivatives
-from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.symm.nodes import NodeGroups, node_groups
-from ditron_train.tp.context import TPContext, get_tp_context
+from ditron_train.symm.nodes import NodeGroups
+from ditron_train.tp.nodes_context import NodesTPContext
+from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
 from ditron_train.tp.ops import Layout, ag_gemm
 
-__all__ = ["ColumnOverNodes", "NodesTPContext", "RowOverNodes", "ag_gemm_over_nodes", "get_nodes_tp_context"]
-
-_contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesTPContext] = GroupCache()
-
-
-class NodesTPContext:
-    """A tensor parallel group that spans nodes (collective to make).
-
-    Attributes:
-        group: All ranks.
-        rank, world_size: In it.
-        nodes: The groups of a node and of a rail.
-        inner: Context of this rank's node; None where a node has one rank.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        nodes = node_groups(group)
-        if nodes is None:
-            raise NotSupportedError("the tensor parallel group lies inside one node")
-        self.group, self.nodes = group, nodes
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.inner: TPContext | None = get_tp_context(nodes.node_group, device) if nodes.local_size > 1 else None
-
-    @property
-    def target(self) -> str:
-        """As ``TPContext.target``; ``cublas`` where a node has one rank."""
-        return "cublas" if self.inner is None else self.inner.target
-
-    def synchronize(self) -> None:
-        """As ``TPContext.synchronize``."""
-        if self.inner is not None:
-            with self.nodes.naming("tensor parallel"):
-                self.inner.synchronize()
-
-
-def get_nodes_tp_context(group: dist.ProcessGroup, device: torch.device) -> NodesTPContext:
-    """The context of ``group``, made at the first call (collective).
-
-    Raises:
-        NotSupportedError: The group lies inside a node, or its nodes are no equal blocks of ranks; on every rank
-            alike.
-        ArenaError: A node has no symmetric memory.
-    """
-    key = (group, device)
-    known = _contexts.get(key)
-    if known is None or (known.inner is not None and known.inner.arena.closed):
-        _contexts[key] = NodesTPContext(group, device)
-    return _contexts[key]
+__all__ = ["ColumnOverNodes", "RowOverNodes", "ag_gemm_over_nodes"]
 
 
 def _parts(rows: torch.Tensor, nodes: NodeGroups) -> Iterator[tuple[int, torch.Tensor]]:
@@ -148,7 +100,10 @@ class ColumnOverNodes(torch.autograd.Function):
         if needs_weight and not deferred:
             total = rows.new_empty(len(rows) * ctx.context.world_size, rows.shape[1])
             gather = dist.all_gather_into_tensor(total, rows, group=group, async_op=True)
-        partial = grad_output.matmul(weight) if needs_x else None
+        by_rails = needs_x and ctx.context.sums_by_rails(*grad_output.shape[:1], *weight.shape[::-1], rows.dtype)
+        partial = grad_output.matmul(weight) if needs_x and not by_rails else None
+        if by_rails:
+            grad_x = gemm_rs_over_nodes(grad_output, weight, context=ctx.context, layout="nn")
         if gather is not None:
             gather.wait()
         if partial is not None:
@@ -166,15 +121,18 @@ class ColumnOverNodes(torch.autograd.Function):
 
 @outside_compile
 class RowOverNodes(torch.autograd.Function):
-    """As ``row_linear``: x [s, ..., K / W] and weight [N, K / W] to [s / W, ..., N]."""
+    """As ``row_linear`` in rows: x [s, ..., K / W] and weight [N, K / W] to [s / W * ..., N]."""
 
     @staticmethod
     def forward(ctx, x, weight, context, wgrad):
         ctx.save_for_backward(x, weight)
         ctx.context, ctx.wgrad = context, wgrad
-        partial = x.matmul(weight.t())
-        out = partial.new_empty(x.shape[0] // context.world_size, *partial.shape[1:])
-        dist.reduce_scatter_tensor(out, partial.contiguous(), group=context.group)
+        rows = _rows(x)
+        if context.sums_by_rails(len(rows), *weight.shape, x.dtype):
+            return gemm_rs_over_nodes(rows, weight, context=context)
+        partial = rows.matmul(weight.t())
+        out = partial.new_empty(len(rows) // context.world_size, weight.shape[0])
+        dist.reduce_scatter_tensor(out, partial, group=context.group)
         return out
 
     @staticmethod

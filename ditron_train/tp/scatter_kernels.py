@@ -1,4 +1,4 @@
-"""The kernel behind a reduce-scatter by copy engines: adds up what peers sent, in NCCL's ring order."""
+"""The kernels behind reduce-scatters by copy engines: they add up what peers sent, in NCCL's ring order."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["fold_rows_kernel"]
+__all__ = ["fold_onto_kernel", "fold_rows_kernel"]
 
 
 class _Sources(NamedTuple):
@@ -89,3 +89,59 @@ def fold_rows_kernel(
         LAST: tl.constexpr = WORLD_SIZE - 1
         dl.wait_peers(channel.signals, 1, epoch, channel.control, rank, 0, FIRST_PART + 1, LAST, WORLD_SIZE, TARGET)
     _add_up(sources, out_ptr, FIRST_PART + 1, WORLD_SIZE, FIRST_PART > 0, BLOCK, WORLD_SIZE)
+
+
+@triton.jit(do_not_specialize=["slot_rows", "first", "count"])
+def fold_onto_kernel(
+    partial_ptr,
+    slots_ptr,
+    channel,
+    total_ptr,
+    out_ptr,
+    row_starts_ptr,
+    N,
+    slot_rows,
+    first,
+    count,
+    STEP: tl.constexpr,
+    GOES_ON: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """out = ((total + x[first]) + x[first + STEP]) + ... of ``count`` ranks, for this rank's rows, each + in fp32,
+    rounded at every hop: a node's part of a sum that goes from node to node. None: nothing is added or written.
+
+    ``x[rank]`` is read from ``partial_ptr`` [total rows, N], the others from slots [world, slot_rows, N] in own
+    memory, once the flags of all peers hold this epoch (acquire); of ranks that are not added up nothing has come.
+
+    GOES_ON: ``total_ptr`` holds the sum so far; else it begins with ``x[first]``.
+    """
+    epoch = dl.next_epoch(channel.tickets + 1)
+    rank = dl.rank(channel.control)
+    dl.wait_peers(channel.signals, 1, epoch, channel.control, rank, 0, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
+    first_row = tl.load(row_starts_ptr + rank)
+    num_elements = (tl.load(row_starts_ptr + rank + 1) - first_row).to(tl.int64) * N
+    own_ptr = partial_ptr + first_row.to(tl.int64) * N
+    slot_elements = tl.cast(slot_rows, tl.int64) * N
+    dtype = slots_ptr.dtype.element_ty
+    lanes = tl.arange(0, BLOCK)
+    num_blocks = tl.where(count > 0, tl.cdiv(num_elements, BLOCK), 0)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offsets = tl.cast(block, tl.int64) * BLOCK + lanes
+        mask = offsets < num_elements
+        if GOES_ON:
+            total = tl.load(total_ptr + offsets, mask=mask).to(tl.float32)
+        else:
+            total = tl.zeros([BLOCK], tl.float32)
+        for index in range(0, count):
+            source = first + index * STEP
+            if source == rank:
+                values = tl.load(own_ptr + offsets, mask=mask).to(tl.float32)
+            else:
+                values = tl.load(slots_ptr + source * slot_elements + offsets, mask=mask).to(tl.float32)
+            if GOES_ON:
+                total = (total + values).to(dtype).to(tl.float32)
+            else:
+                total = tl.where(index == 0, values, (total + values).to(dtype).to(tl.float32))
+        tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)

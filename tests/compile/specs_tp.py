@@ -205,6 +205,21 @@ SPECS = [
         for first_part in (0, 6)
     ),
     *(
+        KernelSpec(
+            name=f"tp_fold_onto_{'sum' if goes_on else 'nothing'}",
+            kernel="ditron_train.tp.scatter_kernels:fold_onto_kernel",
+            signature={
+                **dict.fromkeys(("partial_ptr", "slots_ptr", "total_ptr", "out_ptr"), "*bf16"),
+                "channel": _CHANNEL,
+                "row_starts_ptr": "*i32",
+                **dict.fromkeys(("N", "slot_rows", "first", "count"), "i32"),
+            },
+            constexprs={"STEP": 1, "GOES_ON": goes_on, "BLOCK": 4096, "WORLD_SIZE": 8},
+            signals=None,
+        )
+        for goes_on in (False, True)
+    ),
+    *(
         build(
             f"tp_{build.__name__[1:]}_{layout}_{size}_{'even' if even else 'uneven'}",
             layout == "nt",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
 import signal
 import sys
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
 from ditron_train.symm import SymmetricArena
-from ditron_train.symm.exchange import exchange
+from ditron_train.symm.exchange import exchange, store_of
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import is_one_node, node_of_process
 from tests.support.patience import Lateness
@@ -61,16 +63,36 @@ def rates(num_bytes):
     return found
 
 
-def peer_fails(op, fault, failing, timeout_s):
-    """What a rank gets, when, of a second call of ``op`` in which the ranks ``failing`` die or are late; rank numbers
-    in the whole group."""
+def peers_fail(op, cases, timeout_s):
+    """What each rank gets, when, of a second call of ``op`` in which ranks die or are late; of all ranks that answer,
+    by the case.
+
+    Args:
+        cases: ``(fault, failing ranks)``, the deaths last; each has a group of its own, so nothing of one is left in
+            the next.
+    """
     os.environ["DITRON_TIMEOUT_S"] = str(timeout_s)
-    call = {"ep": _ep_call, "sp": _sp_call, "tp": _tp_call}[op]()
-    call()
-    dist.barrier()
-    if dist.get_rank() in failing:
-        if fault == "killed":
+    everybody, calls = list(range(dist.get_world_size())), []
+    for number in range(len(cases)):
+        calls.append(_CALLS[op](make_group(dist.group.WORLD, everybody, f"case{number}")))
+        calls[-1]()
+    store, rank = store_of(dist.group.WORLD), dist.get_rank()
+    for number, (fault, failing) in enumerate(cases):
+        if fault == "late" or cases[number - 1][0] == "late":
+            dist.barrier()
+        if fault == "killed" and rank in failing:
             os.kill(os.getpid(), signal.SIGKILL)
+        store.set(f"{number} {rank}", repr(_outcome(calls[number], fault == "late" and rank in failing, timeout_s)))
+    found, alive = [], set(everybody)
+    for number, (fault, failing) in enumerate(cases):
+        alive -= set(failing) if fault == "killed" else set()
+        found.append({one: ast.literal_eval(store.get(f"{number} {one}").decode()) for one in alive})
+    return found
+
+
+def _outcome(call, is_late, timeout_s):
+    """Who waited, who was missing, seconds to the first error, how many errors: of two calls."""
+    if is_late:
         time.sleep(2 * timeout_s + 3)
     errors, begun_s = [], time.monotonic()
     with Lateness() as lateness:
@@ -80,14 +102,14 @@ def peer_fails(op, fault, failing, timeout_s):
             except PeerTimeoutError as error:
                 errors.append((error, time.monotonic() - begun_s - lateness.seconds))
     first, taken_s = errors[0]
-    return type(first).__name__, {error.missing_rank for error, _ in errors}, first.waiting_rank, taken_s, len(errors)
+    return first.waiting_rank, {error.missing_rank for error, _ in errors}, taken_s, len(errors)
 
 
-def _ep_call():
+def _ep_call(group):
     """Dispatch and combine over nodes by rails."""
     from ditron_train.ep import get_rail_context, rails
 
-    context = get_rail_context(dist.group.WORLD, torch.device("cpu"), 8, 2)
+    context = get_rail_context(group, torch.device("cpu"), 8, 2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     x, scores = torch.randn(12, 16, generator=generator), torch.rand(12, 8, generator=generator)
     routed = torch.zeros(12, 8, dtype=torch.bool).scatter_(1, scores.topk(2).indices, True)
@@ -100,13 +122,13 @@ def _ep_call():
     return call
 
 
-def _sp_call():
+def _sp_call(group):
     """Ulysses' exchanges over nodes by rails."""
     from ditron_train.megatron.sp.nodes import get_nodes_context
     from ditron_train.sp import qkv_layout
 
     world = dist.get_world_size()
-    context = get_nodes_context(dist.group.WORLD, torch.device("cpu"))
+    context = get_nodes_context(group, torch.device("cpu"))
     layout = qkv_layout(2 * world, world, 8, world)
     parts = [torch.randn(4, 1, heads, 8) for heads in (2 * world, world, world)]
     return lambda: context.to_heads(parts, layout, None)
@@ -138,46 +160,71 @@ def moe_layer(rails):
         del os.environ["DITRON_EP_RAILS"]
 
 
-def tp_linears(batch):
-    """A column and a row layer of megatron-core over nodes: by rails as natively, forward and backward; names of their
-    contexts and how often rows went along rails."""
+def tp_linears(ranks, batch, dtype):
+    """A column and a row layer of megatron-core by rails, of a group of the first ranks over all nodes: bits as
+    natively, forward and backward; how often rows, and sums, went along rails, None on the other ranks.
+
+    Random activations, and a weight whose products are exact: each result is a sum over ranks in one order."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
     import ep_workers as workers
-    from megatron.core import parallel_state
 
     from ditron_train.megatron.tp.spec import COLUMN, ROW, LinearCall
     from ditron_train.policy import gate, results
     from ditron_train.tp import nodes as tp_nodes
+    from ditron_train.tp import nodes_gemm_rs
 
-    world, names, generator = dist.get_world_size(), [], torch.Generator().manual_seed(dist.get_rank())
-    calls, arrivals = [], tp_nodes._parts
-    tp_nodes._parts = lambda rows, nodes: (calls.append(len(rows)), arrivals(rows, nodes))[1]
+    rank, found, local_size = dist.get_rank(), [], int(os.environ["LOCAL_WORLD_SIZE"])
+    members = [one for one in range(dist.get_world_size()) if one % local_size < ranks]
+    world, generator = len(members), torch.Generator().manual_seed(rank)
+    weight = torch.zeros(16, 24).fill_diagonal_(2.0 ** (rank % 3)).to(dtype)
 
     def values(*shape):
-        return torch.randint(-3, 4, shape, generator=generator).float()
+        return torch.randn(*shape, generator=generator).to(dtype)
 
+    with workers.groups(), _counting(tp_nodes, "_parts", found), _counting(nodes_gemm_rs._Rail, "send", found):
+        is_member = rank in members
+        same = [one for one in range(dist.get_world_size()) if (one in members) == is_member]
+        group = make_group(dist.group.WORLD, same, "linears")
+        if not is_member:
+            return None
+        for spec, rows, of_result in ((COLUMN, 6, world), (ROW, 6 * world, 1 / world)):
+            lead = (rows, batch) if batch else (rows,)
+            x, grad_y = values(*lead, 24), values(int(rows * of_result), *lead[1:], 16)
+            call = LinearCall(x, weight, group, grad_y=grad_y)
+            context = gate.answer_for(spec, call).context
+            assert type(context).__name__ == "NodesTPContext"
+            del found[:]
+            for expected, ours in zip(results(spec, call), results(spec, call, context), strict=True):
+                assert torch.equal(expected, ours)
+            assert found.count("_parts") == 1  # forward of the column layer, backward of the row layer
+    return found.count("send")
+
+
+@contextlib.contextmanager
+def _counting(owner, name, calls):
+    """Notes each call of a function of ``owner``."""
+    function = getattr(owner, name)
+    setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
     try:
-        with workers.groups(tensor_model_parallel_size=world):
-            group = parallel_state.get_tensor_model_parallel_group()
-            for spec, rows, of_result in ((COLUMN, 6, world), (ROW, 6 * world, 1 / world)):
-                lead = (rows, batch) if batch else (rows,)
-                x, weight = values(*lead, 24), values(20, 24)
-                call = LinearCall(x, weight, group, grad_y=values(int(rows * of_result), *lead[1:], 20))
-                context = gate.answer_for(spec, call).context
-                names.append(type(context).__name__)
-                del calls[:]
-                for expected, found in zip(results(spec, call), results(spec, call, context), strict=True):
-                    assert torch.equal(expected, found)
-                names.append(len(calls))
+        yield
     finally:
-        tp_nodes._parts = arrivals
-    return names
+        setattr(owner, name, function)
 
 
-def _tp_call():
-    """An AG-GEMM over nodes."""
-    from ditron_train.tp.nodes import ag_gemm_over_nodes, get_nodes_tp_context
+def _tp_call(group):
+    """A GEMM-RS over nodes, then an AG-GEMM."""
+    from ditron_train.tp.nodes import ag_gemm_over_nodes
+    from ditron_train.tp.nodes_context import get_nodes_tp_context
+    from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
 
-    context = get_nodes_tp_context(dist.group.WORLD, torch.device("cpu"))
-    x, weight = torch.ones(4, 16), torch.ones(8, 16)
-    return lambda: ag_gemm_over_nodes(x, weight, context=context)
+    context = get_nodes_tp_context(group, torch.device("cpu"))
+    x, weight = torch.ones(16, 16), torch.ones(8, 16)
+
+    def call():
+        rows = gemm_rs_over_nodes(x, weight, context=context)
+        ag_gemm_over_nodes(rows, weight, context=context, layout="nn")
+
+    return call
+
+
+_CALLS = {"ep": _ep_call, "sp": _sp_call, "tp": _tp_call}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,23 +12,37 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_nodes as bodies  # noqa: E402
 
-from tests.support.nodes import run_on_nodes_once  # noqa: E402
+from tests.support.nodes import nodes_pool  # noqa: E402
+from tests.support.patience import HANG_S  # noqa: E402
 
 TIMEOUT_S = 3.0
 NODE, RANK = (2, 3), (3,)
+OPS = ("ep", "sp", "tp")
+CASES = [("late", NODE), ("late", RANK), ("killed", RANK), ("killed", NODE)]  # who dies is not there for the next
 
 
-@pytest.mark.parametrize("op", ["ep", "sp", "tp"])
-@pytest.mark.parametrize("fault", ["killed", "late"])
-@pytest.mark.parametrize("failing", [NODE, RANK], ids=["node", "rank"])
-def test_survivors_name_the_missing_rank(op, fault, failing):
-    outcomes = run_on_nodes_once(2, 2, bodies.peer_fails, op, fault, failing, TIMEOUT_S)
-    for outcome in outcomes:
-        if outcome.rank in failing and fault == "killed":
-            assert outcome.exit_code == -9
-            continue
-        assert outcome.ok, outcome.traceback
-        name, missing, waiting, taken_s, num_errors = outcome.value
-        assert (name, missing, waiting) == ("PeerTimeoutError", {failing[0]}, outcome.rank)
-        if outcome.rank not in failing:  # the missing rank itself hears of it when it comes, at its next call at last
+@pytest.fixture(scope="module")
+def outcomes():
+    """Of each op, on nodes of its own: they wait at the same time."""
+    with ExitStack() as stack, ThreadPoolExecutor(len(OPS)) as threads:
+        pools = [stack.enter_context(nodes_pool(2, 2)) for _ in OPS]
+        told = [
+            threads.submit(pool.run, bodies.peers_fail, (op, CASES, TIMEOUT_S), HANG_S, stop_after_error_s=None)
+            for op, pool in zip(OPS, pools)
+        ]
+        return {op: one.result() for op, one in zip(OPS, told)}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{'node' if case[1] == NODE else 'rank'}-{case[0]}")
+def test_survivors_name_the_missing_rank(op, case, outcomes):
+    fault, failing = case
+    assert [outcome.exit_code for outcome in outcomes[op]] == [None, None, -9, -9]
+    first = outcomes[op][0]
+    assert first.ok, first.traceback
+    answers = first.value[CASES.index(case)]
+    assert len(answers) == 4 - len(failing) * (fault == "killed")
+    for rank, (waiting, missing, taken_s, num_errors) in answers.items():
+        assert (waiting, missing) == (rank, {failing[0]})
+        if rank not in failing:  # the missing rank itself hears of it when it comes, at its next call at last
             assert num_errors == 2 and taken_s < TIMEOUT_S + 5

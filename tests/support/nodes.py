@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from tests.support.patience import HANG_S
-from tests.support.processes import WorkerOutcome, WorkerPool
+from tests.support.processes import WorkerPool
 
-__all__ = ["NodesPool", "nodes_pool", "run_on_nodes", "run_on_nodes_once", "why_no_nodes"]
+__all__ = ["NodesPool", "nodes_pool", "run_on_nodes", "why_no_nodes"]
 
 RATE_MBIT = 400.0  # an eighth, or less, of what gloo moves inside a node
 
@@ -99,14 +99,6 @@ def nodes_pool(
     """Fresh processes, whose nodes the caller may slow down meanwhile."""
     with NodesPool(num_nodes, ranks, env, rate_mbit) as pool:
         yield pool
-
-
-def run_on_nodes_once(
-    num_nodes: int, ranks: int, fn: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None
-) -> list[WorkerOutcome]:
-    """As ``run_workers_once``, on ``ranks`` processes of each node."""
-    with nodes_pool(num_nodes, ranks, env=env) as pool:
-        return pool.run(fn, args, HANG_S, stop_after_error_s=None)
 
 
 @atexit.register

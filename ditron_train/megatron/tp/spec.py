@@ -31,7 +31,7 @@ from ditron_train.tp.choices import Op, Problem, choose, prefers_native
 from ditron_train.tp.context import TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.functions import column_linear, row_linear
-from ditron_train.tp.nodes import NodesTPContext, get_nodes_tp_context
+from ditron_train.tp.nodes_context import NodesTPContext, get_nodes_tp_context
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, traced_linear, why_not_linear
 
 Kind = Literal["column", "row"]
@@ -130,23 +130,39 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         by_table = isinstance(context, TPContext) and get_settings().policy == "strict"
         if by_table and self._table_prefers_native(call, context):
             return Decision(False, "by the tuning table: nothing that was tried is faster", None, None, None)
+        sums = self._summed_product(call, context)
         decision = super().decide(call, context)
+        if isinstance(context, NodesTPContext) and not decision.use_ditron and context.sums_by_rails(*sums):
+            context.left.add(sums[:3])  # sums over nodes as natively, gathers by rails
+            decision = super().decide(call, context)
         context.synchronize()
         return decision
+
+    def _summed_product(self, call: LinearCall, context: Any) -> tuple[int, int, int, torch.dtype]:
+        """Rows, columns and K of the product that the layer adds up over ranks, and its type."""
+        rows, (n, k) = call.x.shape[:-1].numel(), call.weight.shape
+        if self.kind == "column":
+            return rows * context.world_size, k, n, call.x.dtype
+        return rows, n, k, call.x.dtype
 
     def words(self, call: LinearCall, context: TPContext) -> str:
         rows = call.x.shape[:-1].numel()  # however they are split into sequences: verify's plan holds for a job
         sizes = f"{rows}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
         frozen = ", frozen" if call.is_frozen and self.kind == "column" else ""
         frozen += "" if call.bias is None else ", bias inside"
-        nodes = f", over {context.nodes.num_nodes} nodes" if isinstance(context, NodesTPContext) else ""
+        nodes = ""
+        if isinstance(context, NodesTPContext):
+            rows, n, k, dtype = self._summed_product(call, context)
+            step = context.ring_step(rows, n, dtype) if context.sums_by_rails(rows, n, k, dtype) else 0
+            order = {1: "ascending", -1: "descending", 0: "native"}[step]
+            nodes = f", over {context.nodes.num_nodes} nodes, {order} sums"
         return f"{self.name} {sizes} {str(call.x.dtype).removeprefix('torch.')}{frozen}{nodes}"
 
     def where(self, call: LinearCall) -> str:
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
 
     def summed_dtype(self, call: LinearCall) -> torch.dtype | None:
-        """See `OpSpec`; over nodes sums are the process group's either way."""
+        """See `OpSpec`; over nodes ours follows the order that the process group has, or leaves sums to it."""
         return None if isinstance(self.context(call), NodesTPContext) else call.x.dtype
 
     def more_pairs(self, call: LinearCall, context: TPContext) -> Sequence[tuple[Run, Run]]:

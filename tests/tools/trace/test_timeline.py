@@ -110,6 +110,7 @@ COMMUNICATION = """
 OTHERS = """
     copy_rows_kernel place_tokens sum_rows fold_rows_kernel fold_all_kernel fold_own_rows_kernel normalize_kernel
     momentum_kernel update_kernel list_tiles plan_tiles count_chunks list_entries scale_kernel handover_kernel
+    fold_onto_kernel
 """.split()
 
 

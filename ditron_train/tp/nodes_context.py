@@ -1,0 +1,87 @@
+"""A tensor parallel group that spans nodes: its groups, its node's memory, and whose order its sums follow."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy.order import reduction_order
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.logs import log_once
+from ditron_train.symm.nodes import node_groups
+from ditron_train.tp.chunked_gemm_rs import covers
+from ditron_train.tp.context import TPContext, get_tp_context
+from ditron_train.tp.prepared import can_copy
+
+__all__ = ["NodesTPContext", "get_nodes_tp_context"]
+
+_contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesTPContext] = GroupCache()
+
+
+class NodesTPContext:
+    """A tensor parallel group that spans nodes (collective to make).
+
+    Attributes:
+        group: All ranks.
+        rank, world_size: In it.
+        nodes: The groups of a node and of a rail.
+        inner: Context of this rank's node; None where a node has one rank.
+        device: Where activations live.
+        left: Sums that the policy has left to the process group, by rows and columns of the product and K.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        nodes = node_groups(group)
+        if nodes is None:
+            raise NotSupportedError("the tensor parallel group lies inside one node")
+        self.group, self.nodes, self.device = group, nodes, device
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.inner: TPContext | None = get_tp_context(nodes.node_group, device) if nodes.local_size > 1 else None
+        self.left: set[Hashable] = set()
+
+    @property
+    def target(self) -> str:
+        """As ``TPContext.target``; ``cublas`` where a node has one rank."""
+        return "cublas" if self.inner is None else self.inner.target
+
+    def ring_step(self, rows: int, n: int, dtype: torch.dtype) -> int:
+        """Along which ring the process group reduce-scatters [rows, n]: 1 by ascending ranks, -1 by descending ones, 0
+        in no order that ours can follow, which is logged once (collective the first time)."""
+        of_gloo = rows * n // self.world_size if self.device.type == "cpu" else None
+        order = reduction_order(self.group, self.device, dtype, of_gloo)
+        if order.ring_step == 0:
+            name = f"tp sums over nodes in {dtype}"
+            log_once(f"native {name} {order.reason}", f"{name}: native, {order.reason}", name="policy")
+        return order.ring_step
+
+    def sums_by_rails(self, rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
+        """Whether a product [rows, k] @ [k, n] is reduce-scattered by rails (collective the first time)."""
+        if (rows, n, k) in self.left or rows % self.world_size:
+            return False
+        if self.inner is not None and not (covers(n, dtype) and can_copy(self.inner)):
+            return False
+        return self.ring_step(rows, n, dtype) != 0
+
+    def synchronize(self) -> None:
+        """As ``TPContext.synchronize``."""
+        if self.inner is not None:
+            with self.nodes.naming("tensor parallel"):
+                self.inner.synchronize()
+
+
+def get_nodes_tp_context(group: dist.ProcessGroup, device: torch.device) -> NodesTPContext:
+    """The context of ``group``, made at the first call (collective).
+
+    Raises:
+        NotSupportedError: The group lies inside a node, or its nodes are no equal blocks of ranks; on every rank
+            alike.
+        ArenaError: A node has no symmetric memory.
+    """
+    key = (group, device)
+    known = _contexts.get(key)
+    if known is None or (known.inner is not None and known.inner.arena.closed):
+        _contexts[key] = NodesTPContext(group, device)
+    return _contexts[key]
