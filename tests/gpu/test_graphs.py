@@ -124,8 +124,8 @@ def _model(use_te, num_experts, options):
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
     ).cuda()  # fmt: skip
-    # As in Megatron's get_model: autograd adds up gradients on the stream of this moment, and where the default stream
-    # waits for a captured one the capture breaks.
+    # As in Megatron's get_model: autograd adds up gradients on the stream of this moment, and a wait of the default
+    # stream for a captured one breaks the capture.
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):
