@@ -45,10 +45,9 @@ def why_not_options(layer: Any, x: torch.Tensor) -> str | None:
         return "its communication is another's (--moe-shared-expert-overlap)"
     if layer.te_quant_params is not None:
         return "the layer has quantization parameters"
-    own = vars(layer)  # a module takes 2 us to say that it has no such attribute, and 10 to list its parameters
-    if any([own.get(name) for name in _USERBUFFERS]):
+    if any(getattr(layer, name, False) for name in _USERBUFFERS):
         return "--tp-comm-overlap (userbuffers) is on"
-    if any([one is not None and one.dtype != x.dtype for one in own["_parameters"].values()]):
+    if any(parameter.dtype != x.dtype for parameter in layer.parameters()):
         return "the parameters have another type than the input"
     if not layer.sequence_parallel and layer.tp_size > 1 and getattr(layer, "symmetric_ar_type", None) is not None:
         return "its all-reduce is another's (symmetric_ar_type)"
