@@ -2,8 +2,8 @@
 
 Messages round the ring of ranks and the ops of ``tp`` are compared with ``torch.distributed`` and ``torch.matmul``,
 the steps of the other rooms, forward and backward, with their own first results. Some messages come, then one of the
-others. Nothing here waits for the device or for ``torch.distributed`` between them: the device compares and counts, and
-ranks come together once a second.
+others. Nothing here waits for the device or for ``torch.distributed`` between them: the device compares and counts,
+and ranks come together once a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MESSAGES = {"cuda": 4, "cpu": 99}  # in front of each other op: kernels are slo
 _READS = 20  # of the count of differences
 
 _TP_OPS = ("tp all_gather", "tp ag_gemm", "tp reduce_scatter", "tp gemm_rs", "tp gemm_ar")
-#: Calls of ops in a step of each other room, as records count them.
+#: Calls of ops in a step of each other room, forward and backward.
 OPS_OF_STEP = {"sp": 4, "ep": 5, "muon": 1}
 
 Op = Callable[[int], Sequence[torch.Tensor]]
