@@ -47,10 +47,25 @@ wait
 "$python" - "$work" "$folder/sanitizer.json" "$root/ditron_train" <<'PYTHON'
 import ast, json, pathlib, re, sys
 work, out, package = map(pathlib.Path, sys.argv[1:])
-defined = {
-    node.name for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
-}
+def kernels_of(package):
+    """Names of the package's kernels: functions of Triton's that no other one calls or takes, but for those of lang, which users'
+    kernels call, and those of experimental, which no job runs."""
+    jitted = [
+        (path, node) for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
+    ]
+    within = {part.id for _, node in jitted for part in ast.walk(node) if isinstance(part, ast.Name)}
+    left_out = {package / "lang" / "memory.py", *package.glob("experimental/*.py")}
+    return {node.name for path, node in jitted if not node.name.startswith("_") and path not in left_out} - within
+
+
+def first_words(lines):
+    """The lines that name an error that ended the process, whatever stands behind them."""
+    named = [i for i, line in enumerate(lines) if re.search("terminate called|what\\(\\)|Traceback|Error: |Fatal Python", line)]
+    return [lines[i] for first in named[:3] for i in range(first, min(first + 8, len(lines)))][:24]
+
+
+defined = kernels_of(package)
 runs, checked_kernels = {}, set()
 for log in sorted(work.glob("*.log")):
     text, is_plain = log.read_text(errors="replace"), log.stem.startswith("plain")
@@ -61,12 +76,13 @@ for log in sorted(work.glob("*.log")):
         "status": int((work / f"{log.stem}.status").read_text()),
         "reported": sum(map(int, summaries)) if summaries else None,
         "first": [line for line in text.splitlines() if line.startswith("=========")][:40] if summaries != ["0"] else [],
+        "named": first_words(text.splitlines()) if "SUMMARY: 0" not in text or "Aborted" in text else [],
         "said": text.splitlines()[-12:],
     }
     checked_kernels |= set() if is_plain else set(kernels)
 checked = {name: run for name, run in runs.items() if not name.startswith("plain")}
 is_clean = all(run["reported"] == 0 and run["ran"] and run["status"] == 0 for run in checked.values())
-left = sorted(name for name in defined - checked_kernels if name.endswith("_kernel"))
+left = sorted(defined - checked_kernels)
 out.write_text(json.dumps({"clean": is_clean, "kernels": sorted(checked_kernels), "not_run": left, "runs": runs}, indent=1) + "\n")
 for name, run in runs.items():
     print(f"{name}: ran {', '.join(run['ran']) or 'nothing'}; reported {run['reported']}; exit {run['status']}")

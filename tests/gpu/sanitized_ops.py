@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
 import shared_gpus  # noqa: E402
 
-_ROOMS = ("tp", "sp", "ep", "pp", "muon", "fused")
+_ROOMS = ("tp", "sp", "ep", "pp", "muon", "fused", "seldom")
 _OF_CATALOG = ("tp", "sp", "pp")
 _MOST_WAYS = 5  # of moving data, of an op
 
@@ -49,7 +50,7 @@ def _run(name: str, device: torch.device) -> None:
     """A step twice, with the same bits."""
     from ditron_train.tools.faults.jobs import JOBS
 
-    step = _fused(device) if name == "fused" else JOBS[name](device)
+    step = {"fused": _fused, "seldom": _seldom}.get(name, JOBS.get(name))(device)
     first = [tensor.clone() for tensor in step()]
     again = step()
     torch.cuda.synchronize()
@@ -79,6 +80,7 @@ def _fused(device: torch.device):
     """Tokens that travel ahead of the host, grouped GEMMs, and the one that combines."""
     from ditron_train.ep import begin_layout, dispatch, dispatch_ahead, fused, get_ep_context
     from ditron_train.ep.group_gemm import group_gemm, group_wgrad
+    from ditron_train.ep.ops import begin_combine
 
     world, tokens, hidden, ffn = dist.get_world_size(), 64, 256, 128
     context = get_ep_context(dist.group.WORLD, device, 2 * world, 2)
@@ -100,8 +102,71 @@ def _fused(device: torch.device):
         y = group_gemm(rows, weights, tiles)
         out, _ = fused.gemm_combine(y, layout, context, back, order="descending")
         wgrad = group_wgrad(y, rows, tiles)
+        returning = begin_combine(group_gemm(y, back, tiles), layout, context, order="descending")
         context.check()
-        return [out.clone(), wgrad.clone()]
+        return [out.clone(), wgrad.clone(), returning.finish()[0].clone()]
+
+    return step
+
+
+def _seldom(device: torch.device):
+    """What runs in few jobs: sums in two rounds, parts in turn, gathers under other work, experts' tokens by gathers,
+    messages with their header on the device, the self-check beside new libraries."""
+    from ditron_train.ep import gathered
+    from ditron_train.gemm.configs import GemmConfig
+    from ditron_train.policy import self_check
+    from ditron_train.policy.all_reduce_order import SumMap
+    from ditron_train.pp.kernel_channel import current_or_none, launch
+    from ditron_train.pp.kernels import HEADER_LANES, await_message_kernel
+    from ditron_train.runtime.device import kernel_target
+    from ditron_train.sp import gather_sequence, get_sp_context, output_layout
+    from ditron_train.symm import Channel, get_arena
+    from ditron_train.tp import all_reduce, gemm_ar, get_tp_context
+    from ditron_train.tp.gather_parts import start_gather_of_parts
+    from ditron_train.tp.problem import Choice, GatherPlan
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tp, sp = get_tp_context(dist.group.WORLD, device), get_sp_context(dist.group.WORLD, device)
+    channel = Channel(get_arena(dist.group.WORLD, device), "sanitized", 4)
+    header = torch.zeros((3, HEADER_LANES), dtype=torch.int64, device=device)  # sent and expected; what was seen
+    # Whole numbers, whose sums are exact in any order; that of a ring where two ranks would need none.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows, columns = (512, 256) if device.type == "cuda" else (32, 16)
+    x, weight = (torch.ones(shape, device=device, dtype=dtype) for shape in ((rows, columns), (columns, columns)))
+    in_a_ring = mock.patch.object(all_reduce, "sums_of", lambda context, count, dtype: SumMap.ring(count, world))
+    in_two_rounds = Choice(GemmConfig(128, 128, 64, 8, 4), GatherPlan("copy"), rounds=2)
+    parts = (torch.full((64, 32), float(rank), device=device), torch.full((16,), rank, device=device))
+    heads = torch.full((8 * world, 1, 1, 64), float(rank), device=device, dtype=dtype)
+    layout = gathered.GatheredLayout(torch.arange(2 * world * 64, device=device).view(world * 64, 2) % 3 > 0, world)
+    tokens = torch.arange(world * 64 * 128, device=device).view(world * 64, 128).remainder(7).to(dtype)
+    assert self_check._launch_failure(device) is None
+    assert self_check._handover_failure(dist.group.WORLD, device) is None
+
+    def step() -> list[torch.Tensor]:
+        launch(
+            await_message_kernel, current_or_none(channel), channel.signals.local.data_ptr(), 0,
+            header[0].data_ptr(), header[1].data_ptr(), header, channel.control, rank, 0, 0,
+            LANES=HEADER_LANES, TARGET=kernel_target(device),
+        )  # fmt: skip
+        with in_a_ring:
+            product = gemm_ar(x, weight, context=tp, choice=in_two_rounds)
+        started = start_gather_of_parts(parts, context=tp, num_in_turn=1)
+        sources = [source for source, _ in started.arrivals()]
+        arrived = gather_sequence((heads,), context=sp, layout=output_layout(world, 64, world), meanwhile=lambda: None)
+        placed = tokens.new_zeros(layout.num_rows, tokens.shape[1])
+        sums = torch.empty_like(tokens)
+        for source in range(world):
+            gathered.place(tokens[layout.tokens_of(source)], placed, layout, source)
+        for source in range(world):
+            part = layout.tokens_of(source)
+            gathered.sum_to_tokens(placed, sums[part], layout, source, "descending")
+        for context in (tp, sp):
+            context.synchronize()
+        channel.check()
+        assert torch.equal(product, torch.full_like(product, float(columns * world))) and sorted(sources) == list(
+            range(world)
+        )
+        return [product, started.totals[1].clone(), arrived.clone(), placed, sums]
 
     return step
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ditron_train
 from ditron_train.runtime.values import make_values
 
-__all__ = ["JOBS", "MODULES", "PATIENCE", "QUICKSTART", "Step", "jobs_here", "run_quickstart"]
+__all__ = ["JOBS", "MODULES", "PATIENCE", "QUICKSTART", "Step", "jobs_here", "muon_job", "run_quickstart"]
 
 Step = Callable[[], Sequence[torch.Tensor]]
 QUICKSTART = "quickstart"
@@ -140,24 +140,34 @@ def _pp(device: torch.device) -> Step:
 
 def _muon(device: torch.device) -> Step:
     """Whole matrices are sent by torch's own collectives; a gather of ours stands in front of the step."""
-    from ditron_train.optim import Muon
     from ditron_train.tp import all_gather, get_tp_context
 
-    context, unit = get_tp_context(dist.group.WORLD, device), _unit(device)
-    shapes = [(unit, unit), (unit, 2 * unit), (2 * unit, unit), (unit, unit)]
-    x = _values((4, unit), device, 9)
+    context = get_tp_context(dist.group.WORLD, device)
+    x, sharded = _values((4, _unit(device)), device, 9), muon_job(device, dist.group.WORLD)
 
     def step() -> list[torch.Tensor]:
         gathered = all_gather(x, context=context).clone()
-        matrices = [
-            torch.nn.Parameter(make_values(shape, torch.float32, device, seed=seed, rank=0))
-            for seed, shape in enumerate(shapes)
-        ]
-        for matrix in matrices:
-            matrix.grad = matrix.detach().clone()
-        Muon(matrices, shard_group=dist.group.WORLD).step()
+        found = sharded()
         context.synchronize()
-        return [gathered, *(matrix.detach() for matrix in matrices)]
+        return [gathered, *found]
+
+    return step
+
+
+def muon_job(device: torch.device, shard_group: dist.ProcessGroup | None) -> Step:
+    """A first step of Muon on four matrices, each at one rank of ``shard_group`` (None: all on every rank)."""
+    from ditron_train.optim import Muon
+
+    unit = _unit(device)
+    shapes = [(unit, unit), (unit, 2 * unit), (2 * unit, unit), (unit, unit)]
+    values = [make_values(shape, torch.float32, device, seed=seed, rank=0) for seed, shape in enumerate(shapes)]
+
+    def step() -> list[torch.Tensor]:
+        matrices = [torch.nn.Parameter(one.clone()) for one in values]
+        for matrix, one in zip(matrices, values):
+            matrix.grad = one.clone()
+        Muon(matrices, shard_group=shard_group).step()
+        return [matrix.detach() for matrix in matrices]
 
     return step
 

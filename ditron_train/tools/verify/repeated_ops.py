@@ -1,14 +1,15 @@
 """``verify --ops N``: the same few ops of every room again and again, every result compared, memory watched.
 
-Cheap ops come often (a message round the ring of ranks), ops that are kernels seldom, so that a million fit into an
-hour without a GPU. Messages and the ops of ``tp`` are compared with ``torch.distributed`` and ``torch.matmul``, the
-steps of the other rooms, forward and backward, with their own first results.
+Messages round the ring of ranks and the ops of ``tp`` are compared with ``torch.distributed`` and ``torch.matmul``,
+the steps of the other rooms, forward and backward, with their own first results. Some messages come, then one of the
+others. Nothing here waits for the device or for ``torch.distributed`` between them: the device compares and counts,
+and ranks come together once a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from ditron_train.pp import exchange, get_pipeline_context
 from ditron_train.pp.messages import Header
 from ditron_train.symm.control import TICKET_UNIT_LOG2
-from ditron_train.tools.faults.jobs import JOBS
+from ditron_train.tools.faults.jobs import JOBS, muon_job
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.soak import Soak, SoakMeter
@@ -25,70 +26,115 @@ from ditron_train.tp import TPContext, ag_gemm, all_gather, gemm_ar, gemm_rs
 from ditron_train.tp.movement import start_reduce_scatter
 
 _SETS = 8  # of inputs, in turn
-_KERNEL_EVERY = 100  # one op in so many is a kernel
-_READS = 20  # of the count of differences: gloo keeps some 500 bytes of every all-reduce
+_MESSAGES = {"cuda": 4, "cpu": 99}  # in front of each other op: kernels are slow without a GPU
+_READS = 20  # of the count of differences
 
-_OTHER_ROOMS = ("sp", "ep", "muon")
+_TP_OPS = ("tp all_gather", "tp ag_gemm", "tp reduce_scatter", "tp gemm_rs", "tp gemm_ar")
+#: Calls of ops in a step of each other room, forward and backward.
+OPS_OF_STEP = {"sp": 4, "ep": 5, "muon": 1}
 
-Op = Callable[[int], Any]  # a tensor
+Op = Callable[[int], Sequence[torch.Tensor]]
+
+
+class _Kind(NamedTuple):
+    """Attributes: what it runs, what that gives for each set of inputs, how many ops it is."""
+
+    name: str
+    op: Op
+    expected: Sequence[Sequence[torch.Tensor]]
+    num_ops: int = 1
+
+
+class _Comparison:
+    """Counts calls of which any bit differs, on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.num_different = torch.zeros(1, dtype=torch.int64, device=device)
+        self._flag = torch.zeros((), dtype=torch.bool, device=device)
+        self._unequal: dict[int, torch.Tensor] = {}  # where bytes are compared, by their number
+
+    def add(self, found: Sequence[torch.Tensor], expected: torch.Tensor) -> None:
+        """``found`` against what ``bits`` gave of the expected ones."""
+        bits = self.bits(found)
+        unequal = self._unequal.get(bits.numel())
+        if unequal is None:
+            unequal = self._unequal[bits.numel()] = torch.empty_like(bits, dtype=torch.bool)
+        torch.ne(bits, expected, out=unequal)
+        torch.any(unequal, out=self._flag)
+        self.num_different += self._flag
+
+    @staticmethod
+    def bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All bytes of the tensors, in one."""
+        parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read_into(self, soak: Soak) -> None:
+        """Takes the count off the device; all ranks learn of all (collective)."""
+        dist.all_reduce(self.num_different)
+        for _ in range(int(self.num_different.item())):
+            soak.differs(f"an op before number {soak.done}")
+        self.num_different.zero_()
 
 
 def endure(
     session: BenchSession, soak: Soak, context: TPContext, stress: Stress, *, seed: int, limit_s: float | None
 ) -> None:
-    """Runs ``soak.planned`` ops (collective), a rank being late to those that are kernels, and fills ``soak``.
+    """Runs ``soak.planned`` ops (collective), a rank being late to those that are no messages, and fills ``soak``.
 
     Raises:
         PeerTimeoutError: A peer did not come.
     """
-    ops = [_message_op(session, seed), *_kernel_ops(session, context, seed)]
-    names: tuple[str, ...] = (
-        "pp exchange", "tp all_gather", "tp ag_gemm", "tp reduce_scatter", "tp gemm_rs", "tp gemm_ar",
-    )  # fmt: skip
-    expected = [_expected(session, name, seed) for name in names]
-    for name in _OTHER_ROOMS:
-        op, first = _room_op(session, name)
-        ops.append(op)
-        names += (f"{name} step",)
-        expected.append([first] * _SETS)
+    kinds = _kinds(session, context, seed)
+    comparison = _Comparison(session.device)
+    expected = {kind.name: [comparison.bits(one) for one in kind.expected] for kind in kinds}
     late = np.random.default_rng(seed)
-    num_different = torch.zeros(1, dtype=torch.int64, device=session.device)
     meter = SoakMeter(soak, session.device, limit_s)
-    while soak.done < soak.planned and not meter.time_is_up():
-        number = soak.done
-        which = 1 + (number // _KERNEL_EVERY) % (len(ops) - 1) if number % _KERNEL_EVERY == 0 else 0
-        index = number % _SETS
-        if which:
+    next_read = 0
+    for number, kind in enumerate(_in_turn(kinds, _MESSAGES[session.device.type])):
+        if soak.done >= soak.planned or meter.time_is_up():
+            break
+        if kind is not kinds[0]:
             stress.delay(session, late)
-        num_different += (ops[which](index) != expected[which][index]).any()
-        soak.count(names[which], 1)
-        if soak.done % max(soak.planned // _READS, 1) == 0:
-            _read(num_different, soak)
+        index = number % _SETS
+        comparison.add(kind.op(index), expected[kind.name][index % len(kind.expected)])
+        soak.count(kind.name, kind.num_ops, ops=kind.num_ops)
+        if soak.done >= next_read:
+            next_read = soak.done + max(soak.planned // _READS, 1)
+            comparison.read_into(soak)
         meter.sample()
     context.synchronize()
-    _read(num_different, soak)
+    comparison.read_into(soak)
     meter.finish(
         max(int(channel.tickets[0]) for channel in (context.gather_channel, context.scatter_channel))
         >> TICKET_UNIT_LOG2
     )
 
 
-def _room_op(session: BenchSession, name: str) -> tuple[Op, torch.Tensor]:
-    """A step of a room's job, forward and backward, as one tensor; what it gave at first."""
-    step = JOBS[name](session.device)
+def _in_turn(kinds: Sequence[_Kind], num_messages: int) -> Iterator[_Kind]:
+    """For ever: one of the others, then so many messages."""
+    message, *others = kinds
+    while True:
+        for other in others:
+            yield other
+            for _ in range(num_messages):
+                yield message
 
-    def op(index: int) -> torch.Tensor:
-        return torch.cat([tensor.detach().reshape(-1).float() for tensor in step()])
 
-    return op, op(0)
-
-
-def _read(num_different: torch.Tensor, soak: Soak) -> None:
-    """Takes differences out of the device's counter; all ranks learn of all."""
-    dist.all_reduce(num_different)
-    for _ in range(int(num_different.item())):
-        soak.differs(f"an op before number {soak.done}")
-    num_different.zero_()
+def _kinds(session: BenchSession, context: TPContext, seed: int) -> list[_Kind]:
+    """The messages, then all others."""
+    ops = [_message_op(session, seed), *_kernel_ops(session, context, seed)]
+    kinds = [
+        _Kind(name, op, [[one] for one in _expected(session, name, seed)])
+        for name, op in zip(("pp exchange", *_TP_OPS), ops, strict=True)
+    ]
+    for room, num_ops in OPS_OF_STEP.items():
+        # whole matrices on every rank: what sends shards of Muon is torch's, and gloo is no part of what is watched
+        step = muon_job(session.device, None) if room == "muon" else JOBS[room](session.device)
+        first = [tensor.clone() for tensor in step()]
+        kinds.append(_Kind(f"{room} step", lambda index, step=step: step(), [first], num_ops))
+    return kinds
 
 
 def _sizes(session: BenchSession) -> tuple[int, int, int]:
@@ -117,26 +163,31 @@ def _message_op(session: BenchSession, seed: int) -> Op:
     header = Header(tuple(inputs[0][0].shape), inputs[0][0].dtype)
     context.reserve(inputs[0][0].numel() * inputs[0][0].element_size())
 
-    def op(index: int) -> torch.Tensor:
-        handles = exchange(context, send_next=inputs[index][0], recv_prev=header)
+    def op(index: int) -> Sequence[torch.Tensor]:
+        handles: Any = exchange(context, send_next=inputs[index][0], recv_prev=header)
         for handle in handles.values():
             handle.wait()
-        received = handles["recv_prev"].tensor
-        assert received is not None, "a header was given"
-        return received
+        return [handles["recv_prev"].tensor]
 
     return op
 
 
 def _kernel_ops(session: BenchSession, context: TPContext, seed: int) -> Sequence[Op]:
+    """As ``_TP_OPS`` names them."""
     inputs = _inputs(session, seed)
     return (
-        lambda index: all_gather(inputs[index][0], context=context),
-        lambda index: ag_gemm(inputs[index][0], inputs[index][2], context=context),
-        lambda index: start_reduce_scatter(inputs[index][1], context=context).wait(),
-        lambda index: gemm_rs(inputs[index][1], inputs[index][2], context=context),
-        lambda index: gemm_ar(inputs[index][1], inputs[index][2], context=context),
+        lambda index: [all_gather(inputs[index][0], context=context)],
+        lambda index: [_only(ag_gemm(inputs[index][0], inputs[index][2], context=context))],
+        lambda index: [start_reduce_scatter(inputs[index][1], context=context).wait()],
+        lambda index: [gemm_rs(inputs[index][1], inputs[index][2], context=context)],
+        lambda index: [gemm_ar(inputs[index][1], inputs[index][2], context=context)],
     )
+
+
+def _only(result: Any) -> torch.Tensor:
+    """Of an AG-GEMM that was not asked for the gathered rows."""
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def _expected(session: BenchSession, name: str, seed: int) -> list[torch.Tensor]:

@@ -70,12 +70,12 @@ class Soak:
         """Whether epochs went past ``2**31 - 1``, where they turn negative."""
         return self.first_epoch < _WRAP <= self.last_epoch
 
-    def count(self, kind: str, compared: int, *, native: bool = False) -> None:
-        """One more is done."""
-        self.done += 1
+    def count(self, kind: str, compared: int, *, ops: int = 1, native: bool = False) -> None:
+        """So many more are done."""
+        self.done += ops
         self.compared += compared
         self.natively += native
-        self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
+        self.by_kind[kind] = self.by_kind.get(kind, 0) + ops
 
     def differs(self, description: str) -> None:
         """A bit differed."""
@@ -106,7 +106,7 @@ class SoakMeter:
         before_reading: Called in front of every memory sample, at the same op on every rank.
     """
 
-    _AGREE_EVERY = 16
+    _AGREE_EVERY_S = 1.0  # gloo, which CPUs and shared GPUs have, takes milliseconds, and memory for its own records
 
     def __init__(
         self,
@@ -122,16 +122,20 @@ class SoakMeter:
         self._limit_s = limit_s
         self._start_s = time.monotonic()
         self._agreed_share = 0.0  # of the time that there is, by rank 0's clock
+        self._agree_at = 0  # so many ops done
         self._next_sample = 0.1
 
     def time_is_up(self) -> bool:
         """Whether to stop, the same on every rank (collective now and then where there is a limit)."""
         self._soak.seconds = self._seconds()
-        if self._limit_s is None or self._soak.done % self._AGREE_EVERY:
+        done, seconds = self._soak.done, self._soak.seconds
+        if self._limit_s is None or done < self._agree_at:
             return False
-        share = torch.tensor([self._seconds() / self._limit_s], device=self._device)
-        dist.broadcast(share, src=0)
-        self._agreed_share = float(share.item())
+        ahead = done / max(seconds, 1e-3) * min(self._AGREE_EVERY_S, self._limit_s / 50)
+        agreed = torch.tensor([seconds / self._limit_s, max(ahead, 1.0)], device=self._device)
+        dist.broadcast(agreed, src=0)
+        self._agreed_share, ahead = agreed.tolist()
+        self._agree_at = done + int(ahead)
         return self._agreed_share > 1.0
 
     def sample(self) -> None:
@@ -189,14 +193,16 @@ def add_piece(path: Path, soak: Soak) -> None:
     if path.exists():
         try:
             pieces = list(parse_json(read_regular(path))["pieces"])
-            if not all(isinstance(piece["done"], int) for piece in pieces):
+            if not all(isinstance(piece["done"], int) and isinstance(piece["by_kind"], dict) for piece in pieces):
                 raise ValueError("done")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingError(f"{path} holds no pieces of a long run: {error!r}") from None
     drift, crossed = soak.host_drift_bytes, soak.crossed_the_wrap
     pieces.append({**asdict(soak), "host_drift_bytes": drift, "crossed_the_wrap": crossed})
     counts = {name: sum(piece[name] for piece in pieces) for name in ("done", "compared", "num_different", "seconds")}
-    drift = sum(piece["host_drift_bytes"] for piece in pieces)
-    content = {"total": {**counts, "host_drift_bytes": drift}, "pieces": pieces}
+    counts["host_drift_bytes"] = sum(piece["host_drift_bytes"] for piece in pieces)
+    kinds = dict.fromkeys(kind for piece in pieces for kind in piece["by_kind"])
+    by_kind = {kind: sum(piece["by_kind"].get(kind, 0) for piece in pieces) for kind in kinds}
+    content = {"total": {**counts, "by_kind": by_kind}, "pieces": pieces}
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(content, indent=1) + "\n")

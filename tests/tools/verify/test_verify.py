@@ -99,7 +99,10 @@ def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
         json.loads(next(tmp_path.glob(f"*/soak/{what}.json")).read_text())["summary"] for what in ("random", "ops")
     )
     assert shapes["done"] == 6 and shapes["compared"] == 18 and shapes["num_different"] == 0
-    assert ops["done"] == ops["compared"] == 1200 and ops["by_kind"]["pp exchange"] == 1188
+    assert ops["done"] == ops["compared"] == 1200 and ops["by_kind"] == {
+        "tp all_gather": 2, "pp exchange": 1181, "tp ag_gemm": 2, "tp reduce_scatter": 2, "tp gemm_rs": 2,
+        "tp gemm_ar": 1, "sp step": 4, "ep step": 5, "muon step": 1,
+    }  # fmt: skip
     assert shapes["crossed_the_wrap"] and shapes["first_epoch"] == 2**31 - 8
     assert ops["last_epoch"] > shapes["last_epoch"] >= 2**31 and len(ops["host_bytes"]) > 10
 
@@ -314,6 +317,16 @@ def _endure_with_one_wrong_result(rank: int) -> int:
 
 def test_a_wrong_result_of_a_soak_fails_on_all() -> None:
     assert run_workers(2, _endure_with_one_wrong_result, 1) == [1, 1]
+
+
+def test_time_limit_of_ops(tmp_path: Path) -> None:
+    results = tmp_path / "ops.json"
+    words = ("--ops", "1000000", "--seconds", "4", "--results", str(results))
+    for pieces in (1, 2):
+        assert run_workers(2, _run_soak, *words) == [0, 0]
+        held = json.loads(results.read_text())
+        assert len(held["pieces"]) == pieces and 100 < held["total"]["done"] < 1000000
+        assert held["total"]["done"] == sum(held["total"]["by_kind"].values())
 
 
 def test_time_limit_of_a_soak() -> None:
