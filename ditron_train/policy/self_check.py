@@ -21,12 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.lang.self_check import Terms, handover_kernel, scale_kernel
 from ditron_train.runtime.device import kernel_target, with_index
+from ditron_train.runtime.errors import PeerTimeoutError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.versions import newer_libraries
 from ditron_train.symm import Channel, SymmetricArena
-from ditron_train.symm.exchange import exchange
+from ditron_train.symm.exchange import exchange, stay_away
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import node_of_process
 
@@ -128,13 +129,20 @@ def _values(launch: int, rank: int, device: torch.device) -> torch.Tensor:
 
 
 def _hand_over(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    arena = SymmetricArena(group, device)
+    arena = None
     try:
+        arena = SymmetricArena(group, device)
         failure = _hand_over_in(arena)
-        arena.close()
+        arena.quiesce()
         return failure
+    except PeerTimeoutError:
+        raise
+    except Exception:  # the others are in the next exchange, where nobody would come
+        stay_away(group)
+        raise
     finally:
-        arena.abandon()  # without the peers, where something was raised
+        if arena is not None:
+            arena.abandon()  # nobody uses it any more, or something was raised
 
 
 def _hand_over_in(arena: SymmetricArena) -> str | None:
@@ -144,6 +152,7 @@ def _hand_over_in(arena: SymmetricArena) -> str | None:
     pointers, out = channel.pointers(channel.signature(())), torch.zeros_like(slots.local)
     constants = {"ROUNDS": _ROUNDS, "BLOCK": _BLOCK, "TARGET": kernel_target(device)}
     kernel = KernelLaunch(handover_kernel, 2, constants)
+    arena.quiesce()  # a rank that could not come so far does not leave the others' kernels waiting
 
     def failure_of(launch: int) -> str | None:
         try:

@@ -106,6 +106,11 @@ class _Meeting:
         self._forget(self._number - 1)  # all have read it: they are here
         return [from_plain(word) for word in outcome]
 
+    def stay_away(self) -> None:
+        """Gives the next exchange up before anybody has to wait for this rank."""
+        self._number += 1
+        self._settle(_GivenUp(self._rank, self._mark, self._rank, 0.0))
+
     def _next_outcome(self, word: Any) -> list[bytes] | _GivenUp:
         """Of the next exchange: what all ranks said, as it lies in the store, or who gave up."""
         self._number += 1
@@ -231,6 +236,13 @@ def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
     except PeerTimeoutError as error:
         note_error(error, group.group_name)
         raise
+
+
+def stay_away(group: dist.ProcessGroup) -> None:
+    """Stands for the group's next exchange on a rank that will not come to it: the others raise ``PeerTimeoutError``
+    there at once, not at their deadline, and the exchange behind it is everybody's again. A rank calls it that failed
+    by itself between two exchanges, or all ranks do that failed alike; not one whose exchange raised."""
+    _meeting_of(group).stay_away()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

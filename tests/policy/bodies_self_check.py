@@ -58,6 +58,20 @@ def _without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SymmetricArena, "_grow", grow)
 
 
+def _without_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def channel(*arguments):
+        raise TypeError("Channel() takes no arguments")
+
+    monkeypatch.setattr(room, "Channel", channel)
+
+
+def _keeping_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def release(self):
+        raise OSError("the memory is in use")
+
+    monkeypatch.setattr(SymmetricArena, "_release", release)
+
+
 def _reading_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an acquire that orders nothing looks like: the flag is there and the slot holds what it held before."""
     original = launch.KernelLaunch.__call__
@@ -84,6 +98,8 @@ FAULTS = {
     "wrong results": _without_launches("scale_kernel"),
     "raises": _raising,
     "no rendezvous": _without_memory,
+    "no channel": _without_channel,
+    "cannot be freed": _keeping_memory,
     "reads early": _reading_early,
     "no signal": _without_launches("handover_kernel"),
 }

@@ -145,6 +145,22 @@ def a_rank_is_interrupted() -> tuple[str, float, list[str]]:
     return words, time.monotonic() - start_s, meeting.exchange(f"rank {rank}")
 
 
+def a_rank_stays_away() -> tuple[str, float, list[str]]:
+    """What the others hear when one rank says that it will not come, how soon, and the next exchange."""
+    group, rank, words = dist.group.WORLD, dist.get_rank(), "no error"
+    module.exchange(group, None)
+    start_s = time.monotonic()
+    try:
+        if rank == 1:
+            time.sleep(0.3)
+            module.stay_away(group)
+        else:
+            module.exchange(group, "alone")
+    except PeerTimeoutError as error:
+        words = f"{type(error).__name__} {error.missing_rank}"
+    return words, time.monotonic() - start_s, module.exchange(group, f"rank {rank}")
+
+
 def the_last_is_slow_to_publish() -> tuple[list[str], list[str]]:
     """The deadline passes when all have come and the last of them has not published what they said yet."""
     meeting, settle = (

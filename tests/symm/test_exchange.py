@@ -66,6 +66,13 @@ def test_who_leaves_an_exchange_takes_nobody_in() -> None:
     assert all(said == [f"rank {rank}" for rank in range(3)] for _, _, said in (interrupted, *others))
 
 
+def test_a_rank_that_stays_away_is_not_waited_for() -> None:
+    first, absent, third = run_workers(3, bodies.a_rank_stays_away)
+    assert absent[0] == "no error"
+    assert all(words == "PeerTimeoutError 1" and seconds < 10 for words, seconds, _ in (first, third))
+    assert all(said == [f"rank {rank}" for rank in range(3)] for _, _, said in (first, absent, third))
+
+
 def test_ranks_that_have_all_come_meet_though_the_last_is_slow_to_say_so() -> None:
     assert run_workers(3, bodies.the_last_is_slow_to_publish) == [(["first"] * 3, ["second"] * 3)] * 3
 
