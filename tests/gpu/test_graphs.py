@@ -92,7 +92,7 @@ def _forget_graphs(cuda_graphs, full_cuda_graph):
     gc.collect()
 
 
-def _model(use_te, num_experts, options):
+def _model(use_te, options):
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -107,16 +107,9 @@ def _model(use_te, num_experts, options):
         persist_layer_norm=False, deterministic_mode=True, finalize_model_grads_func=finalize_model_grads,
         cuda_graph_warmup_steps=2,
     )  # fmt: skip
-    if num_experts:
-        settings.update(
-            num_moe_experts=num_experts, moe_router_topk=2, moe_ffn_hidden_size=512, moe_router_dtype="fp32",
-            moe_token_dispatcher_type="alltoall", moe_grouped_gemm=True, moe_permute_fusion=True,
-            moe_router_load_balancing_type="none",
-            gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        )  # fmt: skip
     config = TransformerConfig(**{**settings, **options})
     if use_te:
-        spec = specs.get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, moe_grouped_gemm=True)
+        spec = specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm")
     model = GPTModel(
@@ -157,14 +150,14 @@ def _forward_step(iterator, model):
     return loss, lambda losses: (losses.float().mean(), {"loss": losses.float().mean().detach()})
 
 
-def _train(seed, impl, scope, *, use_te=True, num_experts=None, **options):
+def _train(seed, impl, scope, *, use_te=True, **options):
     """Losses of every step and gradients of the last two, with Megatron's graphs of this kind."""
     from megatron.core import full_cuda_graph
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import cuda_graphs
 
     seed()
-    model = _model(use_te, num_experts, dict(cuda_graph_impl=impl, cuda_graph_scope=scope, **options))
+    model = _model(use_te, dict(cuda_graph_impl=impl, cuda_graph_scope=scope, **options))
     config, helper = model.module.config, None
     run = get_forward_backward_func()
     if scope == ["full_iteration"]:
@@ -239,27 +232,6 @@ def test_ulysses_in_graphs(all_equal, calls, impl, scope):
     options = dict(cp_comm_type="a2a", num_query_groups=4)
     _compare(all_equal, calls, "sp", dict(context_parallel_size=2), impl, scope, **options)
     assert calls.captured
-
-
-def test_experts_beside_graphs(all_equal, calls):
-    """The exchange of tokens stays outside of the graphs, and is ours."""
-    _needs_te()
-    sizes, scope = dict(expert_model_parallel_size=2), ["attn", "moe_router"]
-    _compare(all_equal, calls, "ep", sizes, "transformer_engine", scope, num_experts=8)
-    assert calls.eager and not calls.captured
-
-
-@pytest.mark.parametrize(
-    "impl, scope", [("local", "full"), ("transformer_engine", ["attn", "moe_router", "moe_preprocess"])], ids=str
-)
-def test_experts_in_graphs_are_native(all_equal, calls, impl, scope):
-    """What Megatron captures of the exchange runs by its own path."""
-    _needs_te()
-    options = dict(num_experts=8)
-    if impl == "local":
-        options.update(moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True)
-    _compare(all_equal, calls, "ep", dict(expert_model_parallel_size=2), impl, scope, **options)
-    assert not calls.captured
 
 
 def test_messages_between_stages_beside_graphs(all_equal, calls, monkeypatch):

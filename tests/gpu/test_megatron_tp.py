@@ -284,7 +284,10 @@ def test_te_bias_inside_the_product(tensor_parallel, all_equal, kind, sequence_p
 @pytest.mark.parametrize("kind", ["te_column", "te_norm_column", "te_row"])
 def test_te_delayed_weight_gradients(tensor_parallel, all_equal, kind, with_main_grad):
     """--delay-wgrad-compute: two backwards, then both weight gradients, with gathers of others between."""
+    from ditron_train.policy import gate
+
     _import_te()
+    gate.forget()
     found = []
     for index in (0, 1):
         config = _config(1024, gradient_accumulation_fusion=with_main_grad)
