@@ -7,7 +7,6 @@ all graphs that one stream replays share a pool, since they run one after anothe
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -43,7 +42,6 @@ class _Captures:
     def __init__(self, device: torch.device) -> None:
         self._stream = own_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._word = torch.zeros(1, device=device)
         matrix = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
         torch.mm(matrix, matrix)  # cuBLAS itself cannot be made in a capture
         self._first = self.capture(lambda: torch.mm(matrix, matrix))
@@ -57,32 +55,10 @@ class _Captures:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = function()
+            finally:
                 graph.capture_end()
-            except BaseException:
-                self._end_failed(graph)
-                raise
         current.wait_stream(self._stream)
         return graph, result
-
-    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Does what ``capture_end`` leaves undone where the driver refuses to end a capture.
-
-        torch's allocator would take it to be under way for good: ``empty_cache`` and allocations that need it raise,
-        and a pool that is freed at exit, such as that of torch's symmetric memory, aborts the process. Its generators
-        would draw nothing outside of captures (torch 2.11); the next capture that ends resets them.
-        """
-        with contextlib.suppress(RuntimeError):
-            graph.capture_end()
-            return
-        index = self._stream.device.index
-        with contextlib.suppress(RuntimeError):  # raised where the capture is over for the allocator
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-            torch._C._cuda_releasePool(index, self._pool)
-        with contextlib.suppress(RuntimeError):
-            after = torch.cuda.CUDAGraph()
-            after.capture_begin(capture_error_mode="thread_local")
-            self._word.zero_()
-            after.capture_end()
 
 
 class Steps(NamedTuple):

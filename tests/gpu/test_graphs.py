@@ -1,7 +1,7 @@
 """Megatron's CUDA graphs with each room on: steps of a small GPT whose layers, or whole iterations, are captured by
 Megatron's own code, bit for bit those of Megatron's layers captured alike.
 
-Where a room is covered, its calls are counted while a graph is captured; where it is not, it runs natively.
+Where a room is covered, its calls are counted while a graph is captured.
 """
 
 from __future__ import annotations

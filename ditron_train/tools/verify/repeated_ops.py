@@ -133,8 +133,12 @@ def _kinds(session: BenchSession, context: TPContext, seed: int) -> list[_Kind]:
         # whole matrices on every rank: what sends shards of Muon is torch's, and gloo is no part of what is watched
         step = muon_job(session.device, None) if room == "muon" else JOBS[room](session.device)
         first = [tensor.clone() for tensor in step()]
-        kinds.append(_Kind(f"{room} step", lambda index, step=step: step(), [first], num_ops))
+        kinds.append(_Kind(f"{room} step", _as_op(step), [first], num_ops))
     return kinds
+
+
+def _as_op(step: Callable[[], Sequence[torch.Tensor]]) -> Op:
+    return lambda index: step()
 
 
 def _sizes(session: BenchSession) -> tuple[int, int, int]:
