@@ -28,11 +28,15 @@ def submodules_of(spec: Any) -> Any:
 
 
 def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's ``get_batch_on_this_cp_rank``, which newer versions ask whether lengths decide."""
+    """Megatron's ``get_batch_on_this_cp_rank``: newer versions are told whether lengths decide, and the group, which
+    is all ranks where none is given."""
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    is_newer = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
-    return get_batch_on_this_cp_rank(batch, **({"is_hybrid_cp": False} if is_newer else {}))
+    if "is_hybrid_cp" not in inspect.signature(get_batch_on_this_cp_rank).parameters:
+        return get_batch_on_this_cp_rank(batch)
+    group = parallel_state.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
 
 
 def build_of(spec: Any, **kwargs: Any) -> Any:
