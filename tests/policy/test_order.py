@@ -66,7 +66,7 @@ def _reveal(kind: str, dtype: torch.dtype = torch.bfloat16) -> ReductionOrder:
     ("kind", "name", "words"),
     [
         ("ring", "ring", None),
-        ("reversed", "fold-2-3-1-0", "in the order 2 3 1 0"),
+        ("reversed", "ring-descending", "along ranks in descending order"),
         ("ascending", "fold-0-1-2-3", "in the order 0 1 2 3"),
         ("tree", "tree", "along a tree"),
         ("unrounded", "ring-unrounded", "does not round"),
