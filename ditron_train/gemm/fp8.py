@@ -65,14 +65,12 @@ def check_scaled(name: str, x: torch.Tensor, scales: TensorScales | None) -> Non
         check_scales(name, scales, x.device)
 
 
-def check_bias(name: str, x: torch.Tensor, bias: torch.Tensor | None, num_columns: int) -> None:
-    """Checks what is added to a product before it is rounded; None: nothing.
+def check_bias(name: str, x: torch.Tensor, bias: torch.Tensor, num_columns: int) -> None:
+    """Checks what is added to a product before it is rounded.
 
     Raises:
         NotSupportedError: It is not contiguous, of the result's type and ``num_columns``, on the operands' device.
     """
-    if bias is None:
-        return
     kind = tuple(bias.shape), bias.dtype, bias.device, bias.is_contiguous()
     if kind != ((num_columns,), result_dtype(x.dtype), x.device, True):
         raise NotSupportedError(

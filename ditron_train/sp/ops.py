@@ -176,7 +176,8 @@ def gemm_a2a(
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     check_scaled("gemm_a2a", x, scales)
-    check_bias("gemm_a2a", x, bias, weight.shape[0])
+    if bias is not None:
+        check_bias("gemm_a2a", x, bias, weight.shape[0] if weight.dim() else 0)
     context.enter("gemm_a2a", x.shape, weight.shape, x.dtype)
     kinds = x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
     key = ("gemm_a2a", *kinds, layout, weight_layout, choice, _kind_of(row_table))

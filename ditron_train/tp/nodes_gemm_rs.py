@@ -179,8 +179,8 @@ def _by_nodes(
     for index, block in enumerate([*blocks[1:], None]):
         part: _Part = "begin" if index == 0 else "whole"
         prepared.hand_out(partial, part)
-        out = own.new_empty(num_rows, own.shape[1])
         try:
+            out = own.new_empty(num_rows, own.shape[1])
             following = own if block is None else block.matmul(factor)  # under the exchange and the border
             total = rail.receive()
         except BaseException:
@@ -191,8 +191,8 @@ def _by_nodes(
             rail.send(out)
         partial = following
     prepared.hand_out(own, "end")
-    out = own.new_empty(num_rows, own.shape[1])
     try:
+        out = own.new_empty(num_rows, own.shape[1])
         total = rail.receive()
     except BaseException:
         prepared.give_up()

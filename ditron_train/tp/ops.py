@@ -59,7 +59,8 @@ def ag_gemm(
     """
     counts = None if row_counts is None else tuple(row_counts)
     check_scaled("ag_gemm", x, scales)
-    check_bias("ag_gemm", x, bias, weight.shape[0 if layout == "nt" else -1])
+    if bias is not None:
+        check_bias("ag_gemm", x, bias, weight.shape[0 if layout == "nt" else -1] if weight.dim() else 0)
     context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
     prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, return_gathered)

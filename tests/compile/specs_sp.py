@@ -51,6 +51,7 @@ def _gemm(name, kernel, signature, layout, block, stages, targets, **constexprs)
         },
         num_stages=stages,
         targets=targets,
+        max_single_loads=2 if "bias" in signature else 0,
         signals=True,
     )
 

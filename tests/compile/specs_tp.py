@@ -71,6 +71,7 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16", has_
         num_stages=stages,
         targets=targets,
         signals=None,
+        max_single_loads=2 if has_bias else 0,
     )
 
 
@@ -244,7 +245,7 @@ SPECS = [
         for build in (_ag_gemm, _gemm_rs)
         for size, arguments in (("wide", _WIDE_FP8), ("square", _SQUARE_FP8))
     ),
-    _ag_gemm("tp_ag_gemm_bias_wide", True, True, *_WIDE, has_bias=True),
+    _ag_gemm("tp_ag_gemm_bias_wide", True, True, *_WIDE[:2], ("sm_90",), has_bias=True),
     _ag_gemm("tp_ag_gemm_bias_square", True, True, *_SQUARE[:2], ("sm_80", "sm_90"), has_bias=True),
     _ag_gemm("tp_ag_gemm_fp8_wide_bias", True, True, *_WIDE_FP8, dtype="fp8e4nv", has_bias=True),
     _gemm_rs("tp_gemm_rs_nt_wide_even_four_ranks", True, True, *_WIDE, world_size=4),

@@ -83,6 +83,8 @@ def _operands(side: Sequence[Any], columnwise: bool) -> ExpertRows | None:
     values, scales = ([one.get(name) for one in fields] for name in names)
     if any(one is None for one in (*values, *scales)):
         return None
+    if columnwise and any(getattr(one, "_transpose_invalid", False) for one in side):
+        return None
     return ExpertRows([_typed(value, one["fp8_dtype"]) for value, one in zip(values, fields)], scales)
 
 

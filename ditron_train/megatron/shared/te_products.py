@@ -13,6 +13,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.policy.probe import Run
+from ditron_train.runtime.device import kernel_target
 
 
 def product_with_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -58,3 +59,20 @@ def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
         return [torch.matmul(x, w.t()), torch.matmul(grad, w)]
 
     return [(by_transformer_engine, by_torch)]
+
+
+def why_not_bias(bias: torch.Tensor | None, x: torch.Tensor) -> str | None:
+    """Why a layer runs natively whose bias is added inside the product, or None."""
+    if bias is None:
+        return None
+    if bias.dtype != x.dtype:
+        return f"the input is {x.dtype} and the bias {bias.dtype}"
+    if x.device.type == "cuda" and kernel_target(x.device) == "sm_100":
+        return "the bias is added inside the GEMM, on Blackwell GPUs, whose shared memory is too small for it"
+    return None
+
+
+def bias_like(bias: torch.Tensor, seed: int) -> torch.Tensor:
+    """Random values in place of a bias, which is zero when training begins and would show no rounding."""
+    generator = torch.Generator(device=bias.device).manual_seed(seed)
+    return torch.empty_like(bias, requires_grad=False).normal_(generator=generator)

@@ -97,7 +97,7 @@ def bias_in_product(layer: Any) -> torch.Tensor | None:
 def wgrad_of(layer: Any, borrowed: Literal["input", "grad"] | None = None) -> TELinearWgrad:
     """The weight gradient of one call of ``layer``, which counts as the microbatch's; ``borrowed`` as above."""
     first = None if layer.disable_parameter_transpose_cache else layer.is_first_microbatch
-    if layer.is_first_microbatch is not False:  # a module takes 10 us to set it
+    if getattr(layer, "is_first_microbatch", None) is not False:  # a module takes 10 us to set it
         layer.is_first_microbatch = False
     store = layer.wgrad_store if layer.wgrad_store.delay_wgrad_compute() else None
     fused, bias = layer.fuse_wgrad_accumulation, bias_in_product(layer)

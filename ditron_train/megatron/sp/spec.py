@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
-from ditron_train.megatron.shared.te_products import product_pairs, product_with_bias
+from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
@@ -83,7 +83,7 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
             bool(call.weights) and torch.is_autocast_enabled(call.like.device.type),
             is_batch_invariant_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
-            call.bias is None,
+            None if call.bias is None else call.bias.dtype,
         )
 
     def why_not(self, call: UlyssesCall) -> str | None:
@@ -102,7 +102,7 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
                 f"the input is {call.like.dtype}, the weights are {', '.join(str(one.dtype) for one in call.weights)}"
             )
         features = [size for weight in call.weights for size in weight.shape]
-        return why_hidden(call.like.device, math.prod(call.rows), *features)
+        return why_not_bias(call.bias, call.like) or why_hidden(call.like.device, math.prod(call.rows), *features)
 
     def context(self, call: UlyssesCall) -> SPContext | NodesContext:
         if not call.weights and spans_nodes(call.group):
@@ -247,6 +247,7 @@ class ProjectionsSpec(_UlyssesSpec):
         pairs, bias, world = list(super().more_pairs(call, context)), call.bias, context.world_size
         if bias is None:
             return pairs
+        bias = bias_like(bias, 93)
         exchange, layout = Exchange(call.group, call.shape, None), call.shape.qkv_layout(world)
 
         def data() -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,6 +29,8 @@ class Fp8Linears(TELinears):
 
     def why_not(self, qkv: Any, out: Any, x: torch.Tensor) -> str | None:
         """See `Projections`."""
+        if "forward" in vars(out):
+            return "the output projection has a forward of its own"
         return self.why_not_front(qkv, x)
 
     def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
-from ditron_train.megatron.shared.te_products import product_pairs, product_with_bias
+from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Pass, Place, Run, Shape
 from ditron_train.runtime.device import is_interpreter, kernel_target
@@ -87,7 +87,7 @@ class LinearSpec(OpSpec[LinearCall, Any]):
             is_batch_invariant_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             call.is_frozen and self.kind == "column",
-            call.bias is None,
+            None if call.bias is None else call.bias.dtype,
         )
 
     def why_not(self, call: LinearCall) -> str | None:
@@ -106,7 +106,7 @@ class LinearSpec(OpSpec[LinearCall, Any]):
             return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
         if call.bias is not None and spans_nodes(call.group):
             return "the bias is added inside the GEMM, in a group over nodes"
-        return self._why_not_rows(call, world_size)
+        return why_not_bias(call.bias, x) or self._why_not_rows(call, world_size)
 
     def _why_not_rows(self, call: LinearCall, world_size: int) -> str | None:
         x = call.x
@@ -172,17 +172,18 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         pairs = product_pairs(rows, call.weight)
         if call.bias is None:
             return pairs
+        bias = bias_like(call.bias, 504 + context.rank)
 
         def data() -> tuple[torch.Tensor, torch.Tensor]:
             return revealing_like(x, 304 + context.rank, "rows"), revealing_like(call.weight, 404, "columns")
 
         def by_library() -> list[torch.Tensor]:
             rows, weight = data()
-            return [product_with_bias(self._whole_input(rows, call.group).flatten(0, -2), weight, call.bias)]
+            return [product_with_bias(self._whole_input(rows, call.group).flatten(0, -2), weight, bias)]
 
         def by_op() -> list[torch.Tensor]:
             rows, weight = data()
-            return [self._product_with_bias(rows, weight, call.bias, context).flatten(0, -2)]
+            return [self._product_with_bias(rows, weight, bias, context).flatten(0, -2)]
 
         return [*pairs, (by_library, by_op)]
 

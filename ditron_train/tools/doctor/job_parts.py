@@ -189,7 +189,9 @@ class _Asked(LocalLinears):
     def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
         if not _is_te(self._config):
             return None
-        return "the layer computes in FP8" if self._config.fp8 else _why_not_te(layer, x, self._config)
+        if self._config.fp8:
+            return "the layer computes in FP8"
+        return _why_not_te(layer, x, self._config) or why_not_delayed(layer)
 
 
 def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:

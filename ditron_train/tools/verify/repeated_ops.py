@@ -92,12 +92,12 @@ def endure(
     late = np.random.default_rng(seed)
     meter = SoakMeter(soak, session.device, limit_s)
     next_read = 0
-    for number, kind in enumerate(_in_turn(kinds, _MESSAGES[session.device.type])):
+    for kind in _in_turn(kinds, _MESSAGES[session.device.type]):
         if soak.done >= soak.planned or meter.time_is_up():
             break
         if kind is not kinds[0]:
             stress.delay(session, late)
-        index = number % _SETS
+        index = soak.by_kind.get(kind.name, 0) // kind.num_ops % _SETS
         comparison.add(kind.op(index), expected[kind.name][index % len(kind.expected)])
         soak.count(kind.name, kind.num_ops, ops=kind.num_ops)
         if soak.done >= next_read:
