@@ -197,8 +197,9 @@ def _compare(all_equal, calls, room, sizes, impl, scope, **options):
         ditron_train.megatron.apply(features=(room,))
         ours = _train(seed, impl, scope, **options)
     assert len(native) == len(ours)
-    for index, (expected, found) in enumerate(zip(native, ours)):
-        assert all_equal(found, expected), index
+    # One verdict: stages of a pipeline have other numbers of tensors.
+    different = [index for index, (one, other) in enumerate(zip(native, ours)) if not torch.equal(one, other)]
+    assert all_equal(torch.tensor(len(different)), torch.tensor(0)), different
 
 
 def _needs_te():
