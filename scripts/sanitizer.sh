@@ -54,7 +54,9 @@ def kernels_of(package):
         (path, node) for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
     ]
-    within = {part.id for _, node in jitted for part in ast.walk(node) if isinstance(part, ast.Name)}
+    parts = [part for _, node in jitted for part in ast.walk(node)]
+    within = {part.id for part in parts if isinstance(part, ast.Name)}
+    within |= {part.attr for part in parts if isinstance(part, ast.Attribute)}
     left_out = {package / "lang" / "memory.py", *package.glob("experimental/*.py")}
     return {node.name for path, node in jitted if not node.name.startswith("_") and path not in left_out} - within
 

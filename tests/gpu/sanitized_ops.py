@@ -13,7 +13,7 @@ import datetime
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -123,6 +123,7 @@ def _seldom(device: torch.device):
     from ditron_train.symm import Channel, get_arena
     from ditron_train.tp import all_reduce, gemm_ar, get_tp_context
     from ditron_train.tp.gather_parts import start_gather_of_parts
+    from ditron_train.tp.nodes_gemm_rs import _NodeSumCall
     from ditron_train.tp.problem import Choice, GatherPlan
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -138,6 +139,8 @@ def _seldom(device: torch.device):
     parts = (torch.full((64, 32), float(rank), device=device), torch.full((16,), rank, device=device))
     heads = torch.full((8 * world, 1, 1, 64), float(rank), device=device, dtype=dtype)
     layout = gathered.GatheredLayout(torch.arange(2 * world * 64, device=device).view(world * 64, 2) % 3 > 0, world)
+    partial, onto = x.new_ones(world * 64, columns), x.new_ones(64, columns)
+    node_sum = _NodeSumCall(len(partial), columns, dtype, 1).prepare(tp)  # as of a node between two others
     tokens = torch.arange(world * 64 * 128, device=device).view(world * 64, 128).remainder(7).to(dtype)
     assert self_check._launch_failure(device) is None
     assert self_check._handover_failure(dist.group.WORLD, device) is None
@@ -152,6 +155,8 @@ def _seldom(device: torch.device):
             product = gemm_ar(x, weight, context=tp, choice=in_two_rounds)
         started = start_gather_of_parts(parts, context=tp, num_in_turn=1)
         sources = [source for source, _ in started.arrivals()]
+        node_sum.hand_out(partial, "whole")
+        node_sum.add_up(partial, onto, total := torch.empty_like(onto), "whole")
         arrived = gather_sequence((heads,), context=sp, layout=output_layout(world, 64, world), meanwhile=lambda: None)
         placed = tokens.new_zeros(layout.num_rows, tokens.shape[1])
         sums = torch.empty_like(tokens)
@@ -166,13 +171,15 @@ def _seldom(device: torch.device):
         assert torch.equal(product, torch.full_like(product, float(columns * world))) and sorted(sources) == list(
             range(world)
         )
-        return [product, started.totals[1].clone(), arrived.clone(), placed, sums]
+        assert torch.equal(total, onto + world)
+        return [product, started.totals[1].clone(), arrived.clone(), placed, sums, total]
 
     return step
 
 
 def _alone() -> None:
     from ditron_train.ep.group_gemm import group_gemm, group_wgrad, row_tiles
+    from ditron_train.ep.group_gemm_fp8 import ExpertRows, group_gemm_fp8
     from ditron_train.gemm import matmul_nn, matmul_nt, matmul_tn
     from ditron_train.optim import Muon
     from ditron_train.optim.products import addmm, gram, scaled_square
@@ -188,6 +195,12 @@ def _alone() -> None:
 
     x, weight, counts = normal(256, 320), normal(192, 320), torch.tensor([100, 0, 156], device="cuda")
     experts, tiles = [normal(192, 320) for _ in counts], row_tiles(counts, 256)
+
+    def quantised(parts: Sequence[torch.Tensor]) -> ExpertRows:
+        return ExpertRows(
+            [part.to(torch.float8_e4m3fn) for part in parts], [torch.ones(1, device="cuda") for _ in parts]
+        )
+
     for name, run in {
         "matmul_nt": lambda: matmul_nt(x, weight),
         "matmul_nn": lambda: matmul_nn(x, weight.t().contiguous()),
@@ -195,6 +208,9 @@ def _alone() -> None:
         "group_gemm": lambda: group_gemm(x, experts, tiles),
         "group_dgrad": lambda: group_gemm(normal(256, 192), experts, tiles, transpose=False),
         "group_wgrad": lambda: group_wgrad(normal(256, 192), x, tiles),
+        "group_gemm_fp8": lambda: group_gemm_fp8(
+            quantised(normal(256, 320).split([128, 0, 128])), quantised(experts), split_accumulator=False
+        ),
         "gram": lambda: gram(x),
         "scaled_square": lambda: scaled_square(gram(x), 1.0, 2.0),
         "addmm": lambda: addmm(x, gram(x), x, alpha=1.0, beta=2.0),
