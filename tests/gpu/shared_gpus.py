@@ -39,18 +39,28 @@ def backend() -> str:
 
 def set_up() -> None:
     """Before a process group is made, or Megatron imported, which takes its collectives by their values."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch refuses two ranks on one GPU otherwise
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if backend() == "gloo":
+        _join_by_sockets()
         dist.reduce_scatter_tensor = reduce_scatter_tensor
         dist._coalescing_manager = _one_by_one
-        return
+    else:
+        pose_as_hosts()
+
+
+def pose_as_hosts() -> None:
+    """Every rank is a host of its own to NCCL; to the package all are on one."""
+    _join_by_sockets()
     for name, value in (
         ("NCCL_HOSTID", f"rank{os.environ['RANK']}"),
         ("NCCL_NET", "Socket"),
         ("NCCL_SOCKET_IFNAME", "lo"),
     ):
-        os.putenv(name, value)  # C code sees it, ``os.environ`` does not: to the package it is one host
+        os.putenv(name, value)  # C code sees it, ``os.environ`` does not
+
+
+def _join_by_sockets() -> None:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch refuses two ranks on one GPU otherwise
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 @contextlib.contextmanager

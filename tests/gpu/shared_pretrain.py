@@ -1,0 +1,57 @@
+"""A Megatron script for ``test_jobs``: ``shared_pretrain.py pretrain_gpt.py <its arguments>`` under torchrun.
+
+Where there are more ranks than GPUs, they share them. That is for bits alone: ranks on one GPU take turns, and NCCL,
+to which every rank is a host of its own, joins them by sockets. ``--save`` names a folder of folders: what a job with
+``--ditron-record FOLDER/NAME`` saves lies in NAME there. How often each op ran on a rank stands in
+FOLDER/NAME/ops<rank>.json.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import shared_gpus  # noqa: E402
+
+
+def _behind(option: str) -> int | None:
+    """Where the value of an option of this process stands."""
+    return sys.argv.index(option) + 1 if option in sys.argv else None
+
+
+def _count_ops(path: Path) -> None:
+    """Writes there, when the process ends, how often each op has been called."""
+    from ditron_train.runtime.flight_recorder import OpRecords
+
+    calls: Counter[str] = Counter()
+
+    def counting(native):
+        def counted(self, op, *details):
+            calls[op] += 1
+            native(self, op, *details)
+
+        return counted
+
+    OpRecords.record, OpRecords.record_own = counting(OpRecords.record), counting(OpRecords.record_own)
+    atexit.register(lambda: path.write_text(json.dumps(calls)))
+
+
+if __name__ == "__main__":
+    if shared_gpus.is_needed():
+        shared_gpus.pose_as_hosts()
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    saved, record = _behind("--save"), _behind("--ditron-record")
+    if saved is not None and record is not None:
+        sys.argv[saved] = str(Path(sys.argv[saved]) / Path(sys.argv[record]).name)
+        _count_ops(Path(sys.argv[record]) / f"ops{os.environ['RANK']}.json")
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
