@@ -41,7 +41,10 @@ _DENSE = " --num-layers 4 --ffn-hidden-size 4096"
 _TP = " --tensor-model-parallel-size 2 --sequence-parallel"
 _MOE = """ --num-layers 2 --ffn-hidden-size 4096 --num-experts 8 --moe-ffn-hidden-size 1024 --moe-router-topk 2
     --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-permute-fusion --moe-router-dtype fp32"""
-_EP, _SP = " --expert-model-parallel-size 2", " --context-parallel-size 2 --cp-comm-type a2a"
+_EP, _SP = (
+    " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    " --context-parallel-size 2 --cp-comm-type a2a",
+)
 _PP = " --pipeline-model-parallel-size 2"
 _MUON = " --optimizer dist_muon --muon-momentum 0.95 --muon-num-ns-steps 5"
 
