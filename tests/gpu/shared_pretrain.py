@@ -41,7 +41,20 @@ def _count_ops(path: Path) -> None:
         return counted
 
     OpRecords.record, OpRecords.record_own = counting(OpRecords.record), counting(OpRecords.record_own)
-    atexit.register(lambda: path.write_text(json.dumps(calls)))
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(calls))
+
+    atexit.register(write)
+
+
+def _take_helpers_of_wheel() -> None:
+    """Megatron-LM compiles the helpers of its datasets in a checkout; a wheel of megatron-core has them compiled."""
+    from megatron.core.datasets import utils
+
+    if not Path(utils.__file__).with_name("Makefile").is_file():
+        utils.compile_helpers = lambda: None
 
 
 if __name__ == "__main__":
@@ -52,6 +65,7 @@ if __name__ == "__main__":
     if saved is not None and record is not None:
         sys.argv[saved] = str(Path(sys.argv[saved]) / Path(sys.argv[record]).name)
         _count_ops(Path(sys.argv[record]) / f"ops{os.environ['RANK']}.json")
+    _take_helpers_of_wheel()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
