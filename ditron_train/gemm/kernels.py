@@ -5,8 +5,6 @@ import triton.language as tl
 
 from ditron_train.schedule.tiles import grouped_tile
 
-__all__ = ["biased", "gemm_kernel", "scaled", "store_tile", "tile_product"]
-
 
 @triton.jit
 def tile_product(

@@ -30,19 +30,6 @@ from ditron_train.tp.prepared_gemm_rs import PreparedGemmRs
 from ditron_train.tp.problem import Choice, GatherPlan, Layout, Problem, ScatterMode
 from ditron_train.tp.scatter import SUM_DTYPES, PreparedScatter
 
-__all__ = [
-    "AgGemmCall",
-    "AllGatherCall",
-    "AllReduceCall",
-    "GemmArCall",
-    "GemmRsCall",
-    "PreparedAgGemm",
-    "PreparedGemmRs",
-    "ReduceScatterCall",
-    "can_copy",
-    "gemm_rs_by",
-]
-
 
 def _check(context: TPContext, call: AgGemmCall | GemmRsCall | GemmArCall) -> tuple[int, int]:
     """Checks what this rank can see alone; returns (N, K)."""

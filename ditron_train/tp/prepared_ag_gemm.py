@@ -20,8 +20,6 @@ from ditron_train.tp.cost_model import is_short
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.problem import Choice, Layout, Problem
 
-__all__ = ["PreparedAgGemm"]
-
 
 class PreparedAgGemm:
     """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make.

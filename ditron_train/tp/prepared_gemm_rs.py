@@ -13,8 +13,6 @@ from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gemm_rs_kernel import GemmRsConstants, Slots, gemm_rs_kernel
 from ditron_train.tp.problem import Choice, Layout
 
-__all__ = ["PreparedGemmRs"]
-
 
 class PreparedGemmRs:
     """[m, k] times a weight, reduce-scattered by rows; collective to make."""

@@ -19,7 +19,8 @@ from ditron_train.tp.context import RowPartition, TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.movement import start_all_gather
 from ditron_train.tp.ops import ag_gemm, gemm_ar, gemm_rs
-from ditron_train.tp.prepared import PreparedAgGemm, can_copy, gemm_rs_by
+from ditron_train.tp.prepared import can_copy, gemm_rs_by
+from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
 from ditron_train.tp.problem import Choice, Layout, Op, Problem
 
 

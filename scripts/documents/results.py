@@ -14,8 +14,6 @@ from pathlib import Path
 from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, measurement_files, read_results
 from ditron_train.tools.tables import markdown_table, model_words
 
-__all__ = ["PICTURES", "RESULTS_PAGE", "picture_path", "render", "render_results", "result_parts", "roofline_path"]
-
 PICTURES = Path("benchmarks") / "pictures"
 RESULTS_PAGE = Path("benchmarks") / "README.md"
 

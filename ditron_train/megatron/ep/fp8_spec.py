@@ -21,8 +21,6 @@ from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.transformer_engine import grouped_gemm
 
-__all__ = ["FP8_EXPERTS", "Fp8ExpertsCall", "Fp8ExpertsSpec"]
-
 _STEP = 16  # rows of an expert are padded to multiples of it
 _MOST_TRIED = 8  # experts: more cost memory, and show nothing else
 _MOST_ROWS = 4096  # of one

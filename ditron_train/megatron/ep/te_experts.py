@@ -19,8 +19,9 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from ditron_train.ep import Layout
 from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
 from ditron_train.ep.fused import layout_tiles
-from ditron_train.ep.group_gemm import RowTiles, are_whole
+from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.group_linear import group_linear
+from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, experts_group, own_wgrad_into, why_not_called
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
 from ditron_train.megatron.ep.te_fp8 import (
@@ -33,15 +34,6 @@ from ditron_train.megatron.ep.te_fp8 import (
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
-
-__all__ = [
-    "DeviceCounts",
-    "DitronTEColumnParallelGroupedLinear",
-    "DitronTERowParallelGroupedLinear",
-    "class_map",
-    "why_not_capacity",
-]
-
 
 _GROUPED_BASE: Any = grouped_base()
 

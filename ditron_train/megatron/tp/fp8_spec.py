@@ -30,8 +30,6 @@ from ditron_train.stream.driver import has_driver
 from ditron_train.symm.exchange import exchange
 from ditron_train.tp.context import TPContext, get_tp_context
 
-__all__ = ["FP8_COLUMN", "FP8_ROW", "Fp8Call", "Fp8Spec", "tensor_quantizer", "why_not_device"]
-
 
 class Fp8Call(NamedTuple):
     """One call of a linear layer in FP8 on this rank.

@@ -21,8 +21,6 @@ from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
 from ditron_train.tp.movement import scatter_as_computed
 
-__all__ = ["ColumnBackward", "ColumnForward", "RowBackward", "RowForward"]
-
 _ROWS, _COLUMNS = "rowwise", "columnwise"
 
 

@@ -17,8 +17,6 @@ from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
 from ditron_train.tp.ops import ag_gemm, gemm_rs
 
-__all__ = ["ColumnBackward", "ColumnForward", "RowBackward", "RowForward", "operands"]
-
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 

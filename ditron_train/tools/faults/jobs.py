@@ -21,8 +21,6 @@ import torch.distributed as dist
 import ditron_train
 from ditron_train.runtime.values import make_values
 
-__all__ = ["JOBS", "MODULES", "PATIENCE", "QUICKSTART", "Step", "jobs_here", "muon_job", "run_quickstart"]
-
 Step = Callable[[], Sequence[torch.Tensor]]
 QUICKSTART = "quickstart"
 _SCRIPT = Path(ditron_train.__file__).parent.parent / "examples" / "megatron" / "quickstart.py"

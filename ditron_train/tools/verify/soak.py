@@ -18,8 +18,6 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json, read_regular, replace_file
 from ditron_train.tools.results import Stamp, result_path
 
-__all__ = ["MAX_DRIFT_BYTES", "Soak", "SoakMeter", "add_piece", "write_soak"]
-
 MAX_DRIFT_BYTES = 1 << 20
 _WRAP = 2**31
 _MAX_NAMED = 20
