@@ -62,7 +62,6 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         return (*sizes, call.product, call.row_format)
 
     def why_not(self, call: Fp8ExpertsCall) -> str | None:
-        """See `OpSpec`."""
         if call.x.dtype != torch.bfloat16 or call.weight.dtype != torch.bfloat16:
             return f"rows are {call.x.dtype} and weights {call.weight.dtype}; covered is bfloat16"
         if call.weight.shape[0] % _STEP or call.weight.shape[1] % _STEP:
@@ -80,12 +79,10 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         return _DECIDED
 
     def words(self, call: Fp8ExpertsCall, context: object) -> str:
-        """See `OpSpec`."""
         sizes = "x".join(map(str, call.weight.shape))
         return f"{self.name} {call.product} {call.num_experts} experts {sizes} {call.row_format}"
 
     def where(self, call: Fp8ExpertsCall) -> str:
-        """See `OpSpec`."""
         return f"{call.product} at {tuple(call.weight.shape)} {call.row_format} "
 
     def trial(self, call: Fp8ExpertsCall, context: object) -> Trial:
@@ -131,7 +128,6 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         return lambda: run(False), lambda: run(True)
 
     def inputs(self, call: Fp8ExpertsCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.weight
 
     def megatron(self, call: Fp8ExpertsCall) -> Function:

@@ -83,7 +83,6 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         self.row = f"{kind}_linear_fp8"
 
     def key(self, call: Fp8Call) -> tuple[Hashable, ...]:
-        """See `OpSpec`."""
         return (
             tuple(call.x.shape),
             tuple(call.weight.shape),
@@ -112,12 +111,10 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             raise MismatchError(f"{self.name}: the ranks called it with different arguments. {ranks}")
 
     def why_not(self, call: Fp8Call) -> str | None:
-        """See `OpSpec`."""
         sizes = call.x, call.weight, dist.get_world_size(call.group)
         return why_not_fp8_sizes(self.kind, *sizes, has_blocks=call.has_blocks) or why_not_device(call.x.device)
 
     def context(self, call: Fp8Call) -> TPContext:
-        """See `OpSpec`."""
         return get_tp_context(call.group, call.x.device)
 
     def decide(self, call: Fp8Call, context: TPContext) -> Decision:
@@ -137,7 +134,6 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         return Trial(self.words(call, context), *runs[0], torch.bfloat16, runs[1:])
 
     def words(self, call: Fp8Call, context: TPContext) -> str:
-        """See `OpSpec`."""
         sizes = f"{call.x.shape[:-1].numel()}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
         scaling = f", {call.scaling}" if call.has_blocks else ""
         return f"{self.name} {sizes} gradients {call.grad_format}{scaling}{self._switches(call)}"
@@ -147,11 +143,9 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         return f"{', frozen' if call.is_frozen else ''}{', bias' if call.has_bias else ''}"
 
     def where(self, call: Fp8Call) -> str:
-        """See `OpSpec`."""
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
 
     def inputs(self, call: Fp8Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.weight
 
     def megatron(self, call: Fp8Call) -> Function:

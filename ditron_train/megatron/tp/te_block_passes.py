@@ -73,14 +73,12 @@ class ColumnForward(Pass):
         self._started: StartedParts | None = None
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`."""
         if not _is_sendable(inp, (_ROWS,)):
             return super().gather(inp, group, async_op, quantizer)
         self._started = _start(inp, (_ROWS,), self._context, num_in_turn=2)
         return Sharded(inp), None
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
         if not isinstance(rows, Sharded):
             return super().multiply(weight, rows, *args, **kwargs)
         started, self._started = self._started, None
@@ -91,7 +89,6 @@ class ColumnForward(Pass):
         return _multiply_arrivals(started, rows.rows, weight, shape, *args, **kwargs), None, None, None
 
     def close(self) -> None:
-        """See `Pass`."""
         if self._started is not None:
             self._started.wait()
 
@@ -100,11 +97,9 @@ class RowForward(Pass):
     """Y = RS(X @ W^T): the rows of each rank are sent while the next are multiplied."""
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
         return Unreduced(weight, rows, args, kwargs), None, None, None
 
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
-        """See `Pass`."""
         weight, rows, args, kwargs = partial
         fields = rows.get_metadata()
         data, scales = fields[f"{_ROWS}_data"], fields[f"{_ROWS}_scale_inv"]
@@ -128,7 +123,6 @@ class ColumnBackward(tensorwise.ColumnBackward):
     """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather, by columns, lies under dY @ W."""
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`."""
         if not _is_sendable(inp, (_COLUMNS,)):
             return Pass.gather(self, inp, group, async_op, quantizer)
         self._started = started = _start(inp, (_COLUMNS,), self._context, num_in_turn=0)
@@ -181,7 +175,6 @@ class RowBackward(tensorwise.RowBackward):
             _transpose_columns(self._total)
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
         started = self._started
         if rows is not self._total or started is None:
             return Pass.multiply(self, weight, rows, *args, **kwargs)

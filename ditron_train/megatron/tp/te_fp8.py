@@ -52,11 +52,9 @@ class _Layer(NamedTuple):
     scaling: Scaling
 
     def forward(self) -> te_passes.Pass | None:
-        """See `Passes`."""
         return forward_pass(*self)
 
     def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
-        """See `Passes`."""
         return backward_pass(*self, needs_dgrad=needs_dgrad)
 
 

@@ -64,7 +64,6 @@ class Fp8LinearSpec(OpSpec[LayerCall, Any]):
         self._bf16 = AG_GEMM if kind == "column" else GEMM_RS
 
     def inputs(self, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.native.weight
 
     def _route(self, call: LayerCall) -> Any:
@@ -76,7 +75,6 @@ class Fp8LinearSpec(OpSpec[LayerCall, Any]):
             return reason if reason is not None else route_fp8(call.ours, kind, call.x)
 
     def why_no_row(self, call: LayerCall) -> str | None:
-        """See `OpSpec`."""
         found = self._route(call)
         if found is None:
             return "the policy keeps it on Megatron's path (the log says why)"
@@ -100,33 +98,26 @@ class Fp8LinearSpec(OpSpec[LayerCall, Any]):
         return [y.detach(), *gradients, *used_state(layer)]
 
     def megatron(self, call: LayerCall) -> Function:
-        """See `OpSpec`."""
         return lambda x, weight: self._step(call.native, call)
 
     def fused(self, call: LayerCall, context: Any) -> Function:
-        """See `OpSpec`."""
         return lambda x, weight: self._step(call.ours, call)
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`."""
         shapes = self._bf16.shapes(world_size, on_gpu)
         return [shape for shape in shapes if self.why_not_shape(shape, world_size) is None]
 
     def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
-        """See `OpSpec`."""
         return traced_linear(on_gpu)
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
         return self._bf16.shapes_of_model(model, world_size)
 
     def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
-        """See `OpSpec`."""
         reason = self._bf16.why_not_shape(shape, world_size)
         return reason or why_not_aligned(self._op, shape, world_size, self.recipe)
 
     def sample(self, shape: Shape, place: Place, seed: int) -> LayerCall:
-        """See `OpSpec`."""
         m, n, k = (shape.sizes[name] for name in "mnk")
         (rows, own_k), (own_n, _) = local_shapes(self._op, shape, place.world_size)
         config, native, ours = _layers(self.kind, n, k, place.world_size, self.recipe)
@@ -142,7 +133,6 @@ class Fp8LinearSpec(OpSpec[LayerCall, Any]):
         return LayerCall(x, grad, native, ours, config, place.group)
 
     def columns(self, call: LayerCall, context: Any, times_us: Mapping[str, float]) -> Mapping[str, Any]:
-        """See `OpSpec`."""
         return {"dtype": FP8_PREFIX + self.recipe}
 
 

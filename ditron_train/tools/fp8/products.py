@@ -74,11 +74,9 @@ class Fp8GemmSpec(OpSpec[Fp8Operands, TPContext]):
         self._kind: Any = "column" if op == "ag_gemm" else "row"
 
     def device(self, call: Fp8Operands) -> torch.device:
-        """See `OpSpec`."""
         return data_of(call.x).device
 
     def context(self, call: Fp8Operands) -> TPContext:
-        """See `OpSpec`."""
         return get_tp_context(call.group, self.device(call))
 
     def inputs(self, call: Fp8Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,37 +95,29 @@ class Fp8GemmSpec(OpSpec[Fp8Operands, TPContext]):
             return [scatter(partial, call.group)[0]]
 
     def megatron(self, call: Fp8Operands) -> Function:
-        """See `OpSpec`."""
         return lambda x, weight: self._run(call, None)
 
     def fused(self, call: Fp8Operands, context: TPContext) -> Function:
-        """See `OpSpec`."""
         return lambda x, weight: self._run(call, context)
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`."""
         shapes = self._bf16.shapes(world_size, on_gpu)
         return [shape for shape in shapes if why_not_aligned(self.op, shape, world_size, self.recipe) is None]
 
     def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
-        """See `OpSpec`."""
         return self._bf16.traced_shape(world_size, on_gpu)
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
         return self._bf16.shapes_of_model(model, world_size)
 
     def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
-        """See `OpSpec`."""
         reason = self._bf16.why_not_shape(shape, world_size)
         return reason or why_not_aligned(self.op, shape, world_size, self.recipe)
 
     def why_no_row(self, call: Fp8Operands) -> str | None:
-        """See `OpSpec`."""
         return why_native(self.recipe)
 
     def sample(self, shape: Shape, place: Place, seed: int) -> Fp8Operands:
-        """See `OpSpec`."""
         shapes, is_gathered = local_shapes(self.op, shape, place.world_size), self.op == "ag_gemm"
         x, weight = (
             make_values(one, torch.bfloat16, place.device, seed=2 * seed + index, rank=place.rank)
@@ -144,16 +134,13 @@ class Fp8GemmSpec(OpSpec[Fp8Operands, TPContext]):
         return Problem(self.op, m, n, k, "nt", torch.float8_e4m3fn, world_size)
 
     def cost(self, call: Fp8Operands, context: TPContext) -> Cost:
-        """See `OpSpec`."""
         problem = self._problem(call)
         return Cost(wire_bytes(problem), 2.0 * problem.m * problem.n * problem.k)
 
     def columns(self, call: Fp8Operands, context: TPContext, times_us: Mapping[str, float]) -> Mapping[str, Any]:
-        """See `OpSpec`."""
         return {"dtype": FP8_PREFIX + self.recipe}
 
     def parts(self, call: Fp8Operands, context: TPContext) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`."""
         options: dict[str, Any] = dict(out_dtype=torch.bfloat16, use_split_accumulator=self.recipe == "blockwise")
         if self.op == "ag_gemm":
             total, _ = gather(call.x, call.group, quantizer=call.quantizer)
