@@ -216,11 +216,9 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         if prepared is None:
             if self.op == "gemm_ar":
                 prepared = gemm_ar_by(context, problem, choice, can_copy=can_copy(context))
-                context.prepared[key] = prepared
-                return prepared
-            partition = _even(problem)
-            prepare: Callable[..., Any] = PreparedAgGemm if self.op == "ag_gemm" else gemm_rs_by
-            prepared = prepare(context, partition, problem.n, problem.k, problem.dtype, self.layout, choice)
+            else:
+                prepare: Callable[..., Any] = PreparedAgGemm if self.op == "ag_gemm" else gemm_rs_by
+                prepared = prepare(context, _even(problem), problem, choice)
             context.prepared[key] = prepared
         return prepared
 
