@@ -63,8 +63,7 @@ class PreparedAgGemm:
                 ),
                 "TARGET": context.target,
             },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.launch_options,
         )
         self._is_recorded = context.is_cuda and not gather.by_push and is_short(problem, choice, context.machine)
 

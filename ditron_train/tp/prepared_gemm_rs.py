@@ -55,8 +55,7 @@ class PreparedGemmRs:
                 ),
                 "TARGET": context.target,
             },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.launch_options,
         )
 
     @property

@@ -22,7 +22,13 @@ from ditron_train.ep.fused import layout_tiles
 from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.group_linear import group_linear
 from ditron_train.ep.row_tiles import RowTiles
-from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, experts_group, own_wgrad_into, why_not_called
+from ditron_train.megatron.ep.experts import (
+    DitronTEGroupedMLP,
+    experts_group,
+    own_wgrad_into,
+    why_not_called,
+    why_not_options,
+)
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
 from ditron_train.megatron.ep.te_fp8 import (
     ExpertProduct,
@@ -130,15 +136,9 @@ def why_not_capacity(experts: Any) -> str | None:
         if not isinstance(layer, _TakesDeviceCounts):
             return f"{type(layer).__name__} takes its sizes on the host"
     config = experts.config
-    for option in (
-        "fp8",
-        "fp4",
-        "add_bias_linear",
-        "delay_wgrad_compute",
-        "overlap_dispatch_backward_with_experts_wgrad",
-    ):
-        if getattr(config, option, None):
-            return f"{option} is on"
+    reason = why_not_options(config)
+    if reason is not None:
+        return reason
     if config.gradient_accumulation_fusion and get_settings().policy in ("strict", "bits"):
         return "gradient_accumulation_fusion is on, and bits of gradients added in fp32 are not known to be native's"
     # Copies to the CPU run on other streams, which the results' memory does not know.

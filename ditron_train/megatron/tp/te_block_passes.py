@@ -16,7 +16,7 @@ import torch
 import transformer_engine.pytorch.cpp_extensions as te_ops
 
 from ditron_train.megatron.tp import te_tensor_passes as tensorwise
-from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized
+from ditron_train.megatron.tp.te_passes import Pass, Sharded, like_quantized
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
 from ditron_train.tp.movement import scatter_as_computed
@@ -93,11 +93,8 @@ class ColumnForward(Pass):
             self._started.wait()
 
 
-class RowForward(Pass):
+class RowForward(tensorwise.RowForward):
     """Y = RS(X @ W^T): the rows of each rank are sent while the next are multiplied."""
-
-    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return Unreduced(weight, rows, args, kwargs), None, None, None
 
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
         weight, rows, args, kwargs = partial
