@@ -104,9 +104,9 @@ def gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    TRANSPOSE_A: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
+    TRANSPOSE_A: tl.constexpr,
     HALVE_TAIL: tl.constexpr,
     FP8_CHAIN: tl.constexpr,
 ):
