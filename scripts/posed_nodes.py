@@ -19,8 +19,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["PosedNodes", "why_not"]
-
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _DEVICE = "eth0"  # a node's link

@@ -9,27 +9,6 @@ import triton.language as tl
 
 from ditron_train.runtime.device import is_interpreter
 
-__all__ = [
-    "Destinations",
-    "ExpertPlaces",
-    "GemmSizes",
-    "Inbox",
-    "LayoutSizes",
-    "MoveSizes",
-    "Placed",
-    "Produced",
-    "Returned",
-    "RowBuffers",
-    "RowInbox",
-    "Starts",
-    "SumSizes",
-    "Sums",
-    "Tables",
-    "TileTasks",
-    "TokenBuffers",
-    "as_constant",
-]
-
 
 def as_constant(value: Any) -> Any:
     """A constant as a launch takes it: of a tuple each field for itself, but in the interpreter, which knows no

@@ -21,9 +21,10 @@ import torch
 
 from ditron_train.ep import fused, ops
 from ditron_train.ep.context import EPContext
-from ditron_train.ep.group_gemm import RowTiles, group_gemm, group_wgrad
+from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
+from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 

@@ -9,10 +9,11 @@ import torch
 from ditron_train.ep.arguments import Produced, Sums, TileTasks
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.fused_kernels import gemm_combine_kernel, plan_tiles
-from ditron_train.ep.group_gemm import RowTiles, gemm_operands, row_tiles
+from ditron_train.ep.group_gemm import gemm_operands
 from ditron_train.ep.launch import Kind, check_tokens, launch, pointers, sum_sizes
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
+from ditron_train.ep.row_tiles import RowTiles, row_tiles
 
 _BOARD_WORDS = 128  # in front of the counters, see fused_kernels
 #: Row tiles that a program of a plan orders.

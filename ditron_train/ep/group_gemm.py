@@ -15,15 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ditron_train.ep.arguments import GemmSizes
 from ditron_train.ep.group_choices import GroupOp, choose_group_config, default_group_config
 from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel
-from ditron_train.ep.row_tiles import RowTiles, group_launch, row_tiles
+from ditron_train.ep.row_tiles import RowTiles, group_launch
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.sizes import next_power_of_2
-
-__all__ = ["RowTiles", "are_whole", "group_gemm", "group_wgrad", "group_wgrad_into", "reach_of", "row_tiles"]
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _MAX_STRIDE_BYTES = 1 << 40

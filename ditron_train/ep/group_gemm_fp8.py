@@ -20,8 +20,6 @@ from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import num_sms
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["ExpertRows", "group_gemm_fp8"]
-
 _ALIGNMENT = 16  # of N and K
 # With a split accumulator a tile's sums are there twice: a wide tile's do not fit the registers.
 _SPLIT = GemmConfig(128, 128, 128, num_warps=8, num_stages=4, operand_bytes=1)

@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 
 from ditron_train.gemm.kernels import store_tile
-from ditron_train.schedule.tiles import grouped_tile
-
-__all__ = ["group_gemm_fp8_kernel"]
+from ditron_train.schedule.tiles import compute_tiles
 
 
 @triton.jit
@@ -59,6 +57,28 @@ def _tile_at(tiles, experts, row_tile, BLOCK_M: tl.constexpr):
     return expert, row - tl.load(experts.starts + expert).to(tl.int32), row
 
 
+@triton.jit
+def _compute_tile(
+    row_tile,
+    col_tile,
+    HALF: tl.constexpr,
+    a_desc,
+    b_desc,
+    c_desc,
+    experts,
+    tiles,
+    num_k_tiles,
+    CHAIN: tl.constexpr,
+    GEMM: tl.constexpr,
+):
+    """One tile of C, or of half as many columns; ``b_desc``: (whole, half)."""
+    BLOCK_N: tl.constexpr = GEMM.BLOCK_N // 2 if HALF else GEMM.BLOCK_N
+    expert, row, out_row = _tile_at(tiles, experts, row_tile, GEMM.BLOCK_M)
+    col = col_tile * BLOCK_N
+    acc = _product(a_desc, b_desc[HALF], experts, expert, row, col, num_k_tiles, BLOCK_N, CHAIN, GEMM)
+    store_tile(c_desc, acc, out_row, col, GEMM.BLOCK_M, BLOCK_N, GEMM.SPLIT_STORE and not HALF)
+
+
 @triton.jit(do_not_specialize=["N", "K"])
 def group_gemm_fp8_kernel(
     a_desc, b_desc, half_b_desc, c_desc, experts, tiles, N, K, CHAIN: tl.constexpr, GEMM: tl.constexpr
@@ -72,26 +92,11 @@ def group_gemm_fp8_kernel(
     BLOCK_K]. c_desc: C [rows, N]. experts: an ``ExpertPlaces``. tiles: see ``list_tiles``.
     Nobody waits: no signals. SPLIT_STORE: as in ``group_gemm_kernel``.
     """
-    HALF_N: tl.constexpr = GEMM.BLOCK_N // 2
-    num_programs = tl.num_programs(0)
-    num_row_tiles = tl.load(tiles)
-    num_tiles_n = tl.cdiv(N, GEMM.BLOCK_N)
-    num_k_tiles = tl.cdiv(K, GEMM.BLOCK_K)
-    num_tiles = num_row_tiles * num_tiles_n
-    num_whole = num_tiles
-    if GEMM.SPLIT_STORE:
-        tail = num_tiles % num_programs
-        num_whole = tl.where(2 * tail <= num_programs, num_tiles - tail, num_tiles)
-    for tile in tl.range(tl.program_id(0), num_whole, num_programs, flatten=True):
-        row_tile, col_tile = grouped_tile(tile, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
-        expert, row, out_row = _tile_at(tiles, experts, row_tile, GEMM.BLOCK_M)
-        col = col_tile * GEMM.BLOCK_N
-        acc = _product(a_desc, b_desc, experts, expert, row, col, num_k_tiles, GEMM.BLOCK_N, CHAIN, GEMM)
-        store_tile(c_desc, acc, out_row, col, GEMM.BLOCK_M, GEMM.BLOCK_N, GEMM.SPLIT_STORE)
-    if GEMM.SPLIT_STORE:
-        for half in range(tl.program_id(0), 2 * (num_tiles - num_whole), num_programs):
-            row_tile, col_tile = grouped_tile(num_whole + half // 2, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
-            expert, row, out_row = _tile_at(tiles, experts, row_tile, GEMM.BLOCK_M)
-            col = col_tile * GEMM.BLOCK_N + half % 2 * HALF_N
-            acc = _product(a_desc, half_b_desc, experts, expert, row, col, num_k_tiles, HALF_N, CHAIN, GEMM)
-            store_tile(c_desc, acc, out_row, col, GEMM.BLOCK_M, HALF_N, False)
+    compute_tiles(
+        tl.load(tiles),
+        tl.cdiv(N, GEMM.BLOCK_N),
+        _compute_tile,
+        (a_desc, (b_desc, half_b_desc), c_desc, experts, tiles, tl.cdiv(K, GEMM.BLOCK_K), CHAIN, GEMM),
+        GEMM.GROUP_M,
+        GEMM.SPLIT_STORE,
+    )

@@ -15,7 +15,7 @@ Measured against Transformer Engine's, with tiles and last waves that were tried
 import triton
 import triton.language as tl
 
-from ditron_train.schedule.tiles import grouped_tile
+from ditron_train.schedule.tiles import compute_tiles, grouped_tile
 
 
 @triton.jit(do_not_specialize=["max_tiles", "num_rows"])
@@ -84,6 +84,19 @@ def group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_N: tl.cons
 
 
 @triton.jit
+def _compute_tile(
+    row_tile, col_tile, HALF: tl.constexpr, a_desc, b_desc, c_desc, places, tiles, num_k_tiles, GEMM: tl.constexpr
+):
+    """One tile of C, or of half as many columns; ``b_desc``: (whole, half)."""
+    BLOCK_N: tl.constexpr = GEMM.BLOCK_N // 2 if HALF else GEMM.BLOCK_N
+    SPLIT_STORE: tl.constexpr = GEMM.SPLIT_STORE and not HALF
+    place, row, valid = tile_at(tiles, places, row_tile, GEMM.BLOCK_M)
+    col = col_tile * BLOCK_N
+    acc = group_product(a_desc, b_desc[HALF], place, row, col, num_k_tiles, BLOCK_N, GEMM)
+    store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, BLOCK_N, SPLIT_STORE, GEMM)
+
+
+@triton.jit
 def group_gemm_kernel(a_desc, b_desc, half_b_desc, c_desc, places, tiles, N, K, GEMM: tl.constexpr):
     """C[r, :] = A[r, :] @ B[e(r)], e(r) the expert of row r: fp32 accumulation over K in order, one rounding.
 
@@ -92,32 +105,17 @@ def group_gemm_kernel(a_desc, b_desc, half_b_desc, c_desc, places, tiles, N, K, 
     as clipped blocks. A tile at the end of an expert reads on into the next one's rows; their results are clipped.
     Nobody waits: no signals.
 
-    With SPLIT_STORE a last wave that is at most half full is computed in halves of BLOCK_N // 2 columns, so that it
-    takes half the time; half_b_desc reads the weights in such halves (else it is b_desc).
+    With SPLIT_STORE the last wave may be computed in halves (``compute_tiles``); half_b_desc reads the weights in such
+    halves (else it is b_desc).
     """
-    HALF_N: tl.constexpr = GEMM.BLOCK_N // 2
-    num_programs = tl.num_programs(0)
-    num_row_tiles = tl.load(tiles)
-    num_tiles_n = tl.cdiv(N, GEMM.BLOCK_N)
-    num_k_tiles = tl.cdiv(K, GEMM.BLOCK_K)
-    num_tiles = num_row_tiles * num_tiles_n
-    num_whole = num_tiles
-    if GEMM.SPLIT_STORE:
-        tail = num_tiles % num_programs
-        num_whole = tl.where(2 * tail <= num_programs, num_tiles - tail, num_tiles)
-    for tile in tl.range(tl.program_id(0), num_whole, num_programs, flatten=True):
-        row_tile, col_tile = grouped_tile(tile, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
-        place, row, valid = tile_at(tiles, places, row_tile, GEMM.BLOCK_M)
-        col = col_tile * GEMM.BLOCK_N
-        acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)
-        store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
-    if GEMM.SPLIT_STORE:
-        for half in range(tl.program_id(0), 2 * (num_tiles - num_whole), num_programs):
-            row_tile, col_tile = grouped_tile(num_whole + half // 2, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
-            place, row, valid = tile_at(tiles, places, row_tile, GEMM.BLOCK_M)
-            col = col_tile * GEMM.BLOCK_N + half % 2 * HALF_N
-            acc = group_product(a_desc, half_b_desc, place, row, col, num_k_tiles, HALF_N, GEMM)
-            store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, HALF_N, False, GEMM)
+    compute_tiles(
+        tl.load(tiles),
+        tl.cdiv(N, GEMM.BLOCK_N),
+        _compute_tile,
+        (a_desc, (b_desc, half_b_desc), c_desc, places, tiles, tl.cdiv(K, GEMM.BLOCK_K), GEMM),
+        GEMM.GROUP_M,
+        GEMM.SPLIT_STORE,
+    )
 
 
 @triton.jit

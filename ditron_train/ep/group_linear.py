@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ditron_train.ep.group_gemm import RowTiles, group_gemm, group_wgrad
+from ditron_train.ep.group_gemm import group_gemm, group_wgrad
+from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 

@@ -238,18 +238,14 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``ops.dispatch``."""
     with context.nodes.naming("expert parallel dispatch"):
-        return _dispatch(x, layout, context, probs_dtype, zero_probs)
-
-
-def _dispatch(
-    x: torch.Tensor, layout: RailLayout, context: RailContext, probs_dtype: torch.dtype, zero_probs: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    visitors = context.nodes.exchange_along_rail(x.index_select(0, layout.send_index), layout.received, layout.sent)
-    rows, row_probs = ops.dispatch(
-        visitors, layout.inner, context.inner, probs_dtype=probs_dtype, zero_probs=zero_probs
-    )
-    in_order = rows.index_select(0, layout.rows_order)
-    return in_order, None if row_probs is None else row_probs.index_select(0, layout.rows_order)
+        visitors = context.nodes.exchange_along_rail(
+            x.index_select(0, layout.send_index), layout.received, layout.sent
+        )
+        rows, row_probs = ops.dispatch(
+            visitors, layout.inner, context.inner, probs_dtype=probs_dtype, zero_probs=zero_probs
+        )
+        in_order = rows.index_select(0, layout.rows_order)
+        return in_order, None if row_probs is None else row_probs.index_select(0, layout.rows_order)
 
 
 def combine(
@@ -263,41 +259,34 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``ops.combine``: rows return to the visitors' places, cross to the tokens' ranks and are added up there."""
     with context.nodes.naming("expert parallel combine"):
-        return _combine(y, layout, context, order, row_grads, probs_dtype)
-
-
-def _combine(
-    y: torch.Tensor,
-    layout: RailLayout,
-    context: RailContext,
-    order: SumOrder,
-    row_grads: torch.Tensor | None,
-    probs_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    inner, topk = layout.inner, context.inner.shape.topk
-    flat = replace(  # every place of a visitor stands for a token with one expert: returned, not added up
-        inner,
-        shape=replace(inner.shape, topk=1),
-        num_tokens=inner.num_tokens * topk,
-        chunk_tokens=inner.chunk_tokens * topk,
-        expert_ids=inner.expert_ids[:, :topk].reshape(-1, 1).contiguous(),
-    )
-    grads = None if row_grads is None else row_grads.float().index_select(0, layout.inner_order)
-    places, place_grads = ops.combine(
-        y.index_select(0, layout.inner_order), flat, context.inner, order="ascending", row_grads=grads
-    )
-    rows = context.nodes.exchange_along_rail(places.index_select(0, layout.places), layout.awaited, layout.returned)
-    out = _add_up(rows, layout.row_index, order)
-    if place_grads is None:
-        return out, None
-    of_place = place_grads.gather(1, flat.expert_ids.clamp(min=0).long())[:, 0].index_select(0, layout.places)
-    awaited = context.nodes.exchange_along_rail(of_place, layout.awaited, layout.returned)
-    held = layout.row_index >= 0
-    values = torch.where(held, awaited[layout.row_index.clamp(min=0)] if len(awaited) else 0.0, 0.0).to(probs_dtype)
-    prob_grads = torch.zeros(layout.num_tokens, context.num_experts, dtype=probs_dtype, device=y.device)
-    token = torch.arange(layout.num_tokens, device=y.device)[:, None].expand_as(held)
-    prob_grads[token[held], layout.experts[held]] = values[held]
-    return out, prob_grads
+        inner, topk = layout.inner, context.inner.shape.topk
+        flat = replace(  # every place of a visitor stands for a token with one expert: returned, not added up
+            inner,
+            shape=replace(inner.shape, topk=1),
+            num_tokens=inner.num_tokens * topk,
+            chunk_tokens=inner.chunk_tokens * topk,
+            expert_ids=inner.expert_ids[:, :topk].reshape(-1, 1).contiguous(),
+        )
+        grads = None if row_grads is None else row_grads.float().index_select(0, layout.inner_order)
+        places, place_grads = ops.combine(
+            y.index_select(0, layout.inner_order), flat, context.inner, order="ascending", row_grads=grads
+        )
+        rows = context.nodes.exchange_along_rail(
+            places.index_select(0, layout.places), layout.awaited, layout.returned
+        )
+        out = _add_up(rows, layout.row_index, order)
+        if place_grads is None:
+            return out, None
+        of_place = place_grads.gather(1, flat.expert_ids.clamp(min=0).long())[:, 0].index_select(0, layout.places)
+        awaited = context.nodes.exchange_along_rail(of_place, layout.awaited, layout.returned)
+        held = layout.row_index >= 0
+        values = torch.where(held, awaited[layout.row_index.clamp(min=0)] if len(awaited) else 0.0, 0.0).to(
+            probs_dtype
+        )
+        prob_grads = torch.zeros(layout.num_tokens, context.num_experts, dtype=probs_dtype, device=y.device)
+        token = torch.arange(layout.num_tokens, device=y.device)[:, None].expand_as(held)
+        prob_grads[token[held], layout.experts[held]] = values[held]
+        return out, prob_grads
 
 
 def _add_up(rows: torch.Tensor, row_index: torch.Tensor, order: SumOrder) -> torch.Tensor:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ditron_train.data import load_workloads
 from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits
 from ditron_train.ep.group_choices import GroupOp, default_group_config, group_class
-from ditron_train.ep.group_gemm import group_gemm, group_wgrad, row_tiles
+from ditron_train.ep.group_gemm import group_gemm, group_wgrad
+from ditron_train.ep.row_tiles import row_tiles
 from ditron_train.gemm.configs import GemmConfig, config_entry, config_variants
 from ditron_train.policy import Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.policy.spec import Call, Context

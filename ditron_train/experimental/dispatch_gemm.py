@@ -13,9 +13,10 @@ import torch
 from ditron_train.ep.arguments import Placed, TileTasks
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.fused import PLAN_BLOCK, layout_tiles, new_board, num_programs
-from ditron_train.ep.group_gemm import RowTiles, gemm_operands
+from ditron_train.ep.group_gemm import gemm_operands
 from ditron_train.ep.launch import Kind, check_tokens, launch, move_sizes, pointers
 from ditron_train.ep.layout import Layout
+from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.experimental.dispatch_gemm_kernels import dispatch_gemm_kernel, plan_arrival
 from ditron_train.runtime.errors import NotSupportedError
 

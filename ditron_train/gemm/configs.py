@@ -65,6 +65,11 @@ class GemmConfig:
         """What a kernel is compiled for."""
         return Tile(self.block_m, self.block_n, self.block_k, self.group_m, transpose_b, self.split_store)
 
+    @property
+    def launch_options(self) -> dict[str, int]:
+        """Keywords of a ``KernelLaunch``."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
     def tile_constants(self, *, transpose_b: bool) -> dict[str, int | bool]:
         """``tile`` as a constant each."""
         return {name.upper(): value for name, value in self.tile(transpose_b=transpose_b)._asdict().items()}

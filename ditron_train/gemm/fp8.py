@@ -19,8 +19,6 @@ from ditron_train.gemm.ops import launch_gemm, on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 
-__all__ = ["SPLIT_CHAIN", "check_bias", "check_fp8_operands", "check_scaled", "check_scales", "matmul_fp8"]
-
 #: Products that a split accumulator sums before it adds them in fp32.
 SPLIT_CHAIN = 128
 

@@ -5,8 +5,6 @@ import triton.language as tl
 
 from ditron_train.schedule.tiles import grouped_tile
 
-__all__ = ["biased", "gemm_kernel", "scaled", "store_tile", "tile_product"]
-
 
 @triton.jit
 def tile_product(
@@ -106,9 +104,9 @@ def gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    TRANSPOSE_A: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
+    TRANSPOSE_A: tl.constexpr,
     HALVE_TAIL: tl.constexpr,
     FP8_CHAIN: tl.constexpr,
 ):

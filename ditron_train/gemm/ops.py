@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -175,18 +176,9 @@ def _launcher(
     fp8_chain: int | None,
 ) -> KernelLaunch:
     """One launcher for each kernel that is compiled (types and device are part of its key alone) and grid."""
-    constants = dict(
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        TRANSPOSE_A=transpose_a,
-        TRANSPOSE_B=transpose_b,
-        SPLIT_STORE=config.split_store,
-        HALVE_TAIL=halve_tail,
-        FP8_CHAIN=fp8_chain,
-    )
-    return KernelLaunch(gemm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    constants: dict[str, Any] = dict(config.tile_constants(transpose_b=transpose_b))
+    constants.update(TRANSPOSE_A=transpose_a, HALVE_TAIL=halve_tail, FP8_CHAIN=fp8_chain)
+    return KernelLaunch(gemm_kernel, num_programs, constants, **config.launch_options)
 
 
 def _product(

@@ -187,9 +187,7 @@ def _symmetric_launcher(
         SPLIT_STORE=config.block_n > config.block_m,
         HAS_QUARTERS=has_quarters,
     )
-    return KernelLaunch(
-        symmetric_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages
-    )
+    return KernelLaunch(symmetric_kernel, num_programs, constants, **config.launch_options)
 
 
 @outside_compile
@@ -337,9 +335,7 @@ def _addmm_launcher(
         SPLIT_STORE=config.split_store,
         HALVE_TAIL=halve_tail,
     )
-    return KernelLaunch(
-        addmm_kernel, num_programs, constants, num_warps=config.num_warps, num_stages=config.num_stages
-    )
+    return KernelLaunch(addmm_kernel, num_programs, constants, **config.launch_options)
 
 
 def newton_schulz_step(x: torch.Tensor, a: float, b: float, c: float, plan: ProductPlan) -> torch.Tensor:

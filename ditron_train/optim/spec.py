@@ -23,6 +23,7 @@ from ditron_train.optim.reference import (
 )
 from ditron_train.policy import Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.device import is_interpreter
+from ditron_train.runtime.values import normal_values
 
 _RATIOS = {"square": 1.0, "8:3": 8 / 3, "4:1": 4.0}
 _SIZES = (1024, 2048, 4096, 8192, 16384)
@@ -65,11 +66,6 @@ def symmetry_ceiling(rows: int, columns: int) -> float:
 def _most(flops: float) -> int:
     """Repetitions of what takes native this many operations."""
     return max(1, int(_LONG_S * _NATIVE_FLOPS / flops))
-
-
-def _normal(shape: Sequence[int], device: torch.device, seed: int) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.empty(tuple(shape), device=device).normal_(generator=generator)
 
 
 def matrix_shape(model: str, rows: int, columns: int) -> Shape:
@@ -122,7 +118,7 @@ class OrthogonalizeSpec(OpSpec[MatrixCall, object]):
         return [matrix_shape("custom", *sizes) for sizes in model.matrices.values()] if world_size == 1 else []
 
     def sample(self, shape: Shape, place: Place, seed: int) -> MatrixCall:
-        return MatrixCall(_normal(tuple(shape.sizes.values()), place.device, seed), place.group)
+        return MatrixCall(normal_values(tuple(shape.sizes.values()), torch.float32, place.device, seed), place.group)
 
     def most_repetitions(self, shape: Shape, world_size: int) -> int:
         return _most(newton_schulz_flops(shape.sizes["m"], shape.sizes["n"]))
@@ -244,10 +240,13 @@ class MuonStepSpec(OpSpec[StepCall, Muon]):
     def sample(self, shape: Shape, place: Place, seed: int) -> StepCall:
         sizes = shape.options["layer"] * shape.sizes["num_layers"]
         first = 10_000 * seed
-        params = [torch.nn.Parameter(_normal(one, place.device, first + index)) for index, one in enumerate(sizes)]
+        params = [
+            torch.nn.Parameter(normal_values(one, torch.float32, place.device, first + index))
+            for index, one in enumerate(sizes)
+        ]
         native = [param.detach().clone() for param in params]
         for index, param in enumerate(params):
-            param.grad = _normal(param.shape, place.device, first + 1000 + index)
+            param.grad = normal_values(param.shape, torch.float32, place.device, first + 1000 + index)
         shards = reference_shards(native, place.world_size)
         momenta = {index: torch.zeros_like(native[index]) for index in shards[place.rank]}
         gradients = [param.grad for param in params if param.grad is not None]

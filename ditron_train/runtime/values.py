@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 
 
+def normal_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    """Normal values from a generator of their own: the user's random state does not move."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+
+
 def make_values(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int, rank: int
 ) -> torch.Tensor:
@@ -12,7 +18,7 @@ def make_values(
 
     So bits of GEMMs can be compared on both, although the interpreter's GEMM rounds in another order than torch's.
     """
-    generator = torch.Generator(device).manual_seed(1000 * seed + rank)
+    own_seed = 1000 * seed + rank
     if device.type == "cpu":
-        return torch.randint(-3, 4, shape, generator=generator).to(dtype)
-    return torch.empty(shape, device=device, dtype=dtype).normal_(generator=generator)
+        return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(own_seed)).to(dtype)
+    return normal_values(shape, dtype, device, own_seed)

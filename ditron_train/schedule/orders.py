@@ -27,14 +27,19 @@ import numpy as np
 ChunkMode = Literal["gather_push", "gather_pull", "scatter_push", "sum_push"]
 
 
-def _num_local_ranks(rank: int, world_size: int, ranks_per_node: int | None) -> int:
-    """Checks the arguments that every order shares; returns the ranks of one node."""
+def _node_by_node(
+    rank: int, world_size: int, ranks_per_node: int | None, *, first: int = 0, step: int = 1
+) -> np.ndarray:
+    """All ranks, node after node from the own node plus ``first`` on, in each from the own place plus ``first`` on."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a group of {world_size}")
     num_local = world_size if ranks_per_node is None else ranks_per_node
     if num_local < 1 or world_size % num_local:
         raise ValueError(f"world size {world_size} does not divide into nodes of {num_local} ranks")
-    return num_local
+    (node, local), position = divmod(rank, num_local), np.arange(world_size)
+    of_node = (node + first + step * (position // num_local)) % (world_size // num_local)
+    in_node = (local + first + step * (position % num_local)) % num_local
+    return (of_node * num_local + in_node).astype(np.int32)
 
 
 def arrival_order(rank: int, world_size: int, ranks_per_node: int | None = None) -> np.ndarray:
@@ -46,13 +51,7 @@ def arrival_order(rank: int, world_size: int, ranks_per_node: int | None = None)
     Raises:
         ValueError: The rank is not in the group, or nodes do not divide it.
     """
-    num_local = _num_local_ranks(rank, world_size, ranks_per_node)
-    num_nodes = world_size // num_local
-    node, local = divmod(rank, num_local)
-    position = np.arange(world_size)
-    source_node = (node + position // num_local) % num_nodes
-    source_local = (local + position % num_local) % num_local
-    return (source_node * num_local + source_local).astype(np.int32)
+    return _node_by_node(rank, world_size, ranks_per_node)
 
 
 def delivery_order(rank: int, world_size: int, ranks_per_node: int | None = None) -> np.ndarray:
@@ -66,13 +65,7 @@ def delivery_order(rank: int, world_size: int, ranks_per_node: int | None = None
     Raises:
         ValueError: The rank is not in the group, or nodes do not divide it.
     """
-    num_local = _num_local_ranks(rank, world_size, ranks_per_node)
-    num_nodes = world_size // num_local
-    node, local = divmod(rank, num_local)
-    position = np.arange(world_size)
-    target_node = (node + 1 + position // num_local) % num_nodes
-    target_local = (local + 1 + position % num_local) % num_local
-    return (target_node * num_local + target_local).astype(np.int32)
+    return _node_by_node(rank, world_size, ranks_per_node, first=1)
 
 
 def chunk_order(rank: int, world_size: int, mode: ChunkMode, ranks_per_node: int | None = None) -> np.ndarray:
@@ -97,13 +90,8 @@ def chunk_order(rank: int, world_size: int, mode: ChunkMode, ranks_per_node: int
         return delivery_order(rank, world_size, ranks_per_node)[:-1]
     if mode not in ("gather_push", "sum_push"):
         raise ValueError(f"mode {mode!r} is not gather_push, gather_pull, scatter_push or sum_push")
-    num_local = _num_local_ranks(rank, world_size, ranks_per_node)
-    num_nodes = world_size // num_local
-    node, local = divmod(rank, num_local)
-    position = np.arange(world_size)  # the place that this rank has in the consumer's arrival order
-    target_node = (node - position // num_local) % num_nodes
-    target_local = (local - position % num_local) % num_local
-    return (target_node * num_local + target_local).astype(np.int32)[1:]
+    # In front is whose order of arrival has this rank in front.
+    return _node_by_node(rank, world_size, ranks_per_node, step=-1)[1:]
 
 
 def _checked_row_starts(row_starts: Sequence[int] | np.ndarray, block_m: int) -> np.ndarray:

@@ -18,6 +18,31 @@ def grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def compute_tiles(
+    num_tiles_m, num_tiles_n, COMPUTE: tl.constexpr, args, GROUP_M: tl.constexpr, HALVE_TAIL: tl.constexpr
+):
+    """Calls ``COMPUTE(tile_m, tile_n, HALF, *args)`` for this program's share of the tiles, in the grouped order.
+
+    With HALVE_TAIL a last wave that is at most half full is computed in tiles of half the columns, which ``tile_n``
+    then counts, so that it takes half the time. ``flatten`` makes one loop of tiles and K blocks. ``args`` stand in
+    the call itself: a tuple with a name would lose its constants.
+    """
+    num_programs = tl.num_programs(0)
+    num_tiles = num_tiles_m * num_tiles_n
+    num_whole = num_tiles
+    if HALVE_TAIL:
+        tail = num_tiles % num_programs
+        num_whole = tl.where(2 * tail <= num_programs, num_tiles - tail, num_tiles)
+    for tile in tl.range(tl.program_id(0), num_whole, num_programs, flatten=True):
+        tile_m, tile_n = grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M)
+        COMPUTE(tile_m, tile_n, False, *args)
+    if HALVE_TAIL:
+        for half in range(tl.program_id(0), 2 * (num_tiles - num_whole), num_programs):
+            tile_m, tile_n = grouped_tile(num_whole + half // 2, num_tiles_m, num_tiles_n, GROUP_M)
+            COMPUTE(tile_m, tile_n * 2 + half % 2, True, *args)
+
+
+@triton.jit
 def ordered_tile(tile_id, order_ptr, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
     """As ``grouped_tile``, with slot -> row tile looked up in a table (int32 [num_tiles_m]).
 

@@ -1,4 +1,4 @@
-"""Rows as a table for the terminal and as Markdown."""
+"""Rows as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -26,28 +26,6 @@ def _percent(value: float | None) -> str:
 
 def _signed(value: float | None) -> str:
     return "" if value is None else f"{100 * value:+.0f} %"
-
-
-_DIVIDED = {"TP": "tensor_model", "CP": "context", "EP": "expert_model", "PP": "pipeline_model"}
-
-
-def model_words(row: Row) -> str:
-    """The sizes of a training step in words: the model, how it is divided, what a step takes; what is not known is
-    left out."""
-
-    def words(text: str, *names: str) -> list[str]:
-        sizes = [row.shape.get(name) for name in names]
-        return [] if None in sizes else [text.format(*sizes)]
-
-    experts = words("{} experts of {}", "num_experts", "moe_ffn_hidden_size")
-    experts += words("top-{}", "moe_router_topk") if experts else words("FFN {}", "ffn_hidden_size")
-    model = [*words("{} layers", "num_layers"), *words("hidden {}", "hidden_size"), *experts]
-    ranks = {short: row.shape.get(f"{name}_parallel_size", 1) for short, name in _DIVIDED.items()}
-    divided = [f"{short} {number}" for short, number in ranks.items() if number > 1]
-    batch = words("{} sequences of {} tokens a step", "global_batch_size", "seq_length") + words(
-        "{} at a time", "micro_batch_size"
-    )
-    return "; ".join(", ".join(group) for group in (model, divided, batch) if group)
 
 
 def _sizes(row: Row) -> str:
@@ -80,7 +58,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 
 
-def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def cells_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells of the columns in which any row has something."""
     columns = [(name, [cell(row) for row in rows]) for name, cell in _COLUMNS]
     columns = [(name, cells) for name, cells in columns if any(cells)]
@@ -95,7 +73,7 @@ def terminal() -> Console:
 
 def show_rows(rows: Sequence[Row], stamp: Stamp, console: Console | None = None) -> None:
     """Prints a table to ``console`` (default: the terminal)."""
-    header, lines = _cells(rows)
+    header, lines = cells_of(rows)
     versions = f"{stamp.count} x {stamp.device}, torch {stamp.torch}, triton {stamp.triton}"
     table = Table(title=versions, title_justify="left")
     for name in header:
@@ -106,9 +84,3 @@ def show_rows(rows: Sequence[Row], stamp: Stamp, console: Console | None = None)
         style = "red" if "DIFFER" in line else None
         table.add_row(*line, style=style)
     (console or terminal()).print(table)
-
-
-def markdown_table(rows: Sequence[Row]) -> str:
-    """Returns the rows as a Markdown table."""
-    header, lines = _cells(rows)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])

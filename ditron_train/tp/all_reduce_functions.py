@@ -20,14 +20,10 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.functions import PlainWgrad, Wgrad
+from ditron_train.tp.functions import PlainWgrad, Wgrad, as_rows
 from ditron_train.tp.movement import start_all_reduce
 from ditron_train.tp.ops import gemm_ar
 from ditron_train.tp.prepared import can_copy
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @outside_compile
@@ -38,7 +34,7 @@ class _ColumnLinearAr(torch.autograd.Function):
         ctx.has_bias = bias is not None
         ctx.context, ctx.wgrad = context, wgrad
         if bias is not None and rounds_once:
-            y = torch.addmm(bias, _rows(x), weight.t())
+            y = torch.addmm(bias, as_rows(x), weight.t())
             return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
         y = torch.matmul(x, weight.t())
         return y if bias is None else y + bias
@@ -60,10 +56,10 @@ class _ColumnLinearAr(torch.autograd.Function):
             if deferred:
                 grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
             elif needs_weight:
-                grad_weight = ctx.wgrad(_rows(grad_output), _rows(x))
+                grad_weight = ctx.wgrad(as_rows(grad_output), as_rows(x))
         finally:  # starts and waits are counted, and what copy engines read must not be freed under them
             grad_x = started.wait() if started is not None else grad_x
-        grad_bias = ctx.wgrad.bias_gradient(_rows(grad_output)) if ctx.has_bias and needs_bias else None
+        grad_bias = ctx.wgrad.bias_gradient(as_rows(grad_output)) if ctx.has_bias and needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -81,7 +77,7 @@ class _RowLinearAr(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_output.matmul(weight) if needs_x else None
-        grad_weight = ctx.wgrad(_rows(grad_output), _rows(x)) if needs_weight else None
+        grad_weight = ctx.wgrad(as_rows(grad_output), as_rows(x)) if needs_weight else None
         return grad_x, grad_weight, None, None
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 
@@ -78,8 +79,8 @@ class PreparedGemmArInTwoRounds:
         )
         order = order_tables(context, m, n, dtype, FOLD_BLOCK)
         order_or_ring = None if order[1] == 0 else order
-        sizes = (n, problem.k, dtype, problem.layout)
-        self._product = PreparedChunkedGemmRs(context, partition, *sizes, choice, order=order_or_ring)
+        product = replace(problem, op="gemm_rs")
+        self._product = PreparedChunkedGemmRs(context, partition, product, choice, order=order_or_ring)
         plan = GatherPlan("copy")
         self._gather = PreparedGather(context, partition, n, dtype, plan, block_m=1, is_awaited=True)
         self._own = self._gather.own_rows

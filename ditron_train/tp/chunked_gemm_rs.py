@@ -19,7 +19,7 @@ from ditron_train.tp.all_reduce import PreparedAllReduce
 from ditron_train.tp.all_reduce_kernels import OrderTables
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.cost_model import first_rows, is_short, links_are_last, sums_in_parts
-from ditron_train.tp.problem import Choice, Layout, Problem
+from ditron_train.tp.problem import Choice, Problem
 from ditron_train.tp.scatter import PreparedScatter
 
 
@@ -148,17 +148,13 @@ class PreparedChunkedGemmRs(ChunkedGemm):
         self,
         context: TPContext,
         partition: RowPartition,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        layout: Layout,
+        problem: Problem,
         choice: Choice,
         *,
         order: tuple[OrderTables, int] | None = None,
     ) -> None:
-        out_dtype = result_dtype(dtype)
+        n, out_dtype = problem.n, result_dtype(problem.dtype)
         assert covers(n, out_dtype), f"rows of {n} x {out_dtype} are not whole 16 bytes"
-        problem = Problem("gemm_rs", partition.num_rows, n, k, layout, dtype, context.world_size)
         if order is None:
             in_parts = sums_in_parts(problem, choice, context.machine)
             scatter = PreparedScatter(context, partition, n, out_dtype, in_parts=in_parts)

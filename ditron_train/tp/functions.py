@@ -66,7 +66,8 @@ class PlainWgrad:
         return grad_output.sum(dim=0)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., K] as [rows, K]."""
     if x.dim() == 0:
         raise NotSupportedError("a linear layer: the input has no dimensions")
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -84,7 +85,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
         ctx.context, ctx.wgrad = context, wgrad
-        y = ag_gemm(_rows(x), weight, context=context, bias=bias if rounds_once else None)
+        y = ag_gemm(as_rows(x), weight, context=context, bias=bias if rounds_once else None)
         # As rows, since what a Function returns must not be a view: Megatron's cross entropy edits the logits in
         # place.
         return y if bias is None or rounds_once else y + bias
@@ -99,7 +100,9 @@ class _ColumnLinear(torch.autograd.Function):
         if x.numel() == 0:  # on every rank: nothing to move
             grad_x = torch.empty_like(x) if needs_x else None
             if needs_weight:
-                grad_weight = ctx.wgrad.result_without_gemm(x.dtype) if deferred else ctx.wgrad(grad_output, _rows(x))
+                grad_weight = (
+                    ctx.wgrad.result_without_gemm(x.dtype) if deferred else ctx.wgrad(grad_output, as_rows(x))
+                )
         elif needs_x and needs_weight and can_copy(ctx.context):
             grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred)
         else:
@@ -157,11 +160,11 @@ class _RowLinear(torch.autograd.Function):
         if needs_x:
             grad_x, total_grad = ag_gemm(grad_output, weight, context=ctx.context, layout="nn", return_gathered=True)
         elif needs_weight and grad_output.numel() == 0:
-            total_grad = _rows(grad_output)
+            total_grad = as_rows(grad_output)
         elif needs_weight:
             total_grad = start_all_gather(grad_output, context=ctx.context).wait()[:, : grad_output.shape[-1]]
         if needs_weight:
-            grad_weight = ctx.wgrad(total_grad, _rows(x))
+            grad_weight = ctx.wgrad(total_grad, as_rows(x))
         return grad_x, grad_weight, None, None
 
 

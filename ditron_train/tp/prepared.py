@@ -30,19 +30,6 @@ from ditron_train.tp.prepared_gemm_rs import PreparedGemmRs
 from ditron_train.tp.problem import Choice, GatherPlan, Layout, Problem, ScatterMode
 from ditron_train.tp.scatter import SUM_DTYPES, PreparedScatter
 
-__all__ = [
-    "AgGemmCall",
-    "AllGatherCall",
-    "AllReduceCall",
-    "GemmArCall",
-    "GemmRsCall",
-    "PreparedAgGemm",
-    "PreparedGemmRs",
-    "ReduceScatterCall",
-    "can_copy",
-    "gemm_rs_by",
-]
-
 
 def _check(context: TPContext, call: AgGemmCall | GemmRsCall | GemmArCall) -> tuple[int, int]:
     """Checks what this rank can see alone; returns (N, K)."""
@@ -92,8 +79,8 @@ def _partition(
     return partition
 
 
-def _choose(context: TPContext, m: int, n: int, k: int, call: AgGemmCall | GemmRsCall) -> Choice:
-    return choose(Problem(call.op, m, n, k, call.layout, call.dtype, context.world_size), context.machine)
+def _problem(context: TPContext, m: int, n: int, k: int, call: AgGemmCall | GemmRsCall | GemmArCall) -> Problem:
+    return Problem(call.op, m, n, k, call.layout, call.dtype, context.world_size)
 
 
 class AgGemmCall(NamedTuple):
@@ -119,10 +106,11 @@ class AgGemmCall(NamedTuple):
             columns = padded_columns(k, self.dtype)
             context.agree_on_nothing((context.gather_channel,), columns=columns, dtype=self.dtype)
             return None
-        choice = _choose(context, partition.num_rows, n, k, self)
+        problem = _problem(context, partition.num_rows, n, k, self)
+        choice = choose(problem, context.machine)
         if self.plan is not None:
             choice = replace(choice, gather=self.plan)
-        return PreparedAgGemm(context, partition, n, k, self.dtype, self.layout, choice, self.keeps_gathered)
+        return PreparedAgGemm(context, partition, problem, choice, self.keeps_gathered)
 
 
 class GemmRsCall(NamedTuple):
@@ -147,10 +135,11 @@ class GemmRsCall(NamedTuple):
             channels = (context.scatter_channel, context.reduce_channel)
             context.agree_on_nothing(channels, columns=n, dtype=self.dtype)
             return None
-        choice = _choose(context, partition.num_rows, n, k, self)
+        problem = _problem(context, partition.num_rows, n, k, self)
+        choice = choose(problem, context.machine)
         if self.scatter is not None:
             choice = replace(choice, scatter=self.scatter)
-        return gemm_rs_by(context, partition, n, k, self.dtype, self.layout, choice)
+        return gemm_rs_by(context, partition, problem, choice)
 
 
 class GemmArCall(NamedTuple):
@@ -174,18 +163,18 @@ class GemmArCall(NamedTuple):
             channels = (context.all_reduce_channel, context.push_channel, context.reduce_channel)
             context.agree_on_nothing(channels, flagged=context.push_channel, columns=n, dtype=self.dtype)
             return None
-        problem = Problem(self.op, m, n, k, self.layout, self.dtype, context.world_size)
+        problem = _problem(context, m, n, k, self)
         choice = self.choice or choose(problem, context.machine)
         return gemm_ar_by(context, problem, choice, can_copy=can_copy(context))
 
 
 def gemm_rs_by(
-    context: TPContext, partition: RowPartition, n: int, k: int, dtype: torch.dtype, layout: Layout, choice: Choice
+    context: TPContext, partition: RowPartition, problem: Problem, choice: Choice
 ) -> PreparedChunkedGemmRs | PreparedGemmRs:
     """A GEMM-RS as ``choice`` says, stored by the GEMM where it cannot be copied (collective)."""
-    by_copy = choice.scatter == "copy" and can_copy(context) and covers(n, result_dtype(dtype))
+    by_copy = choice.scatter == "copy" and can_copy(context) and covers(problem.n, result_dtype(problem.dtype))
     kind = PreparedChunkedGemmRs if by_copy else PreparedGemmRs
-    return kind(context, partition, n, k, dtype, layout, choice)
+    return kind(context, partition, problem, choice)
 
 
 def can_copy(context: TPContext) -> bool:

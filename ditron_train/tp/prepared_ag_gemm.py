@@ -18,9 +18,7 @@ from ditron_train.tp.ag_gemm_kernel import AgGemmConstants, ag_gemm_kernel
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.cost_model import is_short
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.problem import Choice, Layout, Problem
-
-__all__ = ["PreparedAgGemm"]
+from ditron_train.tp.problem import Choice, Problem
 
 
 class PreparedAgGemm:
@@ -33,17 +31,15 @@ class PreparedAgGemm:
         self,
         context: TPContext,
         partition: RowPartition,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        layout: Layout,
+        problem: Problem,
         choice: Choice,
         keeps_gathered: bool = False,
     ) -> None:
+        (n, k), dtype = (problem.n, problem.k), problem.dtype
         self.context, self._out_dtype = context, result_dtype(dtype)
-        self.m, self.n, self.k = partition.num_rows, n, k
+        self.m, self.n, self.k = problem.m, n, k
         self.config = config = choice.config
-        self._a_block, transpose_b = (config.block_m, config.block_k), layout == "nt"
+        self._a_block, transpose_b = (config.block_m, config.block_k), problem.layout == "nt"
         self.gather = gather = PreparedGather(
             context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m
         )
@@ -67,10 +63,8 @@ class PreparedAgGemm:
                 ),
                 "TARGET": context.target,
             },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.launch_options,
         )
-        problem = Problem("ag_gemm", self.m, n, k, layout, dtype, context.world_size)
         self._is_recorded = context.is_cuda and not gather.by_push and is_short(problem, choice, context.machine)
 
     @property

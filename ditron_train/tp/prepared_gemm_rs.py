@@ -11,28 +11,18 @@ from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import RowPartition, TPContext
 from ditron_train.tp.gemm_rs_kernel import GemmRsConstants, Slots, gemm_rs_kernel
-from ditron_train.tp.problem import Choice, Layout
-
-__all__ = ["PreparedGemmRs"]
+from ditron_train.tp.problem import Choice, Problem
 
 
 class PreparedGemmRs:
     """[m, k] times a weight, reduce-scattered by rows; collective to make."""
 
-    def __init__(
-        self,
-        context: TPContext,
-        partition: RowPartition,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        layout: Layout,
-        choice: Choice,
-    ) -> None:
-        self.context, dtype = context, result_dtype(dtype)
-        self.m, self.n, self.k = partition.num_rows, n, k
+    def __init__(self, context: TPContext, partition: RowPartition, problem: Problem, choice: Choice) -> None:
+        n, dtype, transpose_b = problem.n, result_dtype(problem.dtype), problem.layout == "nt"
+        self.context = context
+        self.m, self.n, self.k = problem.m, n, problem.k
         config, world_size = choice.config, context.world_size
-        self._a_block, self._b_block = (config.block_m, config.block_k), config.b_block(layout == "nt")
+        self._a_block, self._b_block = (config.block_m, config.block_k), config.b_block(transpose_b)
         self.channel = channel = context.scatter_channel
         self._num_own_rows = partition.count(context.rank)
         block = config.block_m
@@ -56,7 +46,7 @@ class PreparedGemmRs:
             max(1, min(context.num_sms, config.num_tiles(self.m, n))),
             {
                 "OP": GemmRsConstants(
-                    config.tile(transpose_b=layout == "nt"),
+                    config.tile(transpose_b=transpose_b),
                     min(choice.fold_rows, block),
                     world_size,
                     next_power_of_2(world_size),
@@ -65,8 +55,7 @@ class PreparedGemmRs:
                 ),
                 "TARGET": context.target,
             },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.launch_options,
         )
 
     @property

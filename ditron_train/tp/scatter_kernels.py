@@ -7,8 +7,6 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 
-__all__ = ["fold_onto_kernel", "fold_rows_kernel"]
-
 
 class _Sources(NamedTuple):
     """Partial sums: this rank's own rows, the slots of all ranks, and what a slot has of them."""

@@ -19,7 +19,8 @@ from ditron_train.tp.context import RowPartition, TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.movement import start_all_gather
 from ditron_train.tp.ops import ag_gemm, gemm_ar, gemm_rs
-from ditron_train.tp.prepared import PreparedAgGemm, can_copy, gemm_rs_by
+from ditron_train.tp.prepared import can_copy, gemm_rs_by
+from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
 from ditron_train.tp.problem import Choice, Layout, Op, Problem
 
 
@@ -215,11 +216,9 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
         if prepared is None:
             if self.op == "gemm_ar":
                 prepared = gemm_ar_by(context, problem, choice, can_copy=can_copy(context))
-                context.prepared[key] = prepared
-                return prepared
-            partition = _even(problem)
-            prepare: Callable[..., Any] = PreparedAgGemm if self.op == "ag_gemm" else gemm_rs_by
-            prepared = prepare(context, partition, problem.n, problem.k, problem.dtype, self.layout, choice)
+            else:
+                prepare: Callable[..., Any] = PreparedAgGemm if self.op == "ag_gemm" else gemm_rs_by
+                prepared = prepare(context, _even(problem), problem, choice)
             context.prepared[key] = prepared
         return prepared
 

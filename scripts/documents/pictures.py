@@ -8,8 +8,6 @@ from typing import Any
 
 from ditron_train.tools.results import Row, Stamp
 
-__all__ = ["draw_speedups"]
-
 
 def draw_speedups(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     """Writes one picture with a panel for each op and pass; needs matplotlib (extra ``bench``).

@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, measurement_files, read_results
-from ditron_train.tools.tables import markdown_table, model_words
-
-__all__ = ["PICTURES", "RESULTS_PAGE", "picture_path", "render", "render_results", "result_parts", "roofline_path"]
+from ditron_train.tools.tables import cells_of
 
 PICTURES = Path("benchmarks") / "pictures"
 RESULTS_PAGE = Path("benchmarks") / "README.md"
@@ -206,3 +204,31 @@ def _summary(rows: Sequence[Row]) -> str:
             text += f", {math.exp(sum(map(math.log, peers)) / len(peers)):.2f}x {chosen[0].peer}"
         lines.append(f"{text}, {bits}")
     return "\n".join(lines)
+
+
+_DIVIDED = {"TP": "tensor_model", "CP": "context", "EP": "expert_model", "PP": "pipeline_model"}
+
+
+def model_words(row: Row) -> str:
+    """The sizes of a training step in words: the model, how it is divided, what a step takes; what is not known is
+    left out."""
+
+    def words(text: str, *names: str) -> list[str]:
+        sizes = [row.shape.get(name) for name in names]
+        return [] if None in sizes else [text.format(*sizes)]
+
+    experts = words("{} experts of {}", "num_experts", "moe_ffn_hidden_size")
+    experts += words("top-{}", "moe_router_topk") if experts else words("FFN {}", "ffn_hidden_size")
+    model = [*words("{} layers", "num_layers"), *words("hidden {}", "hidden_size"), *experts]
+    ranks = {short: row.shape.get(f"{name}_parallel_size", 1) for short, name in _DIVIDED.items()}
+    divided = [f"{short} {number}" for short, number in ranks.items() if number > 1]
+    batch = words("{} sequences of {} tokens a step", "global_batch_size", "seq_length") + words(
+        "{} at a time", "micro_batch_size"
+    )
+    return "; ".join(", ".join(group) for group in (model, divided, batch) if group)
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Returns the rows as a Markdown table."""
+    header, lines = cells_of(rows)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])

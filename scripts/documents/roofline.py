@@ -9,8 +9,6 @@ from typing import Any
 from ditron_train.optim.spec import newton_schulz_flops, symmetry_ceiling
 from ditron_train.tools.results import Row, Stamp
 
-__all__ = ["draw_roofline", "has_roofline"]
-
 _MIN_SIDE = 512  # smaller matrices are bound by launches: far below all lines
 _PEAKS = {"H100": (989.0, 3350.0), "H200": (989.0, 4800.0), "B200": (2250.0, 8000.0)}
 """Dense bf16 TFLOP/s and GB/s of memory, by the vendor's data sheets."""

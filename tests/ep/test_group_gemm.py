@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from ditron_train.cpu import interpreter
 from ditron_train.ep import group_gemm as host_side
-from ditron_train.ep.group_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
+from ditron_train.ep.group_gemm import group_gemm, group_wgrad, group_wgrad_into
 from ditron_train.ep.group_linear import group_linear
+from ditron_train.ep.row_tiles import row_tiles
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError

@@ -178,8 +178,9 @@ def _seldom(device: torch.device):
 
 
 def _alone() -> None:
-    from ditron_train.ep.group_gemm import group_gemm, group_wgrad, row_tiles
+    from ditron_train.ep.group_gemm import group_gemm, group_wgrad
     from ditron_train.ep.group_gemm_fp8 import ExpertRows, group_gemm_fp8
+    from ditron_train.ep.row_tiles import row_tiles
     from ditron_train.gemm import matmul_nn, matmul_nt, matmul_tn
     from ditron_train.optim import Muon
     from ditron_train.optim.products import addmm, gram, scaled_square

@@ -27,15 +27,27 @@ def world(device):
     parallel_state.destroy_model_parallel()
 
 
+def attention_of(spec, config, ours):
+    """Built, with random parameters, which are the same whoever's it is."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    import ditron_train.megatron as plugin
+
+    if ours:
+        spec = plugin.apply(spec, "sp", policy="bits")
+    attention = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").cuda().to(torch.bfloat16)
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    for parameter in attention.parameters():
+        parameter.data.normal_(std=0.05, generator=generator)
+    return attention
+
+
 def build(world, use_te, ours, **options):
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.spec_utils import build_module
-
-    import ditron_train.megatron as plugin
 
     settings = dict(
         num_layers=1, hidden_size=2048, num_attention_heads=16, num_query_groups=8, kv_channels=128, bf16=True,
@@ -47,13 +59,7 @@ def build(world, use_te, ours, **options):
     make = get_gpt_layer_with_transformer_engine_spec if use_te else get_gpt_layer_local_spec
     kwargs = {} if use_te else {"normalization": "RMSNorm"}
     spec = make(qk_layernorm=config.qk_layernorm, **kwargs).submodules.self_attention
-    if ours:
-        spec = plugin.apply(spec, "sp", policy="bits")
-    attention = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").cuda().to(torch.bfloat16)
-    generator = torch.Generator(device="cuda").manual_seed(5)
-    for parameter in attention.parameters():
-        parameter.data.normal_(std=0.05, generator=generator)
-    return attention
+    return attention_of(spec, config, ours)
 
 
 def run(attention, world, length, batch, rope=True, shards=1):
@@ -330,9 +336,6 @@ def test_ranks_together_have_the_bits_of_one(world, use_te, monkeypatch):
 def build_mla(world, ours):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer import MLATransformerConfig
-    from megatron.core.transformer.spec_utils import build_module
-
-    import ditron_train.megatron as plugin
 
     config = MLATransformerConfig(
         num_layers=1,
@@ -360,13 +363,7 @@ def build_mla(world, ours):
     )
     spec = get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True, qk_layernorm=True)
     spec = spec.submodules.self_attention
-    if ours:
-        spec = plugin.apply(spec, "sp", policy="bits")
-    attention = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").cuda().to(torch.bfloat16)
-    generator = torch.Generator(device="cuda").manual_seed(5)
-    for parameter in attention.parameters():
-        parameter.data.normal_(std=0.05, generator=generator)
-    return attention
+    return attention_of(spec, config, ours)
 
 
 def test_multi_latent_attention_has_the_bits_of_all_to_alls(world, monkeypatch):

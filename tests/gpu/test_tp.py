@@ -36,7 +36,7 @@ from ditron_train.tp import (
     start_reduce_scatter,
 )
 from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
-from ditron_train.tp.prepared import PreparedAgGemm
+from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
 from ditron_train.tp.scatter import PreparedScatter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tp"))

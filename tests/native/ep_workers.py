@@ -372,34 +372,9 @@ def with_and_without_plans(native, ours, num_microbatches=3, device="cpu"):
     return found
 
 
-def schedule_without_its_flag():
-    """``with_and_without_plans`` with overlap_moe_expert_parallel_comm off, as of a caller who builds plans
-    himself."""
-    from megatron.core.transformer import TransformerConfig
-
-    import ditron_train.megatron as plugin
-
-    fields = {
-        **megatron_cpu.CPU_CONFIG, **BASE, **COMBINED, "params_dtype": torch.bfloat16, "bf16": True,
-        "moe_shared_expert_intermediate_size": 24, "expert_model_parallel_size": dist.get_world_size(),
-        "overlap_moe_expert_parallel_comm": False,
-    }  # fmt: skip
-    torch.use_deterministic_algorithms(True)
-    try:
-        with groups(expert_model_parallel_size=dist.get_world_size()):
-            native = gpt(TransformerConfig(**fields)).bfloat16()
-            plugin.apply(features="ep")
-            try:
-                ours = gpt(TransformerConfig(**fields)).bfloat16()
-                return with_and_without_plans(native, ours)
-            finally:
-                plugin.restore()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def combined_schedule(num_microbatches, **options):
-    """Which losses and gradients differ, and how the dispatchers of the MoE layers ran."""
+@contextlib.contextmanager
+def schedule_models(**options):
+    """GPTs of the combined schedule in PyTorch's deterministic mode, native and with ``ep``, applied inside."""
     from megatron.core.transformer import TransformerConfig
 
     import ditron_train.megatron as plugin
@@ -414,13 +389,28 @@ def combined_schedule(num_microbatches, **options):
             native = gpt(TransformerConfig(**fields)).bfloat16()
             plugin.apply(features="ep")
             try:
-                ours = gpt(TransformerConfig(**fields)).bfloat16()
+                yield native, gpt(TransformerConfig(**fields)).bfloat16()
             finally:
                 plugin.restore()
-            results = [combined_steps(model, num_microbatches) for model in (native, ours)]
-            dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def schedule_without_its_flag():
+    """``with_and_without_plans`` with overlap_moe_expert_parallel_comm off, as of a caller who builds plans
+    himself."""
+    with schedule_models(overlap_moe_expert_parallel_comm=False) as models:
+        return with_and_without_plans(*models)
+
+
+def combined_schedule(num_microbatches, **options):
+    """Which losses and gradients differ, and how the dispatchers of the MoE layers ran."""
+    import ditron_train.megatron as plugin
+
+    with schedule_models(**options) as (native, ours):
+        plugin.restore()  # layers that were built stay ours
+        results = [combined_steps(model, num_microbatches) for model in (native, ours)]
+        dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
     wrong = [index for index, (a, b) in enumerate(zip(*results)) if not torch.equal(a, b)]
     return wrong, [(d.ep_context is not None, d._pairs == frozenset()) for d in dispatchers]
 

@@ -116,7 +116,7 @@ def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(m
 def test_our_grouped_gemm_adds_to_main_grad_as_the_layer_would(counts_microbatches, odd):
     """Three microbatches of exact sums; the first is written over what is there, where the layer counts them."""
     from ditron_train.cpu import interpreter
-    from ditron_train.ep.group_gemm import row_tiles
+    from ditron_train.ep.row_tiles import row_tiles
     from ditron_train.megatron.ep.experts import own_wgrad_into
     from ditron_train.runtime.device import is_interpreter
 

@@ -23,8 +23,6 @@ from ditron_train.policy.plan import Entry
 from ditron_train.policy.probe import Observation, Run, same_bits
 from ditron_train.runtime.values import make_values
 
-__all__ = ["ROOMS", "decision_on_cpu", "decision_with"]
-
 Fault = Callable[[torch.Tensor], torch.Tensor]
 
 

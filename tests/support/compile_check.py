@@ -28,17 +28,6 @@ from typing import Any
 from ditron_train.runtime.launch import COMPILE_OPTIONS
 from tests.support.patience import HANG_S
 
-__all__ = [
-    "TARGETS",
-    "Compilation",
-    "CompileReport",
-    "KernelSpec",
-    "check_report",
-    "compile_specs",
-    "memory_order",
-    "unguarded_releases",
-]
-
 TARGETS = ("sm_80", "sm_90", "sm_100", "hip")
 _ALIGNED = [["tt.divisibility", 16]]
 _NO_SPILL_TARGETS = ("sm_90",)

@@ -13,8 +13,6 @@ from typing import Any
 
 from tests.support.megatron_version import is_newer_than_0_17
 
-__all__ = ["FIXED_ENV", "ForkedProcess", "close_template", "search_path"]
-
 #: What every worker finds in its environment.
 FIXED_ENV = {
     "PYTHONUNBUFFERED": "1",

@@ -16,8 +16,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["RECORD", "native_signatures", "our_overrides", "why_not_callable_as", "written_version"]
-
 RECORD = Path(__file__).parents[1] / "native" / "megatron_signatures.json"
 _OURS = Path(__file__).parents[2] / "ditron_train" / "megatron"
 #: Functions that are replaced by name, or called with arguments of ours.

@@ -8,8 +8,6 @@ from typing import Any
 
 from ditron_train.runtime.versions import find_versions
 
-__all__ = ["batch_on_this_cp_rank", "build_of", "is_newer_than_0_17", "module_of", "submodules_of"]
-
 
 def is_newer_than_0_17() -> bool:
     """Whether Muon is built by a registry, whose module is imported with megatron-core."""

@@ -22,8 +22,6 @@ import pytest
 from tests.support.patience import HANG_S
 from tests.support.processes import WorkerPool
 
-__all__ = ["NodesPool", "nodes_pool", "run_on_nodes", "why_no_nodes"]
-
 RATE_MBIT = 400.0  # an eighth, or less, of what gloo moves inside a node
 
 

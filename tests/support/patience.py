@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["HANG_S", "Lateness"]
-
 #: Bounds a hang, and nothing else: what works is done in a fraction of it, also where ten other jobs run.
 HANG_S = 1500.0
 

@@ -32,8 +32,6 @@ from typing import Any
 from tests.support.forking import FIXED_ENV, ForkedProcess, close_template, search_path
 from tests.support.patience import HANG_S
 
-__all__ = ["WorkerError", "WorkerOutcome", "WorkerPool", "run_workers", "run_workers_once", "shutdown_pools"]
-
 _GRACE_AFTER_ERROR_S = 5.0
 _LOG_TAIL_CHARS = 6000
 

@@ -30,8 +30,6 @@ from typing import Any
 
 from tests.support.patience import HANG_S
 
-__all__ = ["main"]
-
 
 def _exit_with_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:

@@ -21,7 +21,8 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
-from ditron_train.ep.group_gemm import RowTiles, group_wgrad_into
+from ditron_train.ep.group_gemm import group_wgrad_into
+from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.megatron.compat import activate_experts, why_not_experts
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
@@ -244,6 +245,13 @@ def why_not_called(experts: torch.nn.Module) -> str | None:
     return "the experts are quantised" if any(linear.te_quant_params is not None for linear in linears) else None
 
 
+def why_not_options(config: Any, *more: str) -> str | None:
+    """Which of the options that experts as one kernel do not have is on, or one of ``more``, in words; or None."""
+    wgrads = ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+    options = ("fp8", "fp4", "add_bias_linear", *wgrads, *more)
+    return next((f"{option} is on" for option in options if getattr(config, option, None)), None)
+
+
 def why_not_fused(experts: Any, device: torch.device) -> str | None:
     """Why movement and GEMMs of these experts stay kernels of their own, or None."""
     reason = why_not_called(experts)
@@ -254,17 +262,9 @@ def why_not_fused(experts: Any, device: torch.device) -> str | None:
         return f"measured on Hopper and newer only, this is {kernel_target(device)}"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
         return f"{config.params_dtype} is not covered"
-    for reason in (
-        "fp8",
-        "fp4",
-        "add_bias_linear",
-        "delay_wgrad_compute",
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "moe_apply_probs_on_input",
-        "cpu_offloading",
-    ):
-        if getattr(config, reason, None):
-            return f"{reason} is on"
+    reason = why_not_options(config, "moe_apply_probs_on_input", "cpu_offloading")
+    if reason is not None:
+        return reason
     if experts.activation_recompute:
         return "moe_act is recomputed"
     if experts.offload_expert_fc1 or experts.offload_moe_act:

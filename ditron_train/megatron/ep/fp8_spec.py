@@ -14,14 +14,12 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from ditron_train.ep.expert_functions import FEWEST_ROWS
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.megatron.ep.te_fp8 import ExpertProduct, multiply
+from ditron_train.megatron.shared.devices import why_no_fp8_products
 from ditron_train.policy import Function, OpSpec
 from ditron_train.policy.probe import Run
 from ditron_train.policy.spec import Trial
-from ditron_train.runtime.device import is_interpreter, kernel_target
-from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.transformer_engine import grouped_gemm
-
-__all__ = ["FP8_EXPERTS", "Fp8ExpertsCall", "Fp8ExpertsSpec"]
+from ditron_train.runtime.values import normal_values
 
 _STEP = 16  # rows of an expert are padded to multiples of it
 _MOST_TRIED = 8  # experts: more cost memory, and show nothing else
@@ -64,30 +62,21 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         return (*sizes, call.product, call.row_format)
 
     def why_not(self, call: Fp8ExpertsCall) -> str | None:
-        """See `OpSpec`."""
         if call.x.dtype != torch.bfloat16 or call.weight.dtype != torch.bfloat16:
             return f"rows are {call.x.dtype} and weights {call.weight.dtype}; covered is bfloat16"
         if call.weight.shape[0] % _STEP or call.weight.shape[1] % _STEP:
             return f"weights {tuple(call.weight.shape)} are no multiples of {_STEP}"
-        if call.x.device.type == "cpu":
-            return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
-        try:
-            target = kernel_target(call.x.device)
-        except NotSupportedError as error:
-            return str(error)
-        return None if target == "sm_90" else f"products of FP8 are covered on Hopper, not on {target}"
+        return why_no_fp8_products(call.x.device)
 
     def context(self, call: Fp8ExpertsCall) -> object:
         """See `OpSpec`: a mark, the op has no memory of its own."""
         return _DECIDED
 
     def words(self, call: Fp8ExpertsCall, context: object) -> str:
-        """See `OpSpec`."""
         sizes = "x".join(map(str, call.weight.shape))
         return f"{self.name} {call.product} {call.num_experts} experts {sizes} {call.row_format}"
 
     def where(self, call: Fp8ExpertsCall) -> str:
-        """See `OpSpec`."""
         return f"{call.product} at {tuple(call.weight.shape)} {call.row_format} "
 
     def trial(self, call: Fp8ExpertsCall, context: object) -> Trial:
@@ -109,8 +98,7 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         def made(shape: tuple[int, int], seed: int, signed: Any) -> torch.Tensor:
             if reveals:
                 return revealing_matrix(shape, torch.bfloat16, device, seed=seed, signed=signed)
-            generator = torch.Generator(device).manual_seed(seed)
-            return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+            return normal_values(shape, torch.bfloat16, device, seed)
 
         # The sum's index is signed in one operand alone: the other way round of a weight that is taken transposed.
         values = made((sum(splits), n if is_dgrad else k), 1, "columns" if is_dgrad else "rows")
@@ -133,7 +121,6 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         return lambda: run(False), lambda: run(True)
 
     def inputs(self, call: Fp8ExpertsCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.weight
 
     def megatron(self, call: Fp8ExpertsCall) -> Function:

@@ -22,8 +22,9 @@ import torch
 
 from ditron_train.ep.expert_functions import Gemm, IntoWgrad, Wgrad
 from ditron_train.ep.gathered import RowLayout, place, sum_to_tokens
-from ditron_train.ep.group_gemm import RowTiles, group_gemm, group_wgrad
+from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.orders import SumOrder
+from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile

@@ -19,11 +19,11 @@ from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
 from ditron_train.ep.expert_functions import FEWEST_ROWS
 from ditron_train.ep.gathered import GatheredLayout
-from ditron_train.ep.orders import SumOrder, index_add_order
+from ditron_train.ep.orders import SumOrder, deterministic, index_add_order
 from ditron_train.ep.spec import MoeSpec, native_products, routing_of
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
 from ditron_train.megatron.ep.movement_spec import repeating
-from ditron_train.megatron.ep.spec import MovementCall, MovementSpec, deterministic
+from ditron_train.megatron.ep.spec import MovementCall, MovementSpec
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape, Trial
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
@@ -148,7 +148,7 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         def megatron() -> Any:
             nonlocal num_calls
             num_calls += 1
-            with deterministic() if num_calls == 1 else contextlib.nullcontext():
+            with deterministic(warn_only=True) if num_calls == 1 else contextlib.nullcontext():
                 return trial.megatron()
 
         return replace(trial, megatron=megatron)

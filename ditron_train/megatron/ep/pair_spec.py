@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder, begin_layout, dispatch
 from ditron_train.ep import expert_functions as pairs_of
-from ditron_train.ep.group_gemm import RowTiles, group_wgrad_into
+from ditron_train.ep.group_gemm import group_wgrad_into
 from ditron_train.ep.launch import compiling
+from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.policy import Function, OpSpec, gate
 from ditron_train.runtime.errors import NotSupportedError

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,23 +20,10 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from ditron_train.ep import EPContext, fewest_rows_before
 from ditron_train.ep import expert_functions as pairs_of
+from ditron_train.ep.orders import deterministic
 from ditron_train.policy import Function, OpSpec, Trial
 from ditron_train.runtime.logs import log_once
 from ditron_train.symm.nodes import num_nodes
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """PyTorch's deterministic mode, in which Megatron's sums repeat themselves."""
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def random_inputs(
@@ -151,7 +138,7 @@ class MovementSpec(OpSpec[MovementCall, Any]):
             own = own.view(-1, own.shape[-1])
             given = (own, *routing, even[3][: len(own)])
         native, ours = call.make(True), call.make(False)
-        repeats = contextlib.nullcontext if call.is_fused else deterministic
+        repeats = contextlib.nullcontext if call.is_fused else functools.partial(deterministic, warn_only=True)
         num_calls = 0
 
         def megatron() -> list[torch.Tensor]:

@@ -19,9 +19,16 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from ditron_train.ep import Layout
 from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
 from ditron_train.ep.fused import layout_tiles
-from ditron_train.ep.group_gemm import RowTiles, are_whole
+from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.group_linear import group_linear
-from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, experts_group, own_wgrad_into, why_not_called
+from ditron_train.ep.row_tiles import RowTiles
+from ditron_train.megatron.ep.experts import (
+    DitronTEGroupedMLP,
+    experts_group,
+    own_wgrad_into,
+    why_not_called,
+    why_not_options,
+)
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
 from ditron_train.megatron.ep.te_fp8 import (
     ExpertProduct,
@@ -33,15 +40,6 @@ from ditron_train.megatron.ep.te_fp8 import (
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
-
-__all__ = [
-    "DeviceCounts",
-    "DitronTEColumnParallelGroupedLinear",
-    "DitronTERowParallelGroupedLinear",
-    "class_map",
-    "why_not_capacity",
-]
-
 
 _GROUPED_BASE: Any = grouped_base()
 
@@ -138,15 +136,9 @@ def why_not_capacity(experts: Any) -> str | None:
         if not isinstance(layer, _TakesDeviceCounts):
             return f"{type(layer).__name__} takes its sizes on the host"
     config = experts.config
-    for option in (
-        "fp8",
-        "fp4",
-        "add_bias_linear",
-        "delay_wgrad_compute",
-        "overlap_dispatch_backward_with_experts_wgrad",
-    ):
-        if getattr(config, option, None):
-            return f"{option} is on"
+    reason = why_not_options(config)
+    if reason is not None:
+        return reason
     if config.gradient_accumulation_fusion and get_settings().policy in ("strict", "bits"):
         return "gradient_accumulation_fusion is on, and bits of gradients added in fp32 are not known to be native's"
     # Copies to the CPU run on other streams, which the results' memory does not know.

@@ -28,8 +28,6 @@ from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
-__all__ = ["ExpertProduct", "grouped_base", "multiply", "has_one_scale", "multiplying_at_once", "why_not_code"]
-
 #: A layer's products: of its rows and weights, and of the gradients of its results and weights.
 ExpertProduct = Literal["forward", "dgrad"]
 

@@ -202,18 +202,14 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def options_from_args(args: Any) -> Options:
     """The options in a parsed namespace; fields that are missing there count as not given."""
     features = tuple(getattr(args, "ditron", None) or ())
+    words = ("transport", "timeout_s", "policy", "plan", "record", "record_trace")
     sizes = {name: getattr(args, SIZE_ARGUMENTS[name], None) for name in features if name in SIZE_ARGUMENTS}
     return Options(
         features=features,
-        transport=getattr(args, "ditron_transport", None),
-        timeout_s=getattr(args, "ditron_timeout_s", None),
-        policy=getattr(args, "ditron_policy", None),
-        plan=getattr(args, "ditron_plan", None),
         sizes={name: size for name, size in sizes.items() if size is not None},
         optimizer=getattr(args, "optimizer", None),
         fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),
-        record=getattr(args, "ditron_record", None),
-        record_trace=getattr(args, "ditron_record_trace", None),
+        **{name: getattr(args, f"ditron_{name}", None) for name in words},
     )
 
 

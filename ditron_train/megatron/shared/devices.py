@@ -1,11 +1,33 @@
-"""The device that Megatron's code means by the current one."""
+"""The device that Megatron's code means by the current one, and where kernels run."""
 
 from __future__ import annotations
 
 import torch
+
+from ditron_train.runtime.device import is_interpreter, kernel_target
+from ditron_train.runtime.errors import NotSupportedError
 
 
 def current_device() -> torch.device:
     """The current GPU; the CPU where megatron-core was made to run there (``testing.megatron_cpu``)."""
     current = torch.cuda.current_device()
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
+
+
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why our kernels do not run on a device, or None."""
+    if device.type == "cpu":
+        return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
+    try:
+        kernel_target(device)
+    except NotSupportedError as error:
+        return str(error)
+    return None
+
+
+def why_no_fp8_products(device: torch.device) -> str | None:
+    """Why those of FP8 operands do not, or None."""
+    reason = why_no_kernels(device)
+    if reason is None and device.type != "cpu" and kernel_target(device) != "sm_90":
+        return f"products of FP8 are covered on Hopper, not on {kernel_target(device)}"
+    return reason

@@ -18,19 +18,18 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.megatron.shared.devices import why_no_fp8_products
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_coverage import why_not_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Decision, Function, OpSpec
 from ditron_train.policy.spec import Trial
-from ditron_train.runtime.device import is_interpreter, kernel_target
-from ditron_train.runtime.errors import MismatchError, NotSupportedError
+from ditron_train.runtime.errors import MismatchError
+from ditron_train.runtime.values import normal_values
 from ditron_train.stream.driver import has_driver
 from ditron_train.symm.exchange import exchange
 from ditron_train.tp.context import TPContext, get_tp_context
-
-__all__ = ["FP8_COLUMN", "FP8_ROW", "Fp8Call", "Fp8Spec", "tensor_quantizer", "why_not_device"]
 
 
 class Fp8Call(NamedTuple):
@@ -85,7 +84,6 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         self.row = f"{kind}_linear_fp8"
 
     def key(self, call: Fp8Call) -> tuple[Hashable, ...]:
-        """See `OpSpec`."""
         return (
             tuple(call.x.shape),
             tuple(call.weight.shape),
@@ -114,12 +112,10 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             raise MismatchError(f"{self.name}: the ranks called it with different arguments. {ranks}")
 
     def why_not(self, call: Fp8Call) -> str | None:
-        """See `OpSpec`."""
         sizes = call.x, call.weight, dist.get_world_size(call.group)
         return why_not_fp8_sizes(self.kind, *sizes, has_blocks=call.has_blocks) or why_not_device(call.x.device)
 
     def context(self, call: Fp8Call) -> TPContext:
-        """See `OpSpec`."""
         return get_tp_context(call.group, call.x.device)
 
     def decide(self, call: Fp8Call, context: TPContext) -> Decision:
@@ -139,7 +135,6 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         return Trial(self.words(call, context), *runs[0], torch.bfloat16, runs[1:])
 
     def words(self, call: Fp8Call, context: TPContext) -> str:
-        """See `OpSpec`."""
         sizes = f"{call.x.shape[:-1].numel()}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
         scaling = f", {call.scaling}" if call.has_blocks else ""
         return f"{self.name} {sizes} gradients {call.grad_format}{scaling}{self._switches(call)}"
@@ -149,11 +144,9 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         return f"{', frozen' if call.is_frozen else ''}{', bias' if call.has_bias else ''}"
 
     def where(self, call: Fp8Call) -> str:
-        """See `OpSpec`."""
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
 
     def inputs(self, call: Fp8Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.weight
 
     def megatron(self, call: Fp8Call) -> Function:
@@ -174,8 +167,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             if reveals:
                 values = revealing_matrix(shape, torch.bfloat16, device, seed=seed, signed=signed, row_block=row_block)
             else:
-                generator = torch.Generator(device).manual_seed(seed)
-                values = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+                values = normal_values(shape, torch.bfloat16, device, seed)
             return quantizer(values)
 
         is_column, has_blocks = self.kind == "column", call.has_blocks
@@ -187,9 +179,8 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         x = made((rows, k), 1 + rank, "rows", block, of_x)
         weight = made((n, k), 101 + rank, "columns", n, _quantizer(call, "E4M3", num_dimensions=2))
         grad = made((grad_rows, n), 201 + rank, "columns", block, of_grad)
-        generator = torch.Generator(device).manual_seed(301 + rank)
-        bias = torch.empty(n, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-        return _Operands(call, x, weight, grad, of_x if is_column else of_grad, bias if call.has_bias else None)
+        bias = normal_values((n,), torch.bfloat16, device, 301 + rank) if call.has_bias else None
+        return _Operands(call, x, weight, grad, of_x if is_column else of_grad, bias)
 
     def _run(self, operands: _Operands, context: TPContext | None) -> Sequence[torch.Tensor]:
         """Results and gradients, step by step as Transformer Engine's layers have them; None: natively."""
@@ -265,15 +256,10 @@ def tensor_quantizer(name: str, device: torch.device, *, columnwise: bool) -> An
 
 def why_not_device(device: torch.device) -> str | None:
     """Why products of FP8 are not covered on a device, or None."""
-    if device.type == "cpu":
-        return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
-    try:
-        target = kernel_target(device)
-    except NotSupportedError as error:
-        return str(error)
-    if target != "sm_90":
-        return f"products of FP8 are covered on Hopper, not on {target}"
-    return None if has_driver() else "cuda-bindings is not installed"
+    reason = why_no_fp8_products(device)
+    if reason is None and device.type != "cpu" and not has_driver():
+        return "cuda-bindings is not installed"
+    return reason
 
 
 FP8_COLUMN, FP8_ROW = Fp8Spec("column"), Fp8Spec("row")

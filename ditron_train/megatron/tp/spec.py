@@ -19,10 +19,10 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
+from ditron_train.megatron.shared.devices import why_no_kernels
 from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Pass, Place, Run, Shape
-from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.values import make_values
@@ -343,15 +343,9 @@ class LinearSpec(OpSpec[LinearCall, Any]):
 
 
 def _why_not_device(x: torch.Tensor) -> str | None:
-    if x.device.type == "cpu":
-        if not is_interpreter():
-            return "the tensors are on the CPU and Triton's interpreter is off"
-        return None if x.dtype in _CPU_DTYPES else f"{x.dtype} is not covered"
-    try:
-        kernel_target(x.device)
-    except NotSupportedError as error:
-        return str(error)
-    return None if x.dtype in _GPU_DTYPES else f"{x.dtype} is not covered"
+    reason = why_no_kernels(x.device)
+    covered = _CPU_DTYPES if x.device.type == "cpu" else _GPU_DTYPES
+    return reason if reason is not None or x.dtype in covered else f"{x.dtype} is not covered"
 
 
 COLUMN, ROW = LinearSpec("column"), LinearSpec("row")

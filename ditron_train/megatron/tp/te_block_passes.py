@@ -16,12 +16,10 @@ import torch
 import transformer_engine.pytorch.cpp_extensions as te_ops
 
 from ditron_train.megatron.tp import te_tensor_passes as tensorwise
-from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized
+from ditron_train.megatron.tp.te_passes import Pass, Sharded, like_quantized
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
 from ditron_train.tp.movement import scatter_as_computed
-
-__all__ = ["ColumnBackward", "ColumnForward", "RowBackward", "RowForward"]
 
 _ROWS, _COLUMNS = "rowwise", "columnwise"
 
@@ -75,14 +73,12 @@ class ColumnForward(Pass):
         self._started: StartedParts | None = None
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`."""
         if not _is_sendable(inp, (_ROWS,)):
             return super().gather(inp, group, async_op, quantizer)
         self._started = _start(inp, (_ROWS,), self._context, num_in_turn=2)
         return Sharded(inp), None
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
         if not isinstance(rows, Sharded):
             return super().multiply(weight, rows, *args, **kwargs)
         started, self._started = self._started, None
@@ -93,20 +89,14 @@ class ColumnForward(Pass):
         return _multiply_arrivals(started, rows.rows, weight, shape, *args, **kwargs), None, None, None
 
     def close(self) -> None:
-        """See `Pass`."""
         if self._started is not None:
             self._started.wait()
 
 
-class RowForward(Pass):
+class RowForward(tensorwise.RowForward):
     """Y = RS(X @ W^T): the rows of each rank are sent while the next are multiplied."""
 
-    def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
-        return Unreduced(weight, rows, args, kwargs), None, None, None
-
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
-        """See `Pass`."""
         weight, rows, args, kwargs = partial
         fields = rows.get_metadata()
         data, scales = fields[f"{_ROWS}_data"], fields[f"{_ROWS}_scale_inv"]
@@ -130,7 +120,6 @@ class ColumnBackward(tensorwise.ColumnBackward):
     """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather, by columns, lies under dY @ W."""
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`."""
         if not _is_sendable(inp, (_COLUMNS,)):
             return Pass.gather(self, inp, group, async_op, quantizer)
         self._started = started = _start(inp, (_COLUMNS,), self._context, num_in_turn=0)
@@ -183,7 +172,6 @@ class RowBackward(tensorwise.RowBackward):
             _transpose_columns(self._total)
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
         started = self._started
         if rows is not self._total or started is None:
             return Pass.multiply(self, weight, rows, *args, **kwargs)

@@ -10,18 +10,6 @@ import torch
 from ditron_train.megatron.compat import why_not_weight
 from ditron_train.megatron.shared.values import why_hidden
 
-__all__ = [
-    "BLOCK",
-    "FP8_RECIPES",
-    "OFFLOADED",
-    "WITHOUT_SEQUENCE_PARALLEL",
-    "why_not_delayed",
-    "why_not_fp8_sizes",
-    "why_not_options",
-    "why_not_parameters",
-    "why_not_recipe_name",
-]
-
 #: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
 FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
 BLOCK = 128  # values that share a scale in the last of them

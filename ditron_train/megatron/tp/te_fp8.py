@@ -28,19 +28,6 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
-__all__ = [
-    "Passes",
-    "Scaling",
-    "backward_pass",
-    "call_with",
-    "forward_pass",
-    "overlapped_base",
-    "overlapping",
-    "scaling_of",
-    "why_not_code",
-    "why_not_recipe",
-]
-
 #: What a scale is for: a tensor, blocks with scales that are powers of two, or blocks with any scales.
 Scaling = Literal["tensor", "block", "block fp32"]
 
@@ -65,11 +52,9 @@ class _Layer(NamedTuple):
     scaling: Scaling
 
     def forward(self) -> te_passes.Pass | None:
-        """See `Passes`."""
         return forward_pass(*self)
 
     def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
-        """See `Passes`."""
         return backward_pass(*self, needs_dgrad=needs_dgrad)
 
 

@@ -17,8 +17,6 @@ from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
 from ditron_train.tp.ops import ag_gemm, gemm_rs
 
-__all__ = ["ColumnBackward", "ColumnForward", "RowBackward", "RowForward", "operands"]
-
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
@@ -55,7 +53,6 @@ class _Gathering(Pass):
             started.wait()
 
     def close(self) -> None:
-        """See `Pass`."""
         self.wait()
 
 
@@ -63,11 +60,9 @@ class ColumnForward(Pass):
     """Y = AG(X) @ W^T: rows are multiplied as they arrive."""
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`."""
         return Sharded(inp), None
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
         if not isinstance(rows, Sharded):
             return super().multiply(weight, rows, *args, **kwargs)
         x, w, scales = operands(rows.rows, weight)
@@ -79,11 +74,9 @@ class RowForward(Pass):
     """Y = RS(X @ W^T): rows are sent as they are multiplied."""
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
         return Unreduced(weight, rows, args, kwargs), None, None, None
 
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
-        """See `Pass`."""
         x, w, scales = operands(partial.rows, partial.weight)
         return gemm_rs(x, w, context=self._context, scales=scales), None
 
@@ -97,17 +90,14 @@ class ColumnBackward(_Gathering):
         self._scatter: _StartedScatter | None = None
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`."""
         return self._start(inp, quantizer, in_turn=False), self
 
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
-        """See `Pass`."""
         self.wait()  # one at a time; it also orders this stream behind the communication stream
         self._scatter = _StartedScatter(partial, self._context)
         return self._scatter.out, self._scatter
 
     def close(self) -> None:
-        """See `Pass`."""
         super().close()
         if self._scatter is not None:
             self._scatter.wait()
@@ -154,7 +144,6 @@ class RowBackward(_Gathering):
         return self._total, None
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """See `Pass`."""
         started = self._started
         if rows is not self._total or started is None:
             return super().multiply(weight, rows, *args, **kwargs)

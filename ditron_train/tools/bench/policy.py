@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from ditron_train.tools.results import Row, write_results
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
+from ditron_train.tools.timing import Timing
 
 MODES = ("strict", "force")
 Run = Callable[[int], object]
@@ -187,26 +189,17 @@ def _summary(times: dict[str, list[float]], natively: dict[str, int], cost: Prob
 
 
 def _row(session: BenchSession, times: dict[str, list[float]], shape: dict[str, int], equal: bool) -> Row:
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    halves = [
-        abs(statistics.median(values[::2]) - statistics.median(values[1::2] or values)) / medians[name]
-        for name, values in times.items()
-    ]
-    return Row(
-        op="layer_under_strict",
-        direction="forward_backward",
-        model="LLaMA3.1-70B",
-        world_size=session.world_size,
-        dtype="bfloat16",
-        shape=shape,
-        native_us=medians["native"],
-        ditron_us=medians["strict"],
-        bitwise_equal=equal,
-        comm_sms=0,
-        peer="force",
-        peer_us=medians["force"],
-        spread=max(halves),
-    )
+    timings = {name: _timing(values) for name, values in times.items()}
+    timings["ditron"] = timings["strict"]
+    options: dict[str, Any] = dict(dtype=torch.bfloat16, peer="force", peer_us=timings["force"].median_us)
+    return session.row("layer_under_strict", "forward_backward", "LLaMA3.1-70B", shape, timings, equal, **options)
+
+
+def _timing(values: Sequence[float]) -> Timing:
+    """The spread: between every other round and the rest."""
+    median, halves = statistics.median(values), (values[::2], values[1::2] or values)
+    one, other = map(statistics.median, halves)
+    return Timing(median, abs(one - other) / median)
 
 
 def _finish(session: BenchSession, arguments: argparse.Namespace, row: Row, summary: str) -> int:

@@ -32,8 +32,6 @@ from ditron_train.tools.faults.one_job import run_one
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import terminal
 
-__all__ = ["add_arguments", "read_rows", "run"]
-
 _TIMEOUT_S = 2.0
 _SHARING = 2.0  # deadlines of ranks that take turns on a GPU
 _POLL_S = 0.02

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ditron_train.symm.shm_transport import FOLDER
 
-__all__ = ["fill_disks", "make_disks_read_only", "mount_disks"]
-
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # CLONE_NEWNS, CLONE_NEWUSER
 _READ_ONLY, _PRIVATE, _RECURSIVE = 1, 1 << 18, 1 << 14
 _SIZE = "64m"

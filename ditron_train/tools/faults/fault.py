@@ -14,8 +14,6 @@ from typing import Any
 
 from ditron_train.tools.faults.disks import fill_disks, make_disks_read_only
 
-__all__ = ["KINDS", "Fault", "PosedError", "draw", "strike"]
-
 #: By kind: how often it is drawn.
 KINDS: Mapping[str, int] = {
     "SIGKILL": 4, "SIGTERM": 2, "SIGINT": 2, "SIGSEGV": 2, "SIGSTOP": 3, "late": 3, "brief delay": 1, "error": 3,

@@ -21,8 +21,6 @@ import torch.distributed as dist
 import ditron_train
 from ditron_train.runtime.values import make_values
 
-__all__ = ["JOBS", "MODULES", "PATIENCE", "QUICKSTART", "Step", "jobs_here", "muon_job", "run_quickstart"]
-
 Step = Callable[[], Sequence[torch.Tensor]]
 QUICKSTART = "quickstart"
 _SCRIPT = Path(ditron_train.__file__).parent.parent / "examples" / "megatron" / "quickstart.py"
@@ -39,12 +37,17 @@ def _unit(device: torch.device) -> int:
     return 256 if device.type == "cuda" else 16
 
 
-def _with_gradients(forward: Callable[..., Sequence[torch.Tensor]], *inputs: torch.Tensor) -> list[torch.Tensor]:
+def _stepping(context: Any, forward: Callable[..., Sequence[torch.Tensor]], *inputs: torch.Tensor) -> Step:
     """Results, then gradients of the inputs, the results' own being ones."""
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    found = list(forward(*leaves))
-    torch.autograd.backward(found, [torch.ones_like(one) for one in found])
-    return [*(one.detach() for one in found), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    def step() -> list[torch.Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        found = list(forward(*leaves))
+        torch.autograd.backward(found, [torch.ones_like(one) for one in found])
+        context.synchronize()
+        return [*(one.detach() for one in found), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    return step
 
 
 def _tp(device: torch.device) -> Step:
@@ -58,12 +61,7 @@ def _tp(device: torch.device) -> Step:
     def forward(x: torch.Tensor, column: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
         return [row_linear(column_linear(x, column, context=context), row, context=context)]
 
-    def step() -> list[torch.Tensor]:
-        found = _with_gradients(forward, x, *weights)
-        context.synchronize()
-        return found
-
-    return step
+    return _stepping(context, forward, x, *weights)
 
 
 def _sp(device: torch.device) -> Step:
@@ -82,12 +80,7 @@ def _sp(device: torch.device) -> Step:
         query, key, value = qkv_projection(x, qkv, context=context, layout=layout)
         return [output_projection(query + key * value, out, context=context, layout=of_output)]
 
-    def step() -> list[torch.Tensor]:
-        found = _with_gradients(forward, x, qkv, out)
-        context.synchronize()
-        return found
-
-    return step
+    return _stepping(context, forward, x, qkv, out)
 
 
 def _ep(device: torch.device) -> Step:
@@ -106,12 +99,7 @@ def _ep(device: torch.device) -> Step:
         rows, row_probs = dispatch_tokens(x, probs, layout, context, "descending")
         return [combine_rows((rows * row_probs[:, None]).to(rows.dtype), layout, context, "descending")]
 
-    def step() -> list[torch.Tensor]:
-        found = _with_gradients(forward, x, probs)
-        context.synchronize()
-        return found
-
-    return step
+    return _stepping(context, forward, x, probs)
 
 
 def _pp(device: torch.device) -> Step:

@@ -13,8 +13,6 @@ from ditron_train.tools.faults.fault import Fault
 from ditron_train.tools.postmortem.diverge import Divergence, find_divergence
 from ditron_train.tools.postmortem.files import RankFile, read_folder
 
-__all__ = ["GRACE_S", "NEVER_CAME", "Ending", "Outcome", "judge"]
-
 GRACE_S = 5.0
 NEVER_CAME = "the fault never came"
 _AGREEMENT = "an agreement of all ranks"

@@ -24,8 +24,6 @@ from ditron_train.tools.faults.judge import Ending, Outcome, judge
 from ditron_train.tools.faults.places import Places
 from ditron_train.tools.gpu_of_rank import share_gpus
 
-__all__ = ["NATIVE_TIMEOUT_S", "run_one"]
-
 NATIVE_TIMEOUT_S = 20.0  # of torch's own collectives, which hold a survivor where a rank stops in Megatron's path
 _STEPS = 4  # the first is the phase ``start``
 _FAULTY_STEP = 2

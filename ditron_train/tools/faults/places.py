@@ -11,8 +11,6 @@ from types import CodeType, FrameType
 
 import ditron_train
 
-__all__ = ["Places"]
-
 _ROOT = str(Path(ditron_train.__file__).parent) + "/"
 _NOT_HIT = ("tools/", "cpu/")
 

@@ -5,19 +5,17 @@ compared."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import Function, ModelSizes, OpSpec, Pass, Place, Shape
+from ditron_train.policy import Function, Pass, Place, Shape
 from ditron_train.runtime.settings import under_policy
 from ditron_train.runtime.values import make_values
-from ditron_train.tools.fp8.recipes import fp8_context, fp8_options, why_not_aligned
-from ditron_train.tools.results import FP8_PREFIX
-from ditron_train.tp.problem import Op
-from ditron_train.tp.spec import AG_GEMM, GEMM_RS, local_shapes, traced_linear
+from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
+from ditron_train.tools.fp8.shaped_spec import Fp8ShapedSpec
+from ditron_train.tp.spec import local_shapes
 
 
 class LayerCall(NamedTuple):
@@ -50,7 +48,7 @@ def used_state(layer: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
-class Fp8LinearSpec(OpSpec[LayerCall, Any]):
+class Fp8LinearSpec(Fp8ShapedSpec[LayerCall]):
     """A column or a row layer, forward and backward."""
 
     measured: Pass = "forward_backward"
@@ -58,13 +56,10 @@ class Fp8LinearSpec(OpSpec[LayerCall, Any]):
     num_sets = 2  # with their layers
 
     def __init__(self, kind: str, recipe: str) -> None:
-        self.kind, self.recipe, self.row = kind, recipe, f"{kind}_linear"
-        self.name = f"tp {kind} {FP8_PREFIX}{recipe}"
-        self._op: Op = "ag_gemm" if kind == "column" else "gemm_rs"
-        self._bf16 = AG_GEMM if kind == "column" else GEMM_RS
+        super().__init__("ag_gemm" if kind == "column" else "gemm_rs", recipe, kind)
+        self.kind, self.row = kind, f"{kind}_linear"
 
     def inputs(self, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `OpSpec`."""
         return call.x, call.native.weight
 
     def _route(self, call: LayerCall) -> Any:
@@ -76,7 +71,6 @@ class Fp8LinearSpec(OpSpec[LayerCall, Any]):
             return reason if reason is not None else route_fp8(call.ours, kind, call.x)
 
     def why_no_row(self, call: LayerCall) -> str | None:
-        """See `OpSpec`."""
         found = self._route(call)
         if found is None:
             return "the policy keeps it on Megatron's path (the log says why)"
@@ -100,35 +94,14 @@ class Fp8LinearSpec(OpSpec[LayerCall, Any]):
         return [y.detach(), *gradients, *used_state(layer)]
 
     def megatron(self, call: LayerCall) -> Function:
-        """See `OpSpec`."""
         return lambda x, weight: self._step(call.native, call)
 
     def fused(self, call: LayerCall, context: Any) -> Function:
-        """See `OpSpec`."""
         return lambda x, weight: self._step(call.ours, call)
 
-    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`."""
-        shapes = self._bf16.shapes(world_size, on_gpu)
-        return [shape for shape in shapes if self.why_not_shape(shape, world_size) is None]
-
-    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
-        """See `OpSpec`."""
-        return traced_linear(on_gpu)
-
-    def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
-        return self._bf16.shapes_of_model(model, world_size)
-
-    def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
-        """See `OpSpec`."""
-        reason = self._bf16.why_not_shape(shape, world_size)
-        return reason or why_not_aligned(self._op, shape, world_size, self.recipe)
-
     def sample(self, shape: Shape, place: Place, seed: int) -> LayerCall:
-        """See `OpSpec`."""
         m, n, k = (shape.sizes[name] for name in "mnk")
-        (rows, own_k), (own_n, _) = local_shapes(self._op, shape, place.world_size)
+        (rows, own_k), (own_n, _) = local_shapes(self.op, shape, place.world_size)
         config, native, ours = _layers(self.kind, n, k, place.world_size, self.recipe)
         out_rows = m if self.kind == "column" else m // place.world_size
         sizes = ((rows, 1, own_k), (out_rows, 1, own_n), tuple(native.weight.shape))
@@ -140,10 +113,6 @@ class Fp8LinearSpec(OpSpec[LayerCall, Any]):
             for layer in (native, ours):
                 layer.weight.copy_(weight / math.sqrt(own_k))
         return LayerCall(x, grad, native, ours, config, place.group)
-
-    def columns(self, call: LayerCall, context: Any, times_us: Mapping[str, float]) -> Mapping[str, Any]:
-        """See `OpSpec`."""
-        return {"dtype": FP8_PREFIX + self.recipe}
 
 
 def _layers(kind: str, n: int, k: int, world_size: int, recipe: str) -> tuple[Any, Any, Any]:

@@ -14,14 +14,14 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 
 from ditron_train.megatron.tp.te_fp8 import Scaling, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
-from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
+from ditron_train.policy import Cost, Function, Place, Shape
 from ditron_train.runtime.values import make_values
 from ditron_train.tools.fp8.recipes import why_native, why_not_aligned
-from ditron_train.tools.results import FP8_PREFIX
+from ditron_train.tools.fp8.shaped_spec import Fp8ShapedSpec
 from ditron_train.tp import TPContext, get_tp_context
 from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.problem import Op, Problem
-from ditron_train.tp.spec import AG_GEMM, GEMM_RS, local_shapes
+from ditron_train.tp.spec import local_shapes
 
 
 class Fp8Operands(NamedTuple):
@@ -64,21 +64,18 @@ def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, tr
     return quantizer
 
 
-class Fp8GemmSpec(OpSpec[Fp8Operands, TPContext]):
+class Fp8GemmSpec(Fp8ShapedSpec[Fp8Operands]):
     """The forward product of a column (``ag_gemm``) or a row (``gemm_rs``) layer, from quantised operands on."""
 
     def __init__(self, op: Op, recipe: str) -> None:
-        self.op, self.row, self.recipe = op, op, recipe
-        self.name = f"tp {op} {FP8_PREFIX}{recipe}"
-        self._bf16 = AG_GEMM if op == "ag_gemm" else GEMM_RS
+        super().__init__(op, recipe, op)
+        self.row = op
         self._kind: Any = "column" if op == "ag_gemm" else "row"
 
     def device(self, call: Fp8Operands) -> torch.device:
-        """See `OpSpec`."""
         return data_of(call.x).device
 
     def context(self, call: Fp8Operands) -> TPContext:
-        """See `OpSpec`."""
         return get_tp_context(call.group, self.device(call))
 
     def inputs(self, call: Fp8Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,37 +94,20 @@ class Fp8GemmSpec(OpSpec[Fp8Operands, TPContext]):
             return [scatter(partial, call.group)[0]]
 
     def megatron(self, call: Fp8Operands) -> Function:
-        """See `OpSpec`."""
         return lambda x, weight: self._run(call, None)
 
     def fused(self, call: Fp8Operands, context: TPContext) -> Function:
-        """See `OpSpec`."""
         return lambda x, weight: self._run(call, context)
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`."""
+        """See `OpSpec`: also those that do not divide over the ranks, which are an error."""
         shapes = self._bf16.shapes(world_size, on_gpu)
         return [shape for shape in shapes if why_not_aligned(self.op, shape, world_size, self.recipe) is None]
 
-    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
-        """See `OpSpec`."""
-        return self._bf16.traced_shape(world_size, on_gpu)
-
-    def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        """See `OpSpec`."""
-        return self._bf16.shapes_of_model(model, world_size)
-
-    def why_not_shape(self, shape: Shape, world_size: int) -> str | None:
-        """See `OpSpec`."""
-        reason = self._bf16.why_not_shape(shape, world_size)
-        return reason or why_not_aligned(self.op, shape, world_size, self.recipe)
-
     def why_no_row(self, call: Fp8Operands) -> str | None:
-        """See `OpSpec`."""
         return why_native(self.recipe)
 
     def sample(self, shape: Shape, place: Place, seed: int) -> Fp8Operands:
-        """See `OpSpec`."""
         shapes, is_gathered = local_shapes(self.op, shape, place.world_size), self.op == "ag_gemm"
         x, weight = (
             make_values(one, torch.bfloat16, place.device, seed=2 * seed + index, rank=place.rank)
@@ -144,16 +124,10 @@ class Fp8GemmSpec(OpSpec[Fp8Operands, TPContext]):
         return Problem(self.op, m, n, k, "nt", torch.float8_e4m3fn, world_size)
 
     def cost(self, call: Fp8Operands, context: TPContext) -> Cost:
-        """See `OpSpec`."""
         problem = self._problem(call)
         return Cost(wire_bytes(problem), 2.0 * problem.m * problem.n * problem.k)
 
-    def columns(self, call: Fp8Operands, context: TPContext, times_us: Mapping[str, float]) -> Mapping[str, Any]:
-        """See `OpSpec`."""
-        return {"dtype": FP8_PREFIX + self.recipe}
-
     def parts(self, call: Fp8Operands, context: TPContext) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`."""
         options: dict[str, Any] = dict(out_dtype=torch.bfloat16, use_split_accumulator=self.recipe == "blockwise")
         if self.op == "ag_gemm":
             total, _ = gather(call.x, call.group, quantizer=call.quantizer)

@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from ditron_train.pp import exchange, get_pipeline_context
 from ditron_train.pp.messages import Header
-from ditron_train.symm.control import TICKET_UNIT_LOG2
 from ditron_train.tools.faults.jobs import JOBS, muon_job
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.outcome import Stress
-from ditron_train.tools.verify.soak import Soak, SoakMeter
+from ditron_train.tools.verify.soak import Soak, SoakMeter, last_epoch
 from ditron_train.tp import TPContext, ag_gemm, all_gather, gemm_ar, gemm_rs
 from ditron_train.tp.movement import start_reduce_scatter
 
@@ -106,10 +105,7 @@ def endure(
         meter.sample()
     context.synchronize()
     comparison.read_into(soak)
-    meter.finish(
-        max(int(channel.tickets[0]) for channel in (context.gather_channel, context.scatter_channel))
-        >> TICKET_UNIT_LOG2
-    )
+    meter.finish(last_epoch(context))
 
 
 def _in_turn(kinds: Sequence[_Kind], num_messages: int) -> Iterator[_Kind]:

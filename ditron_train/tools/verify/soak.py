@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json, read_regular, replace_file
+from ditron_train.symm.control import TICKET_UNIT_LOG2
 from ditron_train.tools.results import Stamp, result_path
-
-__all__ = ["MAX_DRIFT_BYTES", "Soak", "SoakMeter", "add_piece", "write_soak"]
+from ditron_train.tp.context import TPContext
 
 MAX_DRIFT_BYTES = 1 << 20
 _WRAP = 2**31
@@ -94,6 +94,12 @@ class Soak:
         unit = "shapes" if self.what == "random" else "ops"
         return f"{self.done:,} of {self.planned:,} {unit} in {self.seconds:.0f} s ({rate}), {self.compared:,} " \
                f"results compared, {self.natively:,} native: {verdict}; {epochs}; {drift}"  # fmt: skip
+
+
+def last_epoch(context: TPContext) -> int:
+    """The largest that an op of a context has reached."""
+    channels = (context.gather_channel, context.scatter_channel)
+    return max(int(channel.tickets[0]) for channel in channels) >> TICKET_UNIT_LOG2
 
 
 class SoakMeter:

@@ -37,7 +37,7 @@ from ditron_train.tools.verify.cases import (
 from ditron_train.tools.verify.outcome import Outcome, Stress
 from ditron_train.tools.verify.result_table import Report
 from ditron_train.tools.verify.rooms import check_fp8_case, check_rooms, parse_rooms, verify_fp8_layers, verify_rooms
-from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter, add_piece
+from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter, add_piece, last_epoch
 
 _FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
 _MOST_STRAGGLER_MS = 1e6
@@ -230,7 +230,7 @@ class _Verification:
         return named
 
     def _soak(self, what: str, planned: int) -> Soak:
-        soak = Soak(what, planned, self._epoch())
+        soak = Soak(what, planned, last_epoch(self.context))
         self.report.soaks.append(soak)
         return soak
 
@@ -256,7 +256,7 @@ class _Verification:
             if not outcome.equal:
                 soak.differs(f"{case} {outcome.num_different}")
             meter.sample()
-        meter.finish(self._epoch())
+        meter.finish(last_epoch(self.context))
 
     def _forget(self) -> None:
         """Lets go of what is kept for known shapes, so that memory which grows nevertheless is seen."""
@@ -265,13 +265,6 @@ class _Verification:
 
     def _num_compared(self, outcome: Outcome) -> int:
         return len(outcome.num_different) * self.arguments.repeat if outcome.is_ours else 0
-
-    def _epoch(self) -> int:
-        """The largest that an op of the context has reached."""
-        from ditron_train.symm.control import TICKET_UNIT_LOG2
-
-        channels = (self.context.gather_channel, self.context.scatter_channel)
-        return max(int(channel.tickets[0]) for channel in channels) >> TICKET_UNIT_LOG2
 
     def _grows(self, drift_bytes: int) -> bool:
         return not self.session.agree(drift_bytes < MAX_DRIFT_BYTES)

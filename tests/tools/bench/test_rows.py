@@ -22,9 +22,9 @@ from ditron_train.tools.results import (
     write_results,
 )
 from ditron_train.tools.stamp import collect_stamp
-from ditron_train.tools.tables import markdown_table, model_words, show_rows
+from ditron_train.tools.tables import show_rows
 from documents.pictures import draw_speedups
-from documents.results import picture_path, render, render_results, result_parts
+from documents.results import markdown_table, model_words, picture_path, render, render_results, result_parts
 
 ROOT = Path(__file__).parents[3]
 FULL = Row(
