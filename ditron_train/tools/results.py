@@ -41,6 +41,7 @@ class Row:
         gemm_us: The computation alone.
         comm_us: The collective alone.
         limit_us: What no overlap can beat: the larger of ``gemm_us`` and the bytes on the wire at full link speed.
+        fused_sends: How often one call of the fused path sends something, on rank 0.
         peer: Name of the best other implementation that runs here.
         peer_us: Its time.
         wire_gbps: Bytes that cross a link, per second of ours (10^9).
@@ -72,6 +73,7 @@ class Row:
     gemm_us: float | None = None
     comm_us: float | None = None
     limit_us: float | None = None
+    fused_sends: int | None = None
     peer: str | None = None
     peer_us: float | None = None
     wire_gbps: float | None = None

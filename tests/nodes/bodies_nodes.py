@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -209,6 +210,58 @@ def _counting(owner, name, calls):
         yield
     finally:
         setattr(owner, name, function)
+
+
+def _ring_reduce_scatter(step):
+    """A process group's reduce-scatter along a ring of ascending (1) or descending (-1) ranks, each hop rounded."""
+
+    def reduce_scatter(out, x, group=None):
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        of_ranks = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(of_ranks, x.contiguous(), group=group)
+        mine = [of_ranks[(rank + step * hop) % world].view(world, -1)[rank] for hop in range(1, world + 1)]
+        total = mine[0]
+        for one in mine[1:]:
+            total = (total.float() + one.float()).to(x.dtype)
+        out.copy_(total.view_as(out))
+
+    return reduce_scatter
+
+
+def sums_along_rings(cases):
+    """Of each case the step of the ring that was found, on ranks that take part, else None; products with sums over
+    nodes have the bits of that ring's reduce-scatter.
+
+    Args:
+        cases: ``(ranks of each node, step, rows of a rank, n, k, layout, dtype, seed)``.
+    """
+    from ditron_train.tp.nodes_context import get_nodes_tp_context
+    from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
+
+    rank, local_size, found = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"]), []
+    groups = {}  # their orders are remembered
+    for ranks, step, rows, n, k, layout, dtype, seed in cases:
+        everybody = range(dist.get_world_size())
+        is_member = rank % local_size < ranks
+        if (ranks, step) not in groups:
+            members = [one for one in everybody if (one % local_size < ranks) == is_member]
+            groups[ranks, step] = make_group(dist.group.WORLD, members, f"ring {ranks} {step}")
+        group, reduce_scatter = groups[ranks, step], _ring_reduce_scatter(step)
+        if not is_member:
+            found.append(None)
+            continue
+        context = get_nodes_tp_context(group, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(seed + rank)
+        x = torch.randn(rows * context.world_size, k, generator=generator)
+        x = (x * torch.exp2(torch.randint(-6, 7, x.shape, generator=generator))).to(dtype)
+        weight = torch.zeros(k, n, dtype=dtype).fill_diagonal_(2.0 ** (rank % 3))  # products are exact
+        expected = torch.empty(rows, n, dtype=dtype)
+        reduce_scatter(expected, x @ weight, group)
+        with mock.patch.object(dist, "reduce_scatter_tensor", reduce_scatter):
+            ours = weight if layout == "nn" else weight.t().contiguous()
+            assert torch.equal(gemm_rs_over_nodes(x, ours, context=context, layout=layout), expected)
+            found.append(context.ring_step(len(x), n, dtype))
+    return found
 
 
 def _tp_call(group):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_nodes as bodies  # noqa: E402
@@ -22,3 +24,27 @@ def test_linear_layers(nodes, ranks, batch, dtype):
     # A node begins the sums of all owners but its last: gloo's ring descends, to the first rank of a node.
     wanted = [nodes - (rank % 2 == 0) if rank % 2 < ranks else None for rank in range(2 * nodes)]
     assert run_on_nodes(nodes, 2, bodies.tp_linears, ranks, batch, dtype) == wanted
+
+
+CASES = st.tuples(
+    st.sampled_from([1, 2]),  # ranks of each node
+    st.sampled_from([1, -1]),  # NCCL's ring ascends, gloo's descends
+    st.integers(1, 5),
+    st.sampled_from([8, 16, 40]),
+    st.integers(1, 24),
+    st.sampled_from(["nt", "nn"]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 1 << 20),
+)
+
+
+@pytest.mark.parametrize(("nodes", "num_examples"), [(2, 6), (4, 4)])
+def test_sums_follow_rings_both_ways(nodes, num_examples):
+    @settings(max_examples=num_examples, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+    @given(st.lists(CASES, min_size=6, max_size=6))
+    def follows(cases):
+        for rank, found in enumerate(run_on_nodes(nodes, 2, bodies.sums_along_rings, cases)):
+            steps = [step if nodes * ranks > 2 else 1 for ranks, step, *_ in cases]  # two ranks have one order
+            assert found == [step if rank % 2 < case[0] else None for step, case in zip(steps, cases)]
+
+    follows()

@@ -1,7 +1,7 @@
 """Benchmark of every room over nodes: posed ones (``scripts/posed_nodes.py``), or real ones under torchrun.
 
 Each row has Megatron's path, the fused path (``peer``), and what ``strict`` runs here after its own comparison of bits
-and times, which on the CPU takes place, too. Muon has nothing of its own between nodes.
+and times, which on the CPU takes place, too. Rows say how often one call of the fused path sent something.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import OpSpec, Place, Shape, gate, results
+from ditron_train.policy import OpSpec, Pass, Place, Shape, gate, results
 from ditron_train.policy.probe import comparing_on_cpu
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.groups import world_group
@@ -22,8 +23,12 @@ from ditron_train.runtime.settings import under_policy
 from ditron_train.symm.nodes import NodeGroups, node_groups
 from ditron_train.tools.arguments import add_common_arguments
 from ditron_train.tools.session import BenchSession, bench_session
+from ditron_train.tp.problem import Layout
 
-PARTS = ("tp", "sp", "ep", "pp")
+if TYPE_CHECKING:
+    from ditron_train.megatron.tp.spec import LinearSpec
+
+PARTS = ("tp", "sp", "ep", "pp", "muon")
 _LINK_BYTES = 8 << 20
 
 
@@ -34,6 +39,9 @@ class _Case(NamedTuple):
         spec, call: As the gate is asked.
         shape: Of the row.
         native, fused: What is compared and timed.
+        strict: What runs where the gate says yes and may have left a part to Megatron's path; None: ``fused``.
+        op, measured: Of the row, where they are not the spec's.
+        is_asked: Whether jobs ask the gate.
     """
 
     spec: OpSpec[Any, Any]
@@ -41,6 +49,10 @@ class _Case(NamedTuple):
     shape: Shape
     native: Callable[[], Any]
     fused: Callable[[], Any]
+    strict: Callable[[], Any] | None = None
+    op: str | None = None
+    measured: Pass | None = None
+    is_asked: bool = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         if nodes is None:
             raise SettingError("bench nodes takes ranks of several nodes: python scripts/posed_nodes.py -m ...")
         session.notes["summary"] = f"{nodes.num_nodes} nodes of {nodes.local_size} ranks; {_rates(session, nodes)}"
-        cases = {"tp": _linears, "sp": _exchanges, "ep": _experts, "pp": _messages}
+        cases = {"tp": _linears, "sp": _exchanges, "ep": _experts, "pp": _messages, "muon": _matrices}
         for part in arguments.part or PARTS:
-            with _groups(session, part):
+            with _groups(session, part), _counting(part) as sends:
                 try:
                     for case in cases[part](session):
-                        _add_row(session, case)
+                        _add_row(session, case, sends)
                         session.save()
                 except NotSupportedError as error:  # on every rank alike: nodes of one rank have no rails to share
                     session.notes["summary"] += f"; {part}: Megatron's path, {error}"
@@ -102,6 +114,22 @@ def _groups(session: BenchSession, part: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _counting(part: str) -> Iterator[list[str]]:
+    """Notes each message, or round of them, that a room's fused path starts in this process."""
+    from ditron_train.optim import LayerShards
+    from ditron_train.pp import spec as pp_spec
+
+    places: dict[str, tuple[Any, str]] = {"pp": (pp_spec, "start_fused"), "muon": (LayerShards, "send_round")}
+    owner, name = places.get(part, (NodeGroups, "start_along_rail"))
+    function, calls = getattr(owner, name), []
+    setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, function)
+
+
 def _place(session: BenchSession) -> Place:
     return Place(world_group(), session.device, session.dtype)
 
@@ -113,19 +141,66 @@ def _case(spec: OpSpec[Any, Any], call: Any, shape: Shape) -> _Case:
 
 
 def _linears(session: BenchSession) -> Iterator[_Case]:
-    from megatron.core import parallel_state
-
     from ditron_train.megatron.tp.spec import COLUMN, ROW
 
-    sizes = (8192, 28672, 8192) if session.device.type == "cuda" else (512, 256, 2048)
-    for spec, (m, n, k) in ((COLUMN, sizes), (ROW, (sizes[0], sizes[2], sizes[1]))):
-        shape = Shape("posed", {"m": m, "n": n, "k": k})
-        place = _place(session)
-        call = spec.sample(shape, place, 0)._replace(group=parallel_state.get_tensor_model_parallel_group())
-        context = spec.context(call)
-        yield _Case(
-            spec, call, shape, lambda s=spec, c=call: results(s, c), lambda s=spec, c=call, x=context: results(s, c, x)
-        )
+    m, wide, narrow = (8192, 28672, 8192) if session.device.type == "cuda" else (512, 256, 2048)
+    yield from _linear(session, COLUMN, {"m": m, "n": wide, "k": narrow})
+    yield from _linear(session, ROW, {"m": m, "n": narrow, "k": wide})
+
+
+def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> Iterator[_Case]:
+    """The layer, forward and backward; its product with sums over ranks alone; and a column layer's forward."""
+    from megatron.core import parallel_state
+
+    from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    call = spec.sample(Shape("posed", sizes), _place(session), 0)._replace(group=group)
+    context: Any = spec.context(call)
+    is_column = spec.kind == "column"
+    product, factor = (call.grad_y, call.weight) if is_column else (call.x, call.weight.t())
+    assert product is not None
+
+    def native() -> list[torch.Tensor]:
+        whole = product.matmul(factor)
+        out = whole.new_empty(len(whole) // session.world_size, whole.shape[1])
+        dist.reduce_scatter_tensor(out, whole, group=group)
+        return [out]
+
+    def fused() -> list[torch.Tensor]:
+        layout: Layout = "nn" if is_column else "nt"
+        return [gemm_rs_over_nodes(product, call.weight, context=context, layout=layout)]
+
+    def strict() -> list[torch.Tensor]:
+        by_rails = context.sums_by_rails(len(product), factor.shape[1], len(factor), product.dtype)
+        return fused() if by_rails else native()
+
+    def by_rails(function: Callable[[], Any]) -> Callable[[], Any]:
+        """Whatever the policy has left to the process group."""
+
+        def run() -> Any:
+            left, context.left = context.left, set()
+            try:
+                return function()
+            finally:
+                context.left = left
+
+        return run
+
+    def pass_of(context: Any, *, forward: bool = False) -> Callable[[], Any]:
+        if not forward:
+            return lambda: results(spec, call, context)
+        function = spec.megatron(call) if context is None else spec.fused(call, context)
+        return torch.no_grad()(lambda: list(function(*spec.inputs(call))))  # type: ignore[no-any-return]
+
+    one = partial(_Case, spec, call)
+    yield one(Shape("posed", sizes), pass_of(None), by_rails(pass_of(context)), pass_of(context))
+    if is_column:
+        alone = pass_of(None, forward=True), pass_of(context, forward=True)
+        yield one(Shape("posed", sizes), *alone, op="ag_gemm", measured="forward")
+    sums = {"m": len(product), "n": factor.shape[1], "k": len(factor) * session.world_size}
+    shape = Shape("column layer, backward" if is_column else "row layer, forward", sums)
+    yield one(shape, native, by_rails(fused), strict, "gemm_rs", "forward")
 
 
 def _exchanges(session: BenchSession) -> Iterator[_Case]:
@@ -173,7 +248,19 @@ def _messages(session: BenchSession) -> Iterator[_Case]:
         )
 
 
-def _add_row(session: BenchSession, case: _Case) -> None:
+def _matrices(session: BenchSession) -> Iterator[_Case]:
+    """Whole matrices over all nodes: each is stepped by one rank and sent to the others, as ``--ditron muon`` does
+    whatever the policy."""
+    from ditron_train.optim.spec import MUON_STEP, step_shape
+
+    on_gpu = session.device.type == "cuda"
+    layer = ((1536, 512), (512, 512), (2048, 512), (512, 1024))
+    shape = MUON_STEP.shapes(session.world_size, True)[0] if on_gpu else step_shape("posed", layer, 2)
+    call = MUON_STEP.sample(shape, _place(session), 0)
+    yield _case(MUON_STEP, call, shape)._replace(is_asked=False)
+
+
+def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
     is_moe = case.spec.name == "ep movement"
     surroundings: AbstractContextManager[Any] = nullcontext()
     if is_moe:
@@ -181,15 +268,24 @@ def _add_row(session: BenchSession, case: _Case) -> None:
 
         surroundings = repeating(case.shape)
     with surroundings:
-        equal = session.equal(list(case.fused()), list(case.native()))
-        answer = gate.answer_for(case.spec, case.call)
+        native = list(case.native())
+        del sends[:]
+        ours = list(case.fused())
+        count, equal = len(sends), session.equal(ours, native)
         timings = session.measure({"native": lambda _: case.native(), "ditron": lambda _: case.fused()})
-    fused_us = timings["ditron"].median_us
-    if answer.context is None:  # what runs is Megatron's path
-        timings["ditron"] = timings["native"]
-    plan = ["strict: the fused path" if answer.context is not None else f"strict: Megatron's path, {answer.reason}"]
-    direction = case.spec.measured if case.spec.measured != "backward" else "forward_backward"
-    fields: dict[str, Any] = dict(peer="fused path", peer_us=fused_us, plan=plan)
-    session.add(
-        session.row(case.spec.row, direction, case.shape.model, dict(case.shape.sizes), timings, equal, **fields)
-    )
+        fused_us = timings["ditron"].median_us
+        plan = "sent as soon as they are stepped, under every policy"
+        if case.is_asked:
+            answer = gate.answer_for(case.spec, case.call)
+            plan = (
+                "strict: the fused path" if answer.context is not None else f"strict: Megatron's path, {answer.reason}"
+            )
+            if answer.context is None:
+                timings["ditron"] = timings["native"]
+            elif case.strict is not None:
+                timings["ditron"] = session.measure({"ditron": lambda _: case.strict()})["ditron"]
+    direction = case.measured or case.spec.measured
+    direction = "forward_backward" if direction == "backward" else direction
+    fields: dict[str, Any] = dict(peer="fused path", peer_us=fused_us, plan=[plan], fused_sends=count)
+    sizes = dict(case.shape.sizes)
+    session.add(session.row(case.op or case.spec.row, direction, case.shape.model, sizes, timings, equal, **fields))
