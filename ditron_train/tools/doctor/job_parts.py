@@ -13,7 +13,15 @@ from typing import Any, Literal
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from ditron_train.megatron.ep.coverage import why_not_config, why_not_gathered, why_not_kind, why_not_tensors
+from ditron_train.megatron.ep.coverage import (
+    why_not_config,
+    why_not_fp8_options,
+    why_not_fp8_recipe,
+    why_not_fp8_weight,
+    why_not_gathered,
+    why_not_kind,
+    why_not_tensors,
+)
 from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, why_not_fused
 from ditron_train.megatron.pp.communicator import why_not_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
@@ -289,6 +297,20 @@ def _experts(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     yield "experts: dispatch and combine", reason
     if reason is None:
         yield "experts: GEMMs in one kernel with them", _why_not_fused(config)
+        if config.fp8 and _is_te(config) and config.moe_grouped_gemm:
+            yield "experts: products in FP8 as one kernel", _why_not_products(job, config)
+
+
+def _why_not_products(job: Job, config: Any) -> str | None:
+    """As the grouped linear layers ask in FP8."""
+    recipe = _RECIPES.get(config.fp8_recipe, config.fp8_recipe)
+    reason = why_not_fp8_recipe([recipe], has_fp8_parameters=bool(config.fp8_param))
+    is_plain = config.quant_recipe is None and not config.add_bias_linear and not config.cpu_offloading
+    reason = reason or why_not_fp8_options(is_plain=is_plain)
+    ffn = job.model.expert_ffn // config.expert_tensor_parallel_size
+    for sizes in ((ffn * (2 if config.gated_linear_unit else 1), config.hidden_size), (config.hidden_size, ffn)):
+        reason = reason or why_not_fp8_weight(config.params_dtype, _tensor(*sizes, dtype=config.params_dtype))
+    return reason
 
 
 def _why_not_fused(config: Any) -> str | None:
