@@ -201,8 +201,11 @@ def spec_on_cpu():
 
 def recipes():
     """Whether a recipe has one scale a tensor, by its class."""
-    te_fp8 = install()
+    install()
+    from ditron_train.megatron.ep.coverage import why_not_fp8_recipe
+
     owners = {"TEDelayedScaling": "DelayedScaling"}
     names = ("Float8CurrentScaling", "TEDelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling")
     made = {name: type(name, (type(owners.get(name, "Recipe"), (), {}),), {})() for name in names}
-    return [name for name, recipe in made.items() if te_fp8.has_one_scale(recipe)]
+    lines = {name: [one.__name__ for one in type(recipe).__mro__] for name, recipe in made.items()}
+    return [name for name, line in lines.items() if why_not_fp8_recipe(line, has_fp8_parameters=False) is None]

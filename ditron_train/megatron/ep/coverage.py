@@ -3,6 +3,7 @@ capture, for want of a context."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,36 @@ _NOT_OVER_NODES = (
     "moe_router_padding_for_quantization",
     "overlap_moe_expert_parallel_comm",
 )
+_ONE_SCALE = ("Float8CurrentScaling", "DelayedScaling")  # recipes with one scale a tensor
+_FP8_STEP = 16  # of which the sizes of a weight in FP8 are multiples
 # Where peer memory was found not to reach all ranks: it is not tried again at every step.
 _by_rails: GroupCache[tuple[dist.ProcessGroup, torch.device], bool] = GroupCache()
+
+
+def why_not_fp8_recipe(names: Sequence[str], *, has_fp8_parameters: bool) -> str | None:
+    """Why products of experts in FP8 are a call an expert, by their recipe, or None.
+
+    Args:
+        names: Of the recipe's class, then of those that it is derived from.
+        has_fp8_parameters: Whether the weights are kept in FP8.
+    """
+    if has_fp8_parameters:
+        return "the parameters are FP8 (--fp8-param-gather)"
+    return None if set(_ONE_SCALE) & set(names) else f"products expert by expert in the recipe {names[0]}"
+
+
+def why_not_fp8_options(*, is_plain: bool) -> str | None:
+    """Why products of experts in FP8 are a call an expert, by the layer's options, or None."""
+    return None if is_plain else "the layer has quantization parameters or a bias, or activations are offloaded"
+
+
+def why_not_fp8_weight(dtype: torch.dtype, weight: torch.Tensor) -> str | None:
+    """Why products of rows of ``dtype`` and a weight ``[N, K]``, in FP8, are a call an expert, or None."""
+    if dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return f"rows are {dtype} and weights {weight.dtype}; covered is bfloat16"
+    if weight.shape[0] % _FP8_STEP or weight.shape[1] % _FP8_STEP:
+        return f"weights {tuple(weight.shape)} are no multiples of {_FP8_STEP}"
+    return None
 
 
 def why_not_kind(kind: str) -> str | None:

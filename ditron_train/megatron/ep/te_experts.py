@@ -22,6 +22,7 @@ from ditron_train.ep.fused import layout_tiles
 from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.group_linear import group_linear
 from ditron_train.ep.row_tiles import RowTiles
+from ditron_train.megatron.ep.coverage import why_not_fp8_options, why_not_fp8_recipe
 from ditron_train.megatron.ep.experts import (
     DitronTEGroupedMLP,
     experts_group,
@@ -30,13 +31,7 @@ from ditron_train.megatron.ep.experts import (
     why_not_options,
 )
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
-from ditron_train.megatron.ep.te_fp8 import (
-    ExpertProduct,
-    grouped_base,
-    has_one_scale,
-    multiplying_at_once,
-    why_not_code,
-)
+from ditron_train.megatron.ep.te_fp8 import ExpertProduct, grouped_base, multiplying_at_once, why_not_code
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
@@ -79,17 +74,19 @@ def _products_at_once(linear: Any, x: torch.Tensor) -> frozenset[ExpertProduct]:
 def _why_not_fp8(linear: Any) -> str | None:
     if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
         return "FP8 is calibrated or captured"
-    if linear.primary_weights_in_fp8:
-        return "the parameters are FP8 (--fp8-param-gather)"
     recipe = FP8GlobalStateManager.get_fp8_recipe()
     if getattr(recipe, "backward_override", None) is not None:
         return "the backward is not in FP8 (backward_override)"
-    if not has_one_scale(recipe):
-        return f"products expert by expert in the recipe {type(recipe).__name__}"
+    names = [one.__name__ for one in type(recipe).__mro__]  # Megatron has subclasses of some
+    reason = why_not_fp8_recipe(names, has_fp8_parameters=linear.primary_weights_in_fp8)
+    if reason is not None:
+        return reason
     if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
         return "the forward product has a split accumulator"
-    if linear.te_quant_params is not None or linear.use_bias or is_cpu_offload_enabled():
-        return "the layer has quantization parameters or a bias, or activations are offloaded"
+    is_plain = linear.te_quant_params is None and not linear.use_bias and not is_cpu_offload_enabled()
+    reason = why_not_fp8_options(is_plain=is_plain)
+    if reason is not None:
+        return reason
     if torch.is_autocast_enabled(linear.weight0.device.type):
         return "autocast is on"
     return why_not_code()

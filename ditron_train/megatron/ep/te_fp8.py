@@ -32,17 +32,11 @@ from ditron_train.runtime.outside_compile import outside_compile
 ExpertProduct = Literal["forward", "dgrad"]
 
 _LAYOUTS: dict[str, ExpertProduct] = {"TN": "forward", "NN": "dgrad"}
-_ONE_SCALE = ("Float8CurrentScaling", "DelayedScaling")
 # Options of ``general_grouped_gemm`` that say nothing of the product, or what ``multiply`` is told.
 _KNOWN = {"layout", "m_splits", "grad", "single_output", "use_split_accumulator", "out_dtype"}
 _OFF = {"bias", "use_bias", "accumulate", "gelu", "D_dtype"}
 
 _active: ContextVar[frozenset[ExpertProduct]] = ContextVar("ditron_train_experts_products", default=frozenset())
-
-
-def has_one_scale(recipe: Any) -> bool:
-    """Whether a recipe of Transformer Engine's has one scale a tensor. Megatron has subclasses of some."""
-    return any(owner.__name__ in _ONE_SCALE for owner in type(recipe).__mro__)
 
 
 def multiply(

@@ -10,6 +10,17 @@ def why_not_comm_type(cp_comm_type: str | None) -> str | None:
     return None if cp_comm_type == "a2a" else f"--cp-comm-type is {cp_comm_type or 'p2p'} (a2a is covered)"
 
 
+def why_not_fp8_qkv(*, has_blocks: bool) -> str | None:
+    """Why a QKV projection in FP8 is not fused with its exchange by what a scale is for (blocks of values or a
+    tensor), or None."""
+    return "products of blocks are Transformer Engine's" if has_blocks else None
+
+
+def why_not_fp8_out() -> str:
+    """Why an output projection in FP8 is not fused with its exchange."""
+    return "in FP8 its input is quantized when all of it has arrived"
+
+
 def why_not_te_attention(config: Any, is_training: bool) -> str | None:
     """Why Transformer Engine's attention makes its exchanges itself, or None."""
     if config.fp8 and (config.fp8_dot_product_attention or config.fp8_multi_head_attention):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
+from ditron_train.megatron.sp.coverage import why_not_fp8_out, why_not_fp8_qkv
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.fp8_spec import FP8_PROJECTION, Fp8ProjectionCall
 from ditron_train.megatron.sp.te_fp8_passes import qkv_in_heads
@@ -35,12 +36,13 @@ class Fp8Linears(TELinears):
 
     def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:
         """See `Projections`."""
-        return "the layer computes in FP8"
+        return why_not_fp8_out()
 
     def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
         reason = why_not_fp8(layer, x)
-        if reason is None and scaling_of(FP8GlobalStateManager.get_fp8_recipe()) != "tensor":
-            return "products of blocks are Transformer Engine's"
+        if reason is None:
+            scaling = scaling_of(FP8GlobalStateManager.get_fp8_recipe())
+            reason = why_not_fp8_qkv(has_blocks=scaling != "tensor")
         return reason
 
     def route(

@@ -13,12 +13,20 @@ from typing import Any, Literal
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from ditron_train.megatron.ep.coverage import why_not_config, why_not_gathered, why_not_kind, why_not_tensors
+from ditron_train.megatron.ep.coverage import (
+    why_not_config,
+    why_not_fp8_options,
+    why_not_fp8_recipe,
+    why_not_fp8_weight,
+    why_not_gathered,
+    why_not_kind,
+    why_not_tensors,
+)
 from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, why_not_fused
 from ditron_train.megatron.pp.communicator import why_not_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
-from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_te_attention
+from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_fp8_out, why_not_fp8_qkv, why_not_te_attention
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import LocalLinears
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
@@ -166,15 +174,18 @@ def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
 
 def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     """As ``te_layers`` ask."""
+    if config.fp8 and not config.sequence_parallel:
+        return WITHOUT_SEQUENCE_PARALLEL
+    return _why_not_call(layer, x, config) or (why_not_delayed(layer) if config.fp8 else None)
+
+
+def _why_not_call(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     reason = None
     if config.fp8:
         recipe = _RECIPES.get(config.fp8_recipe, config.fp8_recipe)
         reason = why_not_recipe_name(recipe)
         if reason is None and config.fp8_param:
             reason = why_not_parameters([recipe])
-        if reason is None and not config.sequence_parallel:
-            reason = WITHOUT_SEQUENCE_PARALLEL
-        reason = reason or why_not_delayed(layer)
     return reason or why_not_options(layer, x) or (OFFLOADED if config.cpu_offloading else None)
 
 
@@ -189,9 +200,18 @@ class _Asked(LocalLinears):
     def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
         if not _is_te(self._config):
             return None
-        if self._config.fp8:
-            return "the layer computes in FP8"
-        return _why_not_te(layer, x, self._config) or why_not_delayed(layer)
+        return _why_not_call(layer, x, self._config) or why_not_delayed(layer)
+
+
+class _AskedInFp8(_Asked):
+    """As ``Fp8Linears``, with the sizes that its spec asks for."""
+
+    def why_not(self, qkv: Any, out: Any, x: torch.Tensor) -> str | None:
+        reason = self.why_not_front(qkv, x) or why_not_fp8_qkv(has_blocks=self._config.fp8_recipe == "blockwise")
+        return reason or why_not_fp8_sizes("column", x, qkv.weight, 1, has_blocks=False)
+
+    def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:
+        return why_not_fp8_out()
 
 
 def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
@@ -225,7 +245,7 @@ def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     adds_bias = bool(config.add_bias_linear or config.add_qkv_bias)
     qkv_layer = _linear_layer("column", config, qkv, adds_bias=adds_bias, is_ours=is_ours)
     out_layer = _linear_layer("row", config, out, adds_bias=False, is_ours=is_ours)
-    asked = _Asked(config)
+    asked = (_AskedInFp8 if is_te and config.fp8 else _Asked)(config)
     if mla:
         fused: str | None = "multi-latent attention has its own projections"
     else:
@@ -277,6 +297,20 @@ def _experts(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     yield "experts: dispatch and combine", reason
     if reason is None:
         yield "experts: GEMMs in one kernel with them", _why_not_fused(config)
+        if config.fp8 and _is_te(config) and config.moe_grouped_gemm:
+            yield "experts: products in FP8 as one kernel", _why_not_products(job, config)
+
+
+def _why_not_products(job: Job, config: Any) -> str | None:
+    """As the grouped linear layers ask in FP8."""
+    recipe = _RECIPES.get(config.fp8_recipe, config.fp8_recipe)
+    reason = why_not_fp8_recipe([recipe], has_fp8_parameters=bool(config.fp8_param))
+    is_plain = config.quant_recipe is None and not config.add_bias_linear and not config.cpu_offloading
+    reason = reason or why_not_fp8_options(is_plain=is_plain)
+    ffn = job.model.expert_ffn // config.expert_tensor_parallel_size
+    for sizes in ((ffn * (2 if config.gated_linear_unit else 1), config.hidden_size), (config.hidden_size, ffn)):
+        reason = reason or why_not_fp8_weight(config.params_dtype, _tensor(*sizes, dtype=config.params_dtype))
+    return reason
 
 
 def _why_not_fused(config: Any) -> str | None:

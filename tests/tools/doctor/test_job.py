@@ -21,6 +21,7 @@ EP = (
 QKV, PROJ = "attention: linear_qkv", "attention: linear_proj"
 QKV_A2A, OUT_A2A = "attention: QKV projection with its exchange", "attention: output projection with its exchange"
 MOVED, FUSED = "experts: dispatch and combine", "experts: GEMMs in one kernel with them"
+PRODUCTS = "experts: products in FP8 as one kernel"
 
 
 def reasons(words: str) -> dict[str, str | None]:
@@ -124,6 +125,54 @@ def test_in_fp8_each_layer_is_asked_about_its_recipe_and_its_sizes(words: str, n
 def test_without_sequence_parallelism_layers_in_fp8_are_native() -> None:
     found = reasons(f"{FP8} --fp8-recipe tensorwise".replace("--sequence-parallel", ""))
     assert all(found[name] == "FP8 without --sequence-parallel" for name in LINEARS)
+
+
+SP_FP8 = f"{SP} --fp8-format hybrid"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--fp8-recipe tensorwise", None),
+        ("--fp8-recipe delayed --add-qkv-bias", None),
+        ("--fp8-recipe tensorwise --fp8-param-gather", None),
+        ("--fp8-recipe delayed --fp8-param-gather", "(--fp8-param-gather), not tensorwise"),
+        ("--fp8-recipe tensorwise --delay-wgrad-compute", "the weight gradient is delayed"),
+        ("--fp8-recipe tensorwise --qk-layernorm", "q and k are normalised before the exchange"),
+        ("--fp8-recipe tensorwise --seq-length 8208", "4104 tokens a rank and (12288, 4096)"),
+        ("--fp8-recipe blockwise", "products of blocks are Transformer Engine's"),
+        ("--fp8-recipe mxfp8", "FP8 by the recipe MXFP8BlockScaling"),
+    ],
+)
+def test_projections_of_an_attention_in_fp8_are_asked_as_the_layers_ask(words: str, says: str | None) -> None:
+    found = reasons(f"{SP_FP8} {words}")
+    assert found["attention: exchanges"] is None
+    assert found[QKV_A2A] is None if says is None else says in (found[QKV_A2A] or "")
+    assert "its input is quantized when all of it has arrived" in (found[OUT_A2A] or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--fp8-recipe tensorwise", None),
+        ("--fp8-recipe delayed --fp8-format e4m3", None),
+        ("--fp8-recipe blockwise", "products expert by expert in the recipe Float8BlockScaling"),
+        ("--fp8-recipe tensorwise --fp8-param-gather", "the parameters are FP8 (--fp8-param-gather)"),
+        ("--fp8-recipe tensorwise --moe-ffn-hidden-size 1416", "weights (4096, 1416) are no multiples of 16"),
+    ],
+)
+def test_products_of_experts_in_fp8_are_asked_as_the_layers_ask(words: str, says: str | None) -> None:
+    found = reasons(f"{EP} --fp8-format hybrid {words}")
+    assert found[MOVED] is None and found[FUSED] == "fp8 is on"
+    assert found[PRODUCTS] is None if says is None else says in (found[PRODUCTS] or "")
+    assert PRODUCTS not in reasons(EP)
+
+
+def test_the_projection_of_a_tensor_parallel_attention_in_fp8_is_fused_without_feature_tp() -> None:
+    words = f"{SP_FP8} --fp8-recipe tensorwise --tensor-model-parallel-size 2"
+    assert reasons(words)[QKV_A2A] is None and reasons(f"{words} --sequence-parallel")[QKV_A2A] is None
+    found = reasons(f"{words} --sequence-parallel".replace("--ditron sp", "--ditron sp,tp"))
+    assert "overlap with tensor parallel communication" in (found[QKV_A2A] or "")
 
 
 def test_other_parts_stay_fast_beside_one_that_is_native() -> None:
