@@ -44,7 +44,7 @@ class Row:
 
 #: Said of a test in which no layer of ours decided anything.
 NOTHING_ASKED = "no layer that ours stand in for was called in a group of several ranks"
-_SHAPES = re.compile(r"\d[\d., x()]*\d|\d")
+_SHAPES = re.compile(r"(?<!\w)(?:\(?\d[\d., x()]*\d\)?|\d)(?!\w)")
 
 
 def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite]]) -> Row:
