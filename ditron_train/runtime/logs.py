@@ -34,6 +34,11 @@ def log_once(key: str, message: str, *, name: str = _ROOT, level: int = logging.
         get_logger(name).log(level, message)
 
 
+def forget_decisions() -> None:
+    """Every line is logged once more: for tools that look at parts of a run."""
+    _seen.clear()
+
+
 def decisions() -> list[str]:
     """What `log_once` was told of ops that run by the fused path or by Megatron's, and why, in order; on every rank,
     also on those that log nothing."""

@@ -11,7 +11,7 @@ from ditron_train.sp.functions import (
     qkv_projection,
     sequence_exchange,
 )
-from ditron_train.sp.layouts import HeadsLayout, output_layout, packed_rows, qkv_layout
+from ditron_train.sp.layouts import HeadsLayout, output_layout, packed_rows, qkv_layout, split_by_heads
 from ditron_train.sp.ops import a2a_gemm, gather_sequence, gemm_a2a, to_heads, to_sequence
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "qkv_layout",
     "qkv_projection",
     "sequence_exchange",
+    "split_by_heads",
     "to_heads",
     "to_sequence",
 ]

@@ -16,6 +16,9 @@ An attention that has both projections may leave the output projection's dW to t
 (``late_wgrad``): there it hides the exchange of dq, dk and dv, for which nothing else stands ready, and dx is a plain
 GEMM. dy and P^T(o) live that much longer (times: ``docs/measurements/sp.md``).
 
+Norms of heads may stand between a projection and its exchange (``head_norms``). Backward then needs the gradient in
+front of them before dgrad, so the rows are gathered by themselves.
+
 wgrad is one GEMM over all local rows in order, as Megatron computes it. The bias c is added after the product was
 rounded, and its gradient is P^T(..) summed over the local rows, both as Megatron's own linear layer does; or, as
 Transformer Engine does, c is rounded with the product, and its gradient is what the weight gradient's GEMM gives.
@@ -32,6 +35,7 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp.context import SPContext
+from ditron_train.sp.head_norms import Norms, backward_of_norms, normalised, parameters_of
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.ops import a2a_gemm, gather_sequence, gemm_a2a, to_heads, to_sequence
 from ditron_train.sp.transfer_sizes import hides_gather
@@ -113,35 +117,44 @@ class _QkvProjection(torch.autograd.Function):
         shards: InputShards | None,
         late: LateWgrad | None,
         rounds_once: bool,
+        norms: Norms,
         late_weight: torch.Tensor | None,  # an input, so that its gradient is a result of this backward
+        *parameters: torch.Tensor,  # of the norms, likewise
     ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(x, weight)
+        ctx.norms, needs_mixed = norms, bool(norms) and any(ctx.needs_input_grad)
         ctx.late = late
         ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
         ctx.shards = shards
         inside = bias if rounds_once else None
-        parts = gemm_a2a(x if shards is None else shards.start_gather(x)(), weight, bias=inside, **ctx.options)
+        total_x = x if shards is None else shards.start_gather(x)()
+        parts = gemm_a2a(total_x, weight, bias=inside, return_mixed=needs_mixed, **ctx.options)
+        parts, mixed = (parts[:-1], parts[-1]) if needs_mixed else (parts, None)
         if bias is not None and not rounds_once:
+            if mixed is not None:
+                mixed.add_(bias)
             own = bias.view(context.world_size, layout.num_groups, -1)[context.rank]
             for part, width, part_bias in zip(parts, layout.widths, own.split(list(layout.widths), dim=1)):
                 part.view(*part.shape[:-2], layout.num_groups, width).add_(part_bias)
-        return parts
+        ctx.save_for_backward(x, weight, mixed)
+        return normalised(parts, norms)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_derivatives("qkv_projection")
-        x, weight = ctx.saved_tensors
+        x, weight, mixed = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        context, layout = ctx.options["context"], ctx.options["layout"]
         grad_x: Any = None
         grad_weight = grad_bias = grad_rows = grad_late = None
-        compute_late = ctx.late.take() if ctx.late is not None and ctx.needs_input_grad[-1] else None
+        of_norms: list[torch.Tensor | None] = []
+        compute_late = ctx.late.take() if ctx.late is not None and ctx.needs_input_grad[11] else None
         total_x = ctx.shards.start_gather(x) if needs_weight and ctx.shards is not None else lambda: x
 
         def meanwhile() -> None:
             nonlocal grad_late
             grad_late = None if compute_late is None else compute_late()
 
-        if needs_x and compute_late is None:
+        if needs_x and compute_late is None and mixed is None:
             keep: Literal["no", "borrow"] = (
                 "borrow" if needs_weight or needs_bias else "no"
             )  # used up before the next op
@@ -149,8 +162,13 @@ class _QkvProjection(torch.autograd.Function):
             grad_x, grad_rows = (result, None) if keep == "no" else result
         else:
             grad_rows = gather_sequence(grads, meanwhile=meanwhile, **ctx.options)
+            lead = grads[0].shape[0] // context.world_size, *grads[0].shape[1:-2]
+            if mixed is not None:
+                grad_mixed, of_norms = backward_of_norms(
+                    mixed, grad_rows.view(*lead, -1), ctx.norms, layout, context.world_size
+                )
+                grad_rows = grad_mixed.flatten(0, -2)
             if needs_x:
-                lead = grads[0].shape[0] // ctx.options["context"].world_size, *grads[0].shape[1:-2]
                 grad_x = torch.matmul(grad_rows, weight).view(*lead, -1)
         if needs_x and ctx.shards is not None:
             grad_x = ctx.shards.start_reduce(grad_x)
@@ -161,7 +179,7 @@ class _QkvProjection(torch.autograd.Function):
             grad_bias = grad_rows.sum(dim=0) if of_bias is None else of_bias(grad_rows)
         if needs_x and ctx.shards is not None:
             grad_x = grad_x()
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None, grad_late
+        return (grad_x, grad_weight, grad_bias, *(None,) * 8, grad_late, *of_norms)
 
 
 @outside_compile
@@ -246,6 +264,7 @@ def qkv_projection(
     shards: InputShards | None = None,
     late: LateWgrad | None = None,
     rounds_once: bool = False,
+    norms: Norms = (),
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v of this rank's heads for the whole sequence; differentiable.
 
@@ -261,6 +280,7 @@ def qkv_projection(
             needs its gradient.
         late: What the output projection of the same attention is given, too: its weight's gradient is computed here.
         rounds_once: The bias is added inside the GEMM, in front of its rounding, as Transformer Engine does it.
+        norms: One for each part, over heads [..., head size] (None: none); empty where no part has one.
 
     Returns:
         One tensor a part, [s, b, heads of this rank, head size].
@@ -274,8 +294,9 @@ def qkv_projection(
         )
     late_weight = None if late is None else late.weight
     return _QkvProjection.apply(
-        x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, rounds_once, late_weight
-    )
+        x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, rounds_once, norms,
+        late_weight, *parameters_of(norms),
+    )  # fmt: skip
 
 
 @outside_compile

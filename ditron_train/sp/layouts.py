@@ -142,3 +142,10 @@ def output_layout(num_heads: int, head_dim: int, world_size: int) -> HeadsLayout
             f"The number of attention heads needs to be divisible by CP size! {num_heads} heads, {world_size} ranks"
         )
     return HeadsLayout(1, (num_heads // world_size * head_dim,), (head_dim,))
+
+
+def split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
+    """[s / W, b, columns of a QKV projection] -> q, k, v [s / W, b, heads, d]."""
+    lead = mixed.shape[:2]
+    parts = torch.split(mixed.view(*lead, world_size * layout.num_groups, -1), list(layout.widths), dim=3)
+    return [part.reshape(*lead, -1, dim) for part, dim in zip(parts, layout.head_dims)]

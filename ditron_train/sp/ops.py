@@ -145,6 +145,7 @@ def gemm_a2a(
     meanwhile: Callable[[], object] | None = None,
     scales: TensorScales | None = None,
     bias: torch.Tensor | None = None,
+    return_mixed: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Projects ``x`` and gives every rank its heads of the whole sequence: QKV's forward, the output projection's
     dgrad.
@@ -166,6 +167,7 @@ def gemm_a2a(
             given here but not what is returned.
         scales: Of FP8 operands, this rank's own. The product is ``gemm.fp8.matmul_fp8`` with fast accumulation, bf16.
         bias: [world * layout.num_columns] with ``nt``, added before the product is rounded, as of ``tp.ag_gemm``.
+        return_mixed: Also return what was sent, as the last tensor: [s / world, ..., world * layout.num_columns].
 
     Returns:
         One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
@@ -194,7 +196,8 @@ def gemm_a2a(
         context.prepared[key] = prepared
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     lead = (x.shape[0] * context.world_size, *x.shape[1:-1])
-    return prepared(rows, weight, lead, row_table, meanwhile, scales, bias)
+    parts = prepared(rows, weight, lead, row_table, meanwhile, scales, bias)
+    return (*parts, prepared.mixed().view(*x.shape[:-1], -1)) if return_mixed else parts
 
 
 @outside_compile

@@ -166,6 +166,13 @@ class PreparedGemmA2A:
             key=key if a is rows and b is weight else None,
         )
 
+    def mixed(self) -> torch.Tensor:
+        """A copy of the last call's product [m, columns of all ranks], from the slots that peers have read."""
+        transfer, world = self._transfer, self._transfer.context.world_size
+        slots = transfer.buffer.local.unflatten(0, (world, transfer.slot_rows))
+        own = slots[:, : transfer.m, : transfer.layout.num_columns]
+        return own.transpose(0, 1).contiguous().flatten(1)
+
     def __call__(
         self,
         rows: torch.Tensor,

@@ -15,6 +15,7 @@ _DECISIONS = (
     ("ditron_train.megatron.sp.projections", "route_projections", "sp"),
     ("ditron_train.megatron.sp.output", "route_output", "sp"),
     ("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._context_for", "ep"),
+    ("ditron_train.megatron.ep.gathered_dispatcher", "DitronMoEAllGatherTokenDispatcher._context_for", "ep"),
     ("ditron_train.megatron.pp.communicator", "DitronP2PCommunicator._context", "pp"),
     ("ditron_train.megatron.muon.optimizer", "DitronTensorParallelMuon._stepper", "muon"),
 )
@@ -25,7 +26,10 @@ _TE_DECISIONS = (
     ("ditron_train.megatron.sp.te_attention", "route_exchange", "sp"),
 )
 #: What tries ours to compare it.
-_PROBES = (("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._ask_policy"),)
+_PROBES = (
+    ("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._ask_policy"),
+    ("ditron_train.megatron.ep.gathered_dispatcher", "DitronMoEAllGatherTokenDispatcher._ask_policy"),
+)
 
 
 class FusedCalls:

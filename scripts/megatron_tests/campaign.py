@@ -9,9 +9,12 @@ import argparse
 import logging
 import os
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +23,7 @@ from ditron_train.tools.results import RESULTS
 from ditron_train.tools.stamp import collect_stamp
 from megatron_tests.launches import NATIVE, Launcher
 from megatron_tests.records import Suite, read_suite
-from megatron_tests.suites import SUITES, paths_of
+from megatron_tests.suites import SUITES, paths_of, suites_of
 from megatron_tests.table import Row, row_of, write_table
 
 _POLICIES = ("strict", "bits", "force")
@@ -30,10 +33,14 @@ _logger = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the script."""
     parser.add_argument(
-        "--folder", action="append", choices=sorted(SUITES), help="only this part of the tests; may be given again"
+        "--folder",
+        action="append",
+        choices=sorted({*SUITES, "moe"}),
+        help="only this part of the tests; may be given again",
     )
     parser.add_argument("--policy", action="append", choices=_POLICIES, help="only this policy; may be given again")
     parser.add_argument("--ranks", type=int, help="processes (default: GPUs, at most 8; 2 without any)")
+    parser.add_argument("--jobs", type=int, default=1, help="launches beside each other")
     parser.add_argument("--features", default="tp,sp,ep,pp,muon", help="what to switch on")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing runs longer than this")
     parser.add_argument("--test-seconds", type=float, default=120.0, help="after which a test counts as hung")
@@ -55,19 +62,41 @@ def run(arguments: argparse.Namespace) -> int:
         time.monotonic() + arguments.seconds,
     )  # fmt: skip
     policies = arguments.policy or _POLICIES
-    for name in arguments.folder or SUITES:
-        paths = paths_of(checkout, name)
-        native = launcher.run(NATIVE, name, paths)
-        for policy in policies:
-            passed = native.with_outcome("passed")
-            if passed:
-                launcher.run(policy, name, paths, passed)
+    _launch_all(launcher, checkout, _suites(arguments.folder), policies, arguments.jobs)
     rows = [row_of(policy, num_ranks, _pairs(arguments.records, policy)) for policy in policies]
     device = torch.device("cuda" if has_gpus else "cpu")
     settings = {"features": arguments.features, "megatron_lm": _version(checkout)}
-    path = write_table(arguments.output, collect_stamp(device, num_ranks, **settings), rows)
+    num_devices = min(num_ranks, torch.cuda.device_count()) if has_gpus else num_ranks  # posed ranks share GPUs
+    path = write_table(arguments.output, collect_stamp(device, num_devices, **settings), rows)
     _show(rows, path)
     return int(any(row.lost or row.not_run for row in rows))
+
+
+def _launch_all(
+    launcher: Launcher, checkout: Path, suites: Iterable[str], policies: Sequence[str], num_jobs: int
+) -> None:
+    """Each suite natively, then what passed there under each policy; ``num_jobs`` suites and modes at a time."""
+    with ThreadPoolExecutor(num_jobs) as natively, ThreadPoolExecutor(num_jobs) as with_ours:
+        free = threading.Semaphore(num_jobs)
+
+        def launch(mode: str, name: str, only: Sequence[str] | None = None) -> Suite:
+            with free:
+                return launcher.run(mode, name, paths_of(checkout, name), only)
+
+        def launch_suite(name: str) -> None:
+            passed = launch(NATIVE, name).with_outcome("passed")
+            if passed:
+                launched.extend(with_ours.submit(launch, policy, name, passed) for policy in policies)
+
+        launched: list[Future[Any]] = []
+        for future in [natively.submit(launch_suite, name) for name in suites]:
+            future.result()
+        for future in launched:
+            future.result()
+
+
+def _suites(folders: Sequence[str] | None) -> list[str]:
+    return list(SUITES) if folders is None else [suite for folder in folders for suite in suites_of(folder)]
 
 
 def _checkout() -> Path:
@@ -86,9 +115,9 @@ def _version(checkout: Path) -> str:
     return ".".join(part.group(1) if part else "?" for part in parts)
 
 
-def _pairs(records: Path, policy: str) -> list[tuple[Suite, Suite]]:
+def _pairs(records: Path, policy: str) -> dict[str, tuple[Suite, Suite]]:
     """Of every part that was ever run: native outcomes and those with ours."""
-    return [(read_suite(records / NATIVE / name), read_suite(records / policy / name)) for name in SUITES]
+    return {name: (read_suite(records / NATIVE / name), read_suite(records / policy / name)) for name in SUITES}
 
 
 def _show(rows: Sequence[Row], path: Path) -> None:

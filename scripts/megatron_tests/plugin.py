@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +23,14 @@ from typing import Any
 
 import pytest
 
+from ditron_train.runtime.logs import decisions, forget_decisions
 from ditron_train.tools.fused_calls import FusedCalls
 from megatron_tests.records import Notes
 from megatron_tests.suites import fit_expert_sizes, fit_sizes
 
 JOB = "MEGATRON_TESTS_JOB"
+_NATIVE = ": native, "
+_terminal = os.fdopen(os.dup(2), "w")  # pytest takes the other away from tests
 _DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 
 
@@ -86,9 +90,15 @@ class _Rank:
         self._notes.write(test=item.nodeid)
         self._outcome, self._why = "passed", ""
         self._counts.take()
+        forget_decisions()
+        begin = time.monotonic()
         with self._limit(item.nodeid):
             yield
-        self._notes.write(test=item.nodeid, outcome=self._outcome, ran=self._counts.take(), why=self._why)
+        seconds, native = round(time.monotonic() - begin, 2), [line for line in decisions() if _NATIVE in line]
+        self._notes.write(
+            test=item.nodeid, outcome=self._outcome, ran=self._counts.take(), why=self._why, native=native,
+            seconds=seconds,
+        )  # fmt: skip
         if self._outcome == "failed" and _is_device_lost():
             os._exit(1)  # every later test would fail, too
 
@@ -113,7 +123,7 @@ class _Rank:
 
     def _give_up(self, test: str) -> None:
         self._notes.write(test=test, outcome="hung", why=f"not done after {self._job.test_seconds:g} s")
-        faulthandler.dump_traceback(file=sys.__stderr__)  # type: ignore[arg-type]
+        faulthandler.dump_traceback(file=_terminal)
         os._exit(1)
 
 

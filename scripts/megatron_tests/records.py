@@ -40,6 +40,7 @@ class Suite:
         collected: The tests that launches meant to run, in order.
         outcomes: Of the tests that ended, or ended a launch; over all ranks the worst.
         ran: How often ours ran in a test, by feature, on the first rank.
+        native: What was native in a test and why, in the log's words, on the first rank.
         why: What a failure said, on the first rank that said something.
         launches: How many there were.
         latest: Tests that have an outcome by the last launch.
@@ -48,6 +49,7 @@ class Suite:
     collected: list[str] = field(default_factory=list)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     ran: dict[str, dict[str, int]] = field(default_factory=dict)
+    native: dict[str, list[str]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     launches: int = 0
     again: set[str] = field(default_factory=set)
@@ -108,6 +110,7 @@ def _add_launch(
             if test is not None and "outcome" in line:
                 ended.setdefault(test, []).append(line["outcome"])
                 suite.ran.setdefault(test, line.get("ran", {}))
+                suite.native.setdefault(test, line.get("native", []))
                 if line.get("why"):
                     suite.why.setdefault(test, line["why"])
             elif test is not None:

@@ -10,13 +10,16 @@ _TRANSFORMER = (
     "transformer_block_custom_pgs", "transformer_layer",
 )  # fmt: skip
 
-#: Folders and files below ``tests/unit_tests``, by name. The tests of a suite share a process.
+#: Folders and files below ``tests/unit_tests``, by name, those that take longest first. The tests of a suite share a
+#: process; the largest folder is three suites, by the letters that its files begin with.
 SUITES: dict[str, tuple[str, ...]] = {
-    "tensor_parallel": ("tensor_parallel",),
-    "transformer": tuple(f"transformer/test_{name}.py" for name in _TRANSFORMER),
-    "moe": ("transformer/moe",),
-    "pipeline_parallel": ("pipeline_parallel",),
+    "moe_m": ("transformer/moe/test_m*.py",),
+    "moe_to_l": ("transformer/moe/test_[a-l]*.py",),
+    "moe_from_n": ("transformer/moe/test_[n-z]*.py",),
     "a2a_overlap": ("a2a_overlap",),
+    "transformer": tuple(f"transformer/test_{name}.py" for name in _TRANSFORMER),
+    "tensor_parallel": ("tensor_parallel",),
+    "pipeline_parallel": ("pipeline_parallel",),
     "gpt": ("models/test_gpt_model.py", "models/test_gpt_model_batch_invariant.py"),
     "dist_checkpointing": (
         "dist_checkpointing/models/test_gpt_model.py",
@@ -35,8 +38,13 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 def paths_of(checkout: Path, suite: str) -> list[str]:
     """What to give pytest in ``checkout``: the suite's folders and files, as far as that version has them."""
-    paths = [f"tests/unit_tests/{part}" for part in SUITES[suite]]
-    return [path for path in paths if (checkout / path).exists()]
+    found = [path for part in SUITES[suite] for path in sorted(checkout.glob(f"tests/unit_tests/{part}"))]
+    return [str(path.relative_to(checkout)) for path in found]
+
+
+def suites_of(folder: str) -> list[str]:
+    """The suites that ``--folder`` names: one, or all parts of it."""
+    return [suite for suite in SUITES if suite == folder or suite.startswith(f"{folder}_")]
 
 
 def fit_sizes(world_size: int, *sizes: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class Row:
         ours_ran: Of those that pass natively, in how many ours ran.
         calls: How often it ran in them, by feature.
         passed_again: Of those that pass, the tests that failed beside others and passed in a launch of their own.
+        native_because: Of those in which ours did not run, how many had this reason, by folder.
         not_run: Tests that pass natively and were not reached with ours.
         lost: Names of those that pass natively and not with ours, with what became of them.
     """
@@ -35,17 +37,24 @@ class Row:
     ours_ran: int
     calls: dict[str, int]
     passed_again: list[str]
+    native_because: dict[str, dict[str, int]]
     not_run: int
     lost: dict[str, str]
 
 
-def row_of(policy: str, world_size: int, suites: Iterable[tuple[Suite, Suite]]) -> Row:
-    """The row of a policy from each suite's native outcomes and those with ours."""
+#: Said of a test in which no layer of ours decided anything.
+NOTHING_ASKED = "no layer that ours stand in for was called in a group of several ranks"
+_SHAPES = re.compile(r"(?<!\w)(?:\(?\d[\d., x()]*\d\)?|\d)(?!\w)")
+
+
+def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite]]) -> Row:
+    """The row of a policy from each suite's native outcomes and those with ours, by the suite's name."""
     passed, ours_passed, ran, not_run = 0, 0, 0, 0
     calls: dict[str, int] = {}
     again: list[str] = []
     lost: dict[str, str] = {}
-    for native, ours in suites:
+    because: dict[str, dict[str, int]] = {}
+    for name, (native, ours) in suites.items():
         for test in native.with_outcome("passed"):
             passed += 1
             outcome = ours.outcomes.get(test)
@@ -59,9 +68,21 @@ def row_of(policy: str, world_size: int, suites: Iterable[tuple[Suite, Suite]]) 
                 again.append(test)
             counts = ours.ran.get(test, {})
             ran += any(counts.values())
+            if not any(counts.values()):
+                in_suite = because.setdefault(name, {})
+                for reason in _reasons(ours.native.get(test, [])):
+                    in_suite[reason] = in_suite.get(reason, 0) + 1
             for feature, count in counts.items():
                 calls[feature] = calls.get(feature, 0) + count
-    return Row(policy, world_size, passed, ours_passed, ran, dict(sorted(calls.items())), again, not_run, lost)
+    because = {name: dict(sorted(found.items(), key=lambda pair: -pair[1])) for name, found in because.items()}
+    return Row(
+        policy, world_size, passed, ours_passed, ran, dict(sorted(calls.items())), again, because, not_run, lost
+    )
+
+
+def _reasons(lines: Iterable[str]) -> set[str]:
+    """The log's lines without their numbers."""
+    return {_SHAPES.sub("N", line) for line in lines} or {NOTHING_ASKED}
 
 
 def write_table(folder: Path, stamp: Stamp, rows: Iterable[Row]) -> Path:

@@ -115,16 +115,21 @@ def native_routes(monkeypatch):
         yield
 
 
-BOTH, LAST = [1, 0, 0], [0, 1, 1]  # shapes whose projections are fused; whose output projection alone is
+BOTH = [1, 0, 0]  # shapes whose projections are fused, whose exchanges and whose output projection alone are
+NORMED = [1, 1, 1]  # with norms of heads the latter two are what the first is compared with
 CASES = {
     "plain": ({}, BOTH),
     "one_group_a_head": ({"num_query_groups": 16}, BOTH),
     "fused_rope": ({"apply_rope_fusion": True}, BOTH),
     "recompute": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, BOTH),
-    "norms": ({"qk_layernorm": True}, LAST),
+    "norms": ({"qk_layernorm": True}, NORMED),
     "norms_recompute": (
         {"qk_layernorm": True, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        [0, 1, 0],
+        NORMED,
+    ),
+    "norms_layernorm_bias": (
+        {"qk_layernorm": True, "normalization": "LayerNorm", "add_qkv_bias": True, "num_query_groups": 16},
+        NORMED,
     ),
     "qkv_bias": ({"add_qkv_bias": True}, BOTH),
 }
@@ -192,7 +197,7 @@ def test_local_spec_has_the_bits_of_all_to_alls(world, options, monkeypatch, set
         for is_late in (True, False):
             set_late(is_late)
             assert_same_bits(run(attention, world, 2048, 2), native)
-        assert num_routes("projections") + num_routes("output") == 1
+        assert num_routes("projections") == 1
     finally:
         plugin.restore()
         megatron_cpu.uninstall()

@@ -16,6 +16,8 @@ import sp_workers  # noqa: E402
 
 RECOMPUTE_ALL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 RECOMPUTE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+NORMS = dict(qk_layernorm=True, normalization="LayerNorm")
+OWN_NORMS = dict(NORMS, own_norms=True)
 
 
 @pytest.mark.parametrize(
@@ -25,20 +27,25 @@ RECOMPUTE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=
         ({"add_bias_linear": True, "add_qkv_bias": True}, True),
         ({"num_query_groups": 8, **RECOMPUTE_ATTENTION}, True),
         ({"num_query_groups": 2, **RECOMPUTE_ALL}, True),
-        ({"qk_layernorm": True, "normalization": "LayerNorm"}, False),
+        (NORMS, True),
+        (OWN_NORMS, False),
     ],
-    ids=["plain", "biases", "recompute_attention", "recompute_all", "norms"],
+    ids=["plain", "biases", "recompute_attention", "recompute_all", "norms", "own_norms"],
 )
 def test_gpt_on_two_ranks(options, expect_fused):
     losses_are_those_of_one_rank = run_workers(2, sp_workers.gpt_agrees, options, 16, expect_fused)
     assert all(losses_are_those_of_one_rank)
 
 
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("options", [{}, {"add_qkv_bias": True, "num_query_groups": 8}, RECOMPUTE_ATTENTION])
+def test_norms_of_heads_bit_for_bit(normalization, options):
+    options = dict(options, qk_layernorm=True, normalization=normalization)
+    run_workers(2, sp_workers.norms_of_heads_agree, options, 16)
+
+
 def test_what_the_policy_compares_is_nothing_but_roundings():
-    for options, expected in (
-        ({}, {"projections"}),
-        ({"qk_layernorm": True, "normalization": "LayerNorm"}, {"output"}),
-    ):
+    for options, expected in (({}, {"projections"}), (NORMS, {"projections"}), (OWN_NORMS, {"output"})):
         for asked in run_workers(2, sp_workers.largest_sums, options, 16):
             assert asked.keys() == expected and all(0.0 < ratio < 1e-5 for ratio in asked.values()), asked
 
@@ -134,9 +141,7 @@ def test_layers_share_one_set_of_buffers():
 
 
 @pytest.mark.parametrize(
-    "options, fused",
-    [({}, (1, 0)), ({"qk_layernorm": True, "normalization": "LayerNorm"}, (0, 1))],
-    ids=["plain", "norms"],
+    "options, fused", [({}, (1, 0)), (NORMS, (1, 0)), (OWN_NORMS, (0, 1))], ids=["plain", "norms", "own_norms"]
 )
 def test_weights_made_in_inference_mode(options, fused):
     for difference, *shapes in run_workers(2, sp_workers.made_in_inference_mode, options):

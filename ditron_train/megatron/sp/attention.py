@@ -1,8 +1,8 @@
 """Ulysses attention: ``--context-parallel-size N --cp-comm-type a2a`` (feature ``sp``).
 
 megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. Where nothing
-stands between a projection and its exchange (no norm of q and k, no output gate), the two are fused; RoPE then comes
-after the exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output
+stands between a projection and its exchange but norms of heads, the two are fused; RoPE then comes after the exchange,
+with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output
 projection is fused with its exchange (``output``), or the exchanges alone are the fused path's. Causal masks are made
 by the attention; a mask that is passed with them is not looked at, as Transformer Engine does.
 """
@@ -20,7 +20,6 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from ditron_train.megatron.shared.forward_override import calling, signed_as, why_not_stand_in
@@ -28,6 +27,7 @@ from ditron_train.megatron.sp.dot_product_attention import DitronDotProductAtten
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.nodes import forget_nodes
+from ditron_train.megatron.sp.norms import norms_of, why_not_norms
 from ditron_train.megatron.sp.output import output_fused
 from ditron_train.megatron.sp.packed import OneRank, packed_of, starts_of, table_of, why_not_packed
 from ditron_train.megatron.sp.rotary_tables import forget_tables, whole_rotary_table
@@ -65,7 +65,9 @@ class DitronSelfAttention(SelfAttention):
 
     def _route(self, hidden_states: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SPContext | None:
         linears, layers = linears_of(self.linear_proj), (self.linear_qkv, self.linear_proj)
+        norms = norms_of(self)
         reason = self._why_not_fused(args, kwargs) or linears.why_not(*layers, hidden_states)
+        reason = reason or linears.why_not_norms(norms)
         if reason is not None:
             log_native("sp projections", reason)
             return None
@@ -73,7 +75,8 @@ class DitronSelfAttention(SelfAttention):
         length = self._num_rows(hidden_states)
         if length % 2 or (kwargs.get("packed_seq_params") is not None and hidden_states.shape[1] != 1):
             return None  # the exchange says what is wrong
-        return linears.route(group, self._shape(), (length, *hidden_states.shape[1:]), layers, hidden_states)
+        input_shape = (length, *hidden_states.shape[1:])
+        return linears.route(group, self._shape(), input_shape, layers, hidden_states, norms)
 
     def _why_not_fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """What stands between a projection and its exchange, or is not training, in this call."""
@@ -92,9 +95,9 @@ class DitronSelfAttention(SelfAttention):
             return f"the mask is {self.attn_mask_type}"
         if self.world_size > 1 and config.num_query_groups < self.world_size:
             return "tensor parallel ranks share query groups: the exchanges alone are ours"
-        for norm in (self.q_layernorm, self.k_layernorm):
-            if norm is not None and not isinstance(norm, IdentityOp):
-                return "q and k are normalised before the exchange"
+        reason = why_not_norms(norms_of(self))
+        if reason is not None:
+            return reason
         if config.attention_output_gate or config.fused_single_qkv_rope or config.flash_decode or config.test_mode:
             return "an output gate, fused RoPE of q and k, flash decoding or test mode is on"
         if self.offload_qkv_linear or self.offload_core_attention or self.offload_attn_proj:
@@ -111,8 +114,9 @@ class DitronSelfAttention(SelfAttention):
         wgrad_stays = hasattr(self.linear_proj.weight, "__fsdp_param__") or self.world_size > 1
         late = None if wgrad_stays else late_wgrad(self.linear_qkv.weight, self.linear_proj.weight)
         options: dict[str, Any] = dict(row_table=table, late=late)
+        norms = norms_of(self)
         with calling(
-            self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, **options)
+            self.linear_qkv, lambda x: linears.project_qkv(self.linear_qkv, x, context, shape, **options, norms=norms)
         ) as project:
             parts = project(hidden_states)
         lead = parts[0].shape[:3]

@@ -1,7 +1,7 @@
 """The output projection fused with its exchange, in an attention whose QKV projection cannot be (part of feature
 ``sp``).
 
-Norms of q and k, multi-latent attention and packed sequences stand between the QKV projection and its exchange; behind
+Multi-latent attention and norms that ``norms`` does not know stand between the QKV projection and its exchange; behind
 the attention nothing does. So the attention leaves its output where it is, all rows of this rank's heads, and the
 output projection, called next, begins with the exchange.
 """

@@ -21,6 +21,7 @@ from ditron_train.megatron.shared.forward_override import why_not_stand_in
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.spec import route_projections
 from ditron_train.sp import InputShards, LateWgrad, SPContext, output_projection, qkv_projection
+from ditron_train.sp.head_norms import Norms
 
 
 class _SequenceShards:
@@ -126,6 +127,10 @@ class Projections(ABC):
             return "the output projection overlaps with tensor parallel communication"
         return self._why_not_out(out) or why_not_stand_in(out) or self._why_not_layer(out, x)
 
+    def why_not_norms(self, norms: Norms) -> str | None:
+        """Why these norms of q and k keep these layers from being fused with the exchanges, or None."""
+        return None
+
     def route(
         self,
         group: dist.ProcessGroup,
@@ -133,12 +138,13 @@ class Projections(ABC):
         input_shape: tuple[int, ...],
         layers: tuple[Any, Any],
         like: torch.Tensor,
+        norms: Norms = (),
     ) -> SPContext | None:
         """The context to run the projections (QKV, output) of an input of ``input_shape`` [s / W, b, hidden] with,
-        which is ``like`` or has its type and device; or None."""
+        which is ``like`` or has its type and device; or None. ``norms``: as ``qkv_projection``."""
         qkv, out = layers
         bias = self._qkv_bias(qkv) if self.rounds_bias_once else None
-        return route_projections(group, shape, input_shape, qkv.weight, out.weight, like, bias)
+        return route_projections(group, shape, input_shape, qkv.weight, out.weight, like, bias, norms)
 
     def project_qkv(
         self,
@@ -148,11 +154,12 @@ class Projections(ABC):
         shape: AttentionShape,
         row_table: torch.Tensor | None = None,
         late: LateWgrad | None = None,
+        norms: Norms = (),
     ) -> tuple[torch.Tensor, ...]:
-        """q, k and v of this rank's heads; ``row_table``, ``late``: as ``qkv_projection``."""
+        """q, k and v of this rank's heads; ``row_table``, ``late``, ``norms``: as ``qkv_projection``."""
         options: dict[str, Any] = dict(
             bias=self._qkv_bias(layer), wgrad=self._wgrad(layer), shards=shards_of(layer), late=late,
-            rounds_once=self.rounds_bias_once,
+            rounds_once=self.rounds_bias_once, norms=norms,
         )  # fmt: skip
         layout = shape.qkv_layout(context.world_size)
         rows = self._qkv_input(layer, x)

@@ -19,10 +19,12 @@ from ditron_train.megatron.shared.te_products import bias_like, product_pairs, p
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
+from ditron_train.megatron.sp.norms import key_of, twins_of
 from ditron_train.policy import Decision, Function, OpSpec, Run, gate
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection
+from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection, split_by_heads
+from ditron_train.sp.head_norms import Norms, normalised
 from ditron_train.symm.nodes import spans_nodes
 
 __all__ = [
@@ -52,6 +54,7 @@ class UlyssesCall(NamedTuple):
         values: Inputs of a comparison; empty in a call to be decided.
         grads: Gradients of its results.
         bias: Of q, k and v, where it is added inside the product, in front of its rounding.
+        norms: Of q and k, where they are normalised, as ``qkv_projection`` takes them.
     """
 
     group: dist.ProcessGroup
@@ -62,6 +65,7 @@ class UlyssesCall(NamedTuple):
     values: tuple[torch.Tensor, ...] = ()
     grads: tuple[torch.Tensor, ...] = ()
     bias: torch.Tensor | None = None
+    norms: Norms = ()
 
 
 class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
@@ -84,6 +88,7 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
             is_batch_invariant_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             None if call.bias is None else call.bias.dtype,
+            key_of(call.norms),
         )
 
     def why_not(self, call: UlyssesCall) -> str | None:
@@ -119,8 +124,8 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
         shape = call.shape
         heads = (shape.num_heads, shape.num_groups, shape.head_dim, shape.value_head_dim)
         sizes = "x".join(map(str, (*self._lead(call), *heads, *(weight.shape[0] for weight in call.weights[-1:]))))
-        bias = "" if call.bias is None else ", bias inside"
-        return f"sp {self.word} {sizes} {str(call.like.dtype).removeprefix('torch.')}{bias}"
+        more = ("" if call.bias is None else ", bias inside") + (", norms of heads" if call.norms else "")
+        return f"sp {self.word} {sizes} {str(call.like.dtype).removeprefix('torch.')}{more}"
 
     def _lead(self, call: UlyssesCall) -> tuple[int, ...]:
         return call.rows
@@ -219,7 +224,7 @@ class ProjectionsSpec(_UlyssesSpec):
         return (*call.rows, call.weights[0].shape[1])
 
     def given(self, call: UlyssesCall, context: SPContext) -> UlyssesCall:
-        """See `OpSpec`: the call's input and weights, normal attended values."""
+        """See `OpSpec`: the call's input, weights and norms, normal attended values."""
         world, rank, (qkv, out), like = context.world_size, context.rank, call.weights, call.like
         layout, whole = call.shape.qkv_layout(world), (call.rows[0] * world, call.rows[1])
         values = [
@@ -229,7 +234,9 @@ class ProjectionsSpec(_UlyssesSpec):
         values += _parts(whole, call.shape.output_layout(world), like, 1, 41 + rank)
         grads = _parts(whole, layout, like, 1, 51 + rank)
         grads.append(_normal((*call.rows, out.shape[0]), like, 61 + rank))
-        return call._replace(values=tuple(values), grads=tuple(grads))
+        with torch.inference_mode(False):
+            norms = twins_of(call.norms)
+        return call._replace(values=tuple(values), grads=tuple(grads), norms=norms)
 
     def revealing(self, call: UlyssesCall, context: SPContext) -> list[UlyssesCall]:
         rank, (qkv, out), exchange = context.rank, call.weights, Exchange(call.group, call.shape, None)
@@ -240,7 +247,8 @@ class ProjectionsSpec(_UlyssesSpec):
             mixed = revealing_like(call.like.new_empty(*call.rows, qkv.shape[0]), 82 + rank, "columns")
             grads = exchange.to_heads(*split_by_heads(mixed, layout, context.world_size))
             values = (x, revealing_like(qkv, 83 + rank, "columns"), revealing_out, attended)
-        return [call._replace(values=values, grads=(*grads, grad))]
+        # Norms would make roundings as large as anything; the order of sums does not depend on them.
+        return [call._replace(values=values, grads=(*grads, grad), norms=())]
 
     def more_pairs(self, call: UlyssesCall, context: SPContext) -> Sequence[tuple[Run, Run]]:
         """See `OpSpec`: also the QKV projection whose bias is added inside its product."""
@@ -266,11 +274,20 @@ class ProjectionsSpec(_UlyssesSpec):
         return [*pairs, (by_library, by_op)]
 
     def megatron(self, call: UlyssesCall) -> Function:
+        """See `OpSpec`; of an attention with norms the exchanges and the output projection that would run
+        otherwise."""
         exchange, world = Exchange(call.group, call.shape, None), dist.get_world_size(call.group)
-        layout = call.shape.qkv_layout(world)
+        layout, project = call.shape.qkv_layout(world), None
+        if call.norms:
+            query = call.like.new_empty((*call.rows, call.shape.num_heads, call.shape.head_dim))
+            exchange = Exchange(call.group, call.shape, route_exchange(call.group, call.shape, query))
+            routed = route_output(call.group, call.shape, call.rows, call.weights[1], call.like)
+            project = None if routed is None else OUTPUT.fused(call, routed)
 
         def function(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> _Tensors:
-            parts = split_by_heads(torch.matmul(x, qkv.t()), layout, world)
+            parts = normalised(split_by_heads(torch.matmul(x, qkv.t()), layout, world), call.norms)
+            if project is not None:
+                return [*exchange.to_heads(*parts), *project(attended, out)]
             return [*exchange.to_heads(*parts), torch.matmul(exchange.to_sequence(attended.flatten(2)), out.t())]
 
         return function
@@ -280,7 +297,7 @@ class ProjectionsSpec(_UlyssesSpec):
         out_layout = call.shape.output_layout(context.world_size)
 
         def function(x: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, attended: torch.Tensor) -> _Tensors:
-            parts = qkv_projection(x, qkv, context=context, layout=layout)
+            parts = qkv_projection(x, qkv, context=context, layout=layout, norms=call.norms)
             return [*parts, output_projection(attended, out, context=context, layout=out_layout)]
 
         return function
@@ -309,13 +326,6 @@ def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tenso
         return _normal(shape, like, seed)
     with torch.inference_mode(False):
         return like.clone() if like.is_inference() else like.detach()
-
-
-def split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
-    """[s / W, b, columns of a QKV projection] -> q, k, v [s / W, b, heads, d]."""
-    lead = mixed.shape[:2]
-    parts = torch.split(mixed.view(*lead, world_size * layout.num_groups, -1), list(layout.widths), dim=3)
-    return [part.reshape(*lead, -1, dim) for part, dim in zip(parts, layout.head_dims)]
 
 
 def _revealing_output(
@@ -365,8 +375,10 @@ def route_projections(
     weight_out: torch.Tensor,
     like: torch.Tensor,
     bias: torch.Tensor | None = None,
+    norms: Norms = (),
 ) -> SPContext | None:
     """The context to run the projections of an input of ``input_shape`` [s / W, b, hidden], which is ``like`` or has
     its type and device, fused with their exchanges, or None."""
     rows = (input_shape[0], input_shape[1])
-    return gate.context_for(PROJECTIONS, UlyssesCall(group, shape, rows, like, (weight_qkv, weight_out), bias=bias))
+    call = UlyssesCall(group, shape, rows, like, (weight_qkv, weight_out), bias=bias, norms=norms)
+    return gate.context_for(PROJECTIONS, call)

@@ -21,6 +21,7 @@ from ditron_train.megatron.tp.te_fp8 import scaling_of
 from ditron_train.megatron.tp.te_layers import why_not_fp8
 from ditron_train.policy import gate
 from ditron_train.sp import LateWgrad, SPContext, sequence_exchange
+from ditron_train.sp.head_norms import Norms
 
 __all__ = ["Fp8Linears"]
 
@@ -33,6 +34,10 @@ class Fp8Linears(TELinears):
         if "forward" in vars(out):
             return "the output projection has a forward of its own"
         return self.why_not_front(qkv, x)
+
+    def why_not_norms(self, norms: Norms) -> str | None:
+        """See `Projections`."""
+        return "q and k are normalised before the exchange, and the layer computes in FP8" if norms else None
 
     def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:
         """See `Projections`."""
@@ -52,6 +57,7 @@ class Fp8Linears(TELinears):
         input_shape: tuple[int, ...],
         layers: tuple[Any, Any],
         like: torch.Tensor,
+        norms: Norms = (),
     ) -> SPContext | None:
         """See `Projections`."""
         qkv, _ = layers
@@ -67,6 +73,7 @@ class Fp8Linears(TELinears):
         shape: AttentionShape,
         row_table: torch.Tensor | None = None,
         late: LateWgrad | None = None,
+        norms: Norms = (),
     ) -> tuple[torch.Tensor, ...]:
         """See `Projections`."""
         gathers = layer.sequence_parallel and layer.tp_size > 1

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.torch_norm import L2Norm
 
 from ditron_train.megatron.ep.coverage import (
     why_not_config,
@@ -264,7 +265,7 @@ def _self_attention(config: Any) -> Any:
     """Attributes of a ``SelfAttention``."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    norm = object() if config.qk_layernorm or config.qk_l2_norm else None
+    norm = L2Norm(1) if config.qk_l2_norm else torch.nn.RMSNorm(1) if config.qk_layernorm else None
     offloads = config.offload_modules if config.fine_grained_activation_offloading else ()
     return SimpleNamespace(
         config=config,

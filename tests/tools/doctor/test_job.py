@@ -58,7 +58,7 @@ def test_a_job_of_usual_flags_is_fast_all_over(base: str) -> None:
         (f"{TP} --fp8-format e4m3 --fp8-recipe mxfp8", PROJ, "FP8 by the recipe MXFP8BlockScaling"),
         (f"{TP} --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather", PROJ, "--fp8-param-gather"),
         (f"{TP} --seq-length 64 --micro-batch-size 1", QKV, "at most 32 features, or tokens a rank"),
-        (f"{SP} --qk-layernorm", QKV_A2A, "q and k are normalised before the exchange"),
+        (f"{SP} --test-mode", QKV_A2A, "flash decoding or test mode is on"),
         (f"{SP},tp --tensor-model-parallel-size 2 --sequence-parallel", OUT_A2A, "overlaps with tensor parallel"),
         (f"{SP} --attention-dropout 0.1", "attention: exchanges", "attention dropout is on"),
         (f"{SP} --cp-comm-type p2p", "attention: exchanges", "--cp-comm-type is p2p"),
@@ -179,7 +179,7 @@ def test_other_parts_stay_fast_beside_one_that_is_native() -> None:
     found = reasons(f"{TP} --fp8-format hybrid --fp8-recipe tensorwise --ffn-hidden-size 11000")
     assert {name for name, reason in found.items() if reason} == {"MLP: linear_fc1", "MLP: linear_fc2"}
     found = reasons(f"{SP} --qk-layernorm")
-    assert found[OUT_A2A] is None and found["attention: exchanges"] is None
+    assert found[QKV_A2A] is None and found[OUT_A2A] is None and found["attention: exchanges"] is None
 
 
 def test_features_that_have_nothing_to_do_are_named() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import json
+import string
 import textwrap
 import time
 from pathlib import Path
@@ -21,8 +23,8 @@ from ditron_train.tools import fused_calls
 from megatron_tests import campaign, launches, plugin
 from megatron_tests.launches import NATIVE, Launcher
 from megatron_tests.records import Notes, Suite, read_suite, stop_mark
-from megatron_tests.suites import SUITES, fit_expert_sizes, fit_sizes, paths_of
-from megatron_tests.table import row_of
+from megatron_tests.suites import SUITES, fit_expert_sizes, fit_sizes, paths_of, suites_of
+from megatron_tests.table import NOTHING_ASKED, row_of
 
 _CONFTEST = """
 import os
@@ -142,10 +144,14 @@ def test_what_passes_natively_and_not_with_ours_is_in_the_table(checkout, tmp_pa
     assert len(passed) == 5 and not native.open and native.launches == 1 and not any(native.ran.values())
 
     first = launcher(most=1).run("bits", "a2a_overlap", paths, passed)  # as if the time were over
-    assert first.outcomes and first.open and row_of("bits", 2, [(native, first)]).not_run == len(first.open)
+    assert (
+        first.outcomes
+        and first.open
+        and row_of("bits", 2, {"a2a_overlap": (native, first)}).not_run == len(first.open)
+    )
     assert launcher(seconds=0).run("bits", "a2a_overlap", paths, passed).outcomes == first.outcomes
     ours = launcher().run("bits", "a2a_overlap", paths, passed)
-    row = row_of("bits", 2, [(native, ours)])
+    row = row_of("bits", 2, {"a2a_overlap": (native, ours)})
     assert {test.split("::")[1]: outcome for test, outcome in row.lost.items()} == {"test_dies_with_ours": "crashed"}
     assert (row.native_passed, row.ours_passed, row.not_run) == (5, 4, 0)
     assert (row.ours_ran, row.calls) == (1, {"muon": 1})
@@ -181,7 +187,7 @@ def test_what_fails_beside_others_is_run_again_without_them(tmp_path, monkeypatc
     assert ours.again == {"a"} and ours.launches == 5
     assert launcher.run("strict", "moe", [], ["a", "b", "c", "d"]).launches == 5
     native = Suite(["a", "b", "c", "d"], dict.fromkeys("abcd", "passed"))
-    row = row_of("strict", 1, [(native, ours)])
+    row = row_of("strict", 1, {"moe_m": (native, ours)})
     assert row.passed_again == ["a"] and row.lost == {"b": "hung", "c": "failed"}
 
 
@@ -241,10 +247,28 @@ def test_a_line_that_was_cut_is_left_out(tmp_path):
     assert read_suite(tmp_path).outcomes == {"a": "passed"}
 
 
+def test_reasons_for_native_are_counted_without_their_numbers():
+    tests = dict.fromkeys("abc", "passed")
+    lines = {
+        "a": ["tp: native, at (8, 2) x 64 slower", "sp: native, mask"],
+        "b": ["tp: native, at (4, 2) x 32 slower"],
+    }
+    row = row_of("bits", 2, {"moe_m": (Suite([*tests], tests), Suite([*tests], tests, native=lines))})
+    assert row.native_because == {"moe_m": {"tp: native, at N slower": 2, "sp: native, mask": 1, NOTHING_ASKED: 1}}
+
+
+def test_the_largest_folder_is_three_suites():
+    parts = suites_of("moe")
+    assert len(parts) == 3 and suites_of("gpt") == ["gpt"]
+    letters = [part.split("test_")[1] for suite in parts for part in SUITES[suite]]
+    assert all(sum(fnmatch.fnmatch(f"{letter}x.py", one) for one in letters) == 1 for letter in string.ascii_lowercase)
+
+
 def test_a_test_that_is_skipped_with_ours_is_lost():
     native = Suite(["a", "b"], {"a": "passed", "b": "passed"})
     ours = Suite(["a", "b"], {"a": "skipped", "b": "passed"}, ran={"a": {"tp": 0}, "b": {"tp": 2, "ep": 1}})
-    row = row_of("strict", 4, [(native, ours)])
+    row = row_of("strict", 4, {"moe_m": (native, ours)})
+    assert row.native_because == {"moe_m": {NOTHING_ASKED: 1}}
     assert row.lost == {"a": "skipped"} and row.calls == {"ep": 1, "tp": 2} and row.ours_ran == row.ours_passed == 1
 
 
@@ -279,7 +303,7 @@ def test_what_is_counted_beside_transformer_engine_is_there():
 
 def test_the_suites_are_those_of_megatron_lm(checkout):
     assert paths_of(checkout, "a2a_overlap") == ["tests/unit_tests/a2a_overlap"]
-    assert paths_of(checkout, "moe") == []
+    assert paths_of(checkout, "moe_m") == []
     assert all(SUITES.values())
 
 
@@ -300,8 +324,8 @@ def test_the_table_is_written(checkout, tmp_path, monkeypatch):
     for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
     records = tmp_path / "records"
-    _note(records / NATIVE / "moe", 0, [[("a", "passed"), ("b", "passed"), ("c", "skipped")]] * 2)
-    _note(records / "strict" / "moe", 0, [[("a", "passed"), ("b", "failed")]] * 2)
+    _note(records / NATIVE / "moe_m", 0, [[("a", "passed"), ("b", "passed"), ("c", "skipped")]] * 2)
+    _note(records / "strict" / "moe_m", 0, [[("a", "passed"), ("b", "failed")]] * 2)
     monkeypatch.setattr(launches.Launcher, "_launch", lambda *args: pytest.fail("nothing is to be launched"))
     parser = campaign.argparse.ArgumentParser()
     campaign.add_arguments(parser)
