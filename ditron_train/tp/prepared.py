@@ -110,6 +110,7 @@ class AgGemmCall(NamedTuple):
     counts: tuple[int, ...] | None
     plan: GatherPlan | None
     keeps_gathered: bool
+    buffer: str | None
 
     def prepare(self, context: TPContext) -> PreparedAgGemm | None:
         """See above."""
@@ -122,7 +123,8 @@ class AgGemmCall(NamedTuple):
         choice = _choose(context, partition.num_rows, n, k, self)
         if self.plan is not None:
             choice = replace(choice, gather=self.plan)
-        return PreparedAgGemm(context, partition, n, k, self.dtype, self.layout, choice, self.keeps_gathered)
+        kept = self.keeps_gathered, self.buffer
+        return PreparedAgGemm(context, partition, n, k, self.dtype, self.layout, choice, *kept)
 
 
 class GemmRsCall(NamedTuple):

@@ -26,7 +26,8 @@ __all__ = ["PreparedAgGemm"]
 class PreparedAgGemm:
     """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make.
 
-    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'. Where the op is
+    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'. ``buffer``: as of
+    ``TPContext.gathered``. Where the op is
     short and sends by copy engines, it is recorded as ``PreparedChunkedGemmRs`` is."""
 
     def __init__(
@@ -39,13 +40,14 @@ class PreparedAgGemm:
         layout: Layout,
         choice: Choice,
         keeps_gathered: bool = False,
+        buffer: str | None = None,
     ) -> None:
         self.context, self._out_dtype = context, result_dtype(dtype)
         self.m, self.n, self.k = partition.num_rows, n, k
         self.config = config = choice.config
         self._a_block, transpose_b = (config.block_m, config.block_k), layout == "nt"
         self.gather = gather = PreparedGather(
-            context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m
+            context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m, buffer=buffer
         )
         even = partition.is_even(config.block_m)
         self._tables = context.row_tables("gather", partition, config.block_m)
