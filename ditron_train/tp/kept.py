@@ -71,7 +71,8 @@ class KeptInputs:
     def reserve(self, x: torch.Tensor, weight: torch.Tensor) -> KeptInput | None:
         """Room for all ranks' rows of ``x`` [s / W, ..., K] in a call of the layer of ``weight``.
 
-        None where nothing is to be kept: without a weight gradient to come, where what a layer saves is counted,
+        A layer's first call gets none: all layers then have the memory that they cannot do without. None where
+        nothing is to be kept: without a weight gradient to come, where what a layer saves is counted,
         moved or computed again (hooks on saved tensors: ``torch.utils.checkpoint``, offloading), and in a captured
         graph, which would have its place for ever.
         """
@@ -82,8 +83,9 @@ class KeptInputs:
         columns = padded_columns(x.shape[-1], x.dtype)
         rows = x.shape[:-1].numel() * self.arena.world_size
         self._num_calls += 1
+        is_first = weight not in self._layers
         kept = KeptInput(self, (self._layer_of(weight), self._num_calls), (rows, columns), x)
-        kept.place = self._place_of(rows * columns * x.dtype.itemsize)
+        kept.place = None if is_first else self._place_of(rows * columns * x.dtype.itemsize)
         if kept.place is not None:
             kept.place.holder, kept.place.is_free = kept, False
             self._waiting.setdefault(kept.layer, []).append(kept)
