@@ -1,11 +1,13 @@
 """The host's time to enqueue a layer of each room, by Megatron's module and by ours, us of a call.
 
-    python scripts/launch.py 2 scripts/host_times.py [--room tp ...] [--output FILE] [--profiles FILE]
+    python scripts/launch.py 2 scripts/host_times.py [--room tp ...] [--most-seconds 40] [--output FILE]
+        [--profiles FILE]
 
 Two ranks may share one GPU: times of the device mean nothing then, those of the host do. The device is idle when a
 batch of calls begins, and no call waits for it. Contenders come in the order native, ours, ours, native. ``busy`` is
-the time that the calling thread was on a core: what it slept for the device is not in it. Another tree's package is
-measured where PYTHONPATH names it. On CPUs with TRITON_INTERPRET=1 only whether it runs is seen.
+the time that the calling thread was on a core: what it slept for the device is not in it. A room's cases that would
+begin after its ``--most-seconds`` are named and left out: rooms can run one by one, or side by side. Another tree's
+package is measured where PYTHONPATH names it. On CPUs with TRITON_INTERPRET=1 only whether it runs is seen.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
-NUM_CALLS = 8 if ON_GPU else 1
+NUM_CALLS, FEW_CALLS = (8, 2) if ON_GPU else (1, 1)
+LONG_BATCH_S = 0.4  # a batch of few calls that takes longer stays one: the device, or NCCL's sockets, hold it up
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
@@ -58,12 +61,12 @@ class Batch:
     """Calls of one contender, the device idle in front of the forwards and in front of the backwards."""
 
     def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+        self._forward, self.num_calls = forward, FEW_CALLS
         self.times: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
 
     def run(self, profiles: dict[str, cProfile.Profile] | None = None, *, keeps: bool = True) -> None:
         """``profiles``: collect instead of measuring; ``keeps``: whether the times count."""
-        backwards = self._timed("forward", [self._forward] * NUM_CALLS, profiles, keeps)
+        backwards = self._timed("forward", [self._forward] * self.num_calls, profiles, keeps)
         with torch.autograd.set_multithreading_enabled(False):  # else a thread of its own is on the core
             if None not in backwards:
                 self._timed("backward", backwards, profiles, keeps)
@@ -80,7 +83,7 @@ class Batch:
             profiles[name].disable()
         elif keeps:
             ended = time.perf_counter(), time.thread_time()
-            self.times[name].append(tuple(1e6 * (b - a) / NUM_CALLS for a, b in zip((began, busy), ended)))
+            self.times[name].append(tuple(1e6 * (b - a) / self.num_calls for a, b in zip((began, busy), ended)))
         return results
 
 
@@ -155,8 +158,8 @@ def _tp_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
         ]
     sizes = {"small": (2048, 1024, 2048), "large": (8192, 4096, 14336)} if ON_GPU else {"small": (32, 64, 128)}
     with _groups(tensor_model_parallel_size=dist.get_world_size()):
-        for kind, pair in kinds.items():
-            for size, shape in sizes.items():
+        for size, shape in sizes.items():
+            for kind, pair in kinds.items():
                 yield (
                     f"tp {kind} column+row {size}",
                     {name: _linears(classes, *shape, True) for name, classes in zip(("native", "ours"), pair)},
@@ -260,31 +263,46 @@ def _muon_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
 ROOMS = {"tp": _tp_cases, "sp": _sp_cases, "ep": _ep_cases, "pp": _pp_cases, "muon": _muon_cases}
 
 
-def _profile_text(profile: cProfile.Profile, most: int) -> str:
+def _profile_text(profile: cProfile.Profile, num_calls: int, most: int = 40) -> str:
     text = io.StringIO()
     stats = pstats.Stats(profile, stream=text)
     rows = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:most]  # type: ignore[attr-defined]
     total = sum(row[2] for row in stats.stats.values())  # type: ignore[attr-defined]
-    lines = [f"  {1e6 * total / NUM_CALLS:.0f} us of a call under the profile"]
+    lines = [f"  {1e6 * total / num_calls:.0f} us of a call under the profile"]
     for (file, line, name), (_, calls, own, cumulative, _) in rows:
         place = f"{Path(file).parent.name}/{Path(file).name}:{line} " if line else ""
-        own_us, all_us = 1e6 * own / NUM_CALLS, 1e6 * cumulative / NUM_CALLS
-        lines.append(f"  {calls / NUM_CALLS:6.1f} calls {own_us:7.1f} us own {all_us:7.1f} us all  {place}{name}")
+        own_us, all_us = 1e6 * own / num_calls, 1e6 * cumulative / num_calls
+        lines.append(f"  {calls / num_calls:6.1f} calls {own_us:7.1f} us own {all_us:7.1f} us all  {place}{name}")
     return "\n".join(lines)
 
 
-def measure(name: str, contenders: dict[str, Forward], seconds: float) -> tuple[dict[str, Any], str]:
-    """The row of one case and the profiles of its contenders."""
-    batches = {who: Batch(forward) for who, forward in contenders.items()}
-    for _ in range(4 if ON_GPU else 1):  # a sequence is recorded at its third call
+def _warm_up(batches: dict[str, Batch]) -> None:
+    """Prepares and records: a sequence is recorded at its third call. Then says how many calls a batch has."""
+    began = time.monotonic()
+    for last in (False, False, True) if ON_GPU else (True,):
+        began = time.monotonic() if last else began
         for batch in batches.values():
             batch.run(keeps=False)
+    is_long = _all_agree(time.monotonic() - began > LONG_BATCH_S * len(batches))
+    for batch in batches.values():
+        batch.num_calls = FEW_CALLS if is_long else NUM_CALLS
+
+
+def measure(name: str, contenders: dict[str, Forward], seconds: float, until: float) -> tuple[dict[str, Any], str]:
+    """The row of one case and the profiles of its contenders; past ``until`` one pass is enough."""
+    batches = {who: Batch(forward) for who, forward in contenders.items()}
+    _warm_up(batches)
     began, order, passed = time.monotonic(), [*batches.values()], 0
-    while not _all_agree(passed >= 3 and time.monotonic() - began > seconds or not ON_GPU and passed > 0):
+
+    def is_over() -> bool:
+        now = time.monotonic()
+        return passed > 0 and (now > until or not ON_GPU or passed >= 3 and now - began > seconds)
+
+    while not _all_agree(is_over()):
         for batch in (*order, *reversed(order)):
             batch.run()
         passed += 1
-    row: dict[str, Any] = {"case": name, "rounds": 2 * passed}
+    row: dict[str, Any] = {"case": name, "rounds": 2 * passed, "calls": order[0].num_calls}
     texts = []
     for who, batch in batches.items():
         profiles = {direction: cProfile.Profile() for direction in batch.times}
@@ -294,7 +312,7 @@ def measure(name: str, contenders: dict[str, Forward], seconds: float) -> tuple[
                 walls, busy = zip(*times)
                 row[f"{who} {direction}"] = statistics.median(walls)
                 row[f"{who} {direction} busy"] = statistics.median(busy)
-                texts.append(f"{name}: {who} {direction}\n{_profile_text(profiles[direction], 40)}")
+                texts.append(f"{name}: {who} {direction}\n{_profile_text(profiles[direction], batch.num_calls)}")
     return row, "\n".join(texts)
 
 
@@ -316,6 +334,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--room", action="append", choices=list(ROOMS))
     parser.add_argument("--seconds", type=float, default=3.0, help="of each case, at least three passes")
+    parser.add_argument("--most-seconds", type=float, default=600.0, help="of each room, until its last case begins")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--profiles", type=Path)
     arguments = parser.parse_args()
@@ -341,9 +360,14 @@ def main() -> None:
             "| case | pass | native, us | ours, us | ratio | native busy | ours busy | ratio |\n" + "| --- " * 8 + "|"
         )
     for room in arguments.room or ROOMS:
+        until = time.monotonic() + arguments.most_seconds
         try:
             for name, contenders in ROOMS[room]():
-                row, profiles = measure(name, contenders, arguments.seconds)
+                if _all_agree(time.monotonic() > until):
+                    if is_first:
+                        print(f"left out after {arguments.most_seconds:.0f} s: {name}", flush=True)
+                    continue
+                row, profiles = measure(name, contenders, arguments.seconds, until)
                 rows.append(row)
                 if is_first:
                     print(show(row), flush=True)

@@ -114,6 +114,16 @@ SETTINGS: tuple[Setting, ...] = (
         "Megatron. With the nvshmem transport it is also the reserve that is allocated once (unset: 2 GiB).",
     ),
     Setting(
+        "keep_gathered_mib",
+        "DITRON_KEEP_GATHERED",
+        _count,
+        0,
+        "MiB",
+        "Symmetric memory of each rank, in a tensor parallel group inside a node, that gathered inputs of column "
+        "layers (bf16, fp16) stay in until backward has read them: they are gathered once, not twice. Read when a "
+        "group is first used. 0: none is kept, as natively.",
+    ),
+    Setting(
         "pp_slots",
         "DITRON_PP_SLOTS",
         _positive_int,
@@ -246,6 +256,7 @@ class Settings:
     transport: str
     timeout_s: float
     arena_bytes: int | None
+    keep_gathered_mib: int
     pp_slots: int
     pp_loans: int | None
     pp_path: str

@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device import device_name
 from ditron_train.runtime.profiles import Machine
+from ditron_train.runtime.settings import get_settings
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
+from ditron_train.tp.kept import KeptInputs
 from ditron_train.tp.problem import PUSH_BYTES
 
 MOST_CHUNKS = 64  # of one source in an all-reduce by copy engines
@@ -102,6 +104,8 @@ class TPContext(OpContext):
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
         self.machine = Machine(device_name(self.device), self.target, self.num_sms)
         self._tables: dict[object, torch.Tensor] = {}
+        kept_bytes = get_settings().keep_gathered_mib << 20
+        self.kept = KeptInputs(self.arena, kept_bytes) if kept_bytes else None
 
     def prepare(self, *call: Any) -> Any:
         """What a call needs: ``call`` is one of ``tp.prepared``'s kinds, then its fields. Made at the first such call,
@@ -138,9 +142,12 @@ class TPContext(OpContext):
         super().forget_shapes()
         self._tables.clear()
 
-    def gathered(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
-        """The gathered activation, as ``[num_rows, num_columns]``; valid until the next gather of this context."""
-        return self.arena.tensor("tp.gathered", (num_rows, num_columns), dtype)
+    def gathered(
+        self, num_rows: int, num_columns: int, dtype: torch.dtype, buffer: str | None = None
+    ) -> SymmetricTensor:
+        """The gathered activation, as ``[num_rows, num_columns]``; valid until the next gather of this context into
+        this ``buffer`` (None: the one that gathers share)."""
+        return self.arena.tensor(buffer or "tp.gathered", (num_rows, num_columns), dtype)
 
     def pushed(self, dtype: torch.dtype) -> SymmetricTensor:
         """Where peers store the partial sums of small all-reduces, [2, world_size, elements]: by the epoch's

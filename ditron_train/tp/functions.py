@@ -23,6 +23,7 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
+from ditron_train.tp.kept import KeptInput
 from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
 from ditron_train.tp.nodes import ColumnOverNodes, RowOverNodes
 from ditron_train.tp.nodes_context import NodesTPContext
@@ -81,11 +82,12 @@ def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext | NodesT
 @outside_compile
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, context, wgrad, rounds_once):
+    def forward(ctx, x, weight, bias, context, wgrad, rounds_once, kept):
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        ctx.context, ctx.wgrad = context, wgrad
-        y = ag_gemm(as_rows(x), weight, context=context, bias=bias if rounds_once else None)
+        ctx.context, ctx.wgrad, ctx.kept = context, wgrad, kept
+        inside = bias if rounds_once else None
+        y = ag_gemm(as_rows(x), weight, context=context, bias=inside, gathered_in=kept.buffer if kept else None)
         # As rows, since what a Function returns must not be a view: Megatron's cross entropy edits the logits in
         # place.
         return y if bias is None or rounds_once else y + bias
@@ -96,6 +98,8 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x, ctx.context))
+        kept: KeptInput | None = ctx.kept
+        total_x = kept.rows() if kept is not None and not deferred else None
         grad_x = grad_weight = None
         if x.numel() == 0:  # on every rank: nothing to move
             grad_x = torch.empty_like(x) if needs_x else None
@@ -104,37 +108,46 @@ class _ColumnLinear(torch.autograd.Function):
                     ctx.wgrad.result_without_gemm(x.dtype) if deferred else ctx.wgrad(grad_output, as_rows(x))
                 )
         elif needs_x and needs_weight and can_copy(ctx.context):
-            grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred)
+            grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred, total_x)
         else:
-            gather = start_all_gather(x, context=ctx.context) if needs_weight and not deferred else None
+            is_gathered = needs_weight and not deferred and total_x is None
+            gather = start_all_gather(x, context=ctx.context) if is_gathered else None
             try:
                 if needs_x:
                     grad_x = gemm_rs(grad_output, weight, context=ctx.context, layout="nn").view_as(x)
             finally:
-                total_x = gather.wait() if gather is not None else None
+                total_x = gather.wait() if gather is not None else total_x
             if total_x is not None:
                 grad_weight = ctx.wgrad(grad_output, total_x)
             elif deferred:
                 grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
         grad_bias = ctx.wgrad.bias_gradient(grad_output) if ctx.has_bias and needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        if kept is not None:
+            kept.release()
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def _column_gradients(
-    ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor, deferred: bool = False
+    ctx: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grad_output: torch.Tensor,
+    deferred: bool = False,
+    total_x: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dX and dWt: the gather of X lies under the dgrad GEMM, the reduce-scatter of dX under the wgrad GEMM.
+    """dX and dWt: the gather of X, where ``total_x`` was not kept, lies under the dgrad GEMM, the reduce-scatter of
+    dX under the wgrad GEMM.
 
     Where dWt is ``deferred`` dX is the same product by the same kernels: what a policy has compared is what runs.
 
     What was started is waited for whatever is raised meanwhile: starts and waits are counted, and what the
     communication stream reads must not be freed under it."""
-    gather = None if deferred else start_all_gather(x, context=ctx.context)
+    gather = None if deferred or total_x is not None else start_all_gather(x, context=ctx.context)
     try:
         partial = grad_output.matmul(weight)
     finally:
         # before the scatter starts: it also orders this stream behind the communication stream
-        total_x = None if gather is None else gather.wait()
+        total_x = total_x if gather is None else gather.wait()
     scatter = start_reduce_scatter(partial, context=ctx.context)
     try:
         grad_weight = ctx.wgrad.result_without_gemm(x.dtype) if total_x is None else ctx.wgrad(grad_output, total_x)
@@ -196,7 +209,8 @@ def column_linear(
     """
     options = (x, weight, bias, context, wgrad or PlainWgrad())
     if not isinstance(context, NodesTPContext):
-        return _like_input(_ColumnLinear.apply(*options, rounds_once), x, context)
+        kept = None if context.kept is None else context.kept.reserve(x, weight)
+        return _like_input(_ColumnLinear.apply(*options, rounds_once, kept), x, context)
     if rounds_once and bias is not None:
         raise NotSupportedError("column_linear: over nodes a bias is not added inside the GEMM")
     return _like_input(ColumnOverNodes.apply(*options), x, context)

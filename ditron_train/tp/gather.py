@@ -118,6 +118,7 @@ class PreparedGather(CopiedGather):
         is_awaited: Whether nobody consumes rows before all are there (``wait``): copy engines send them to all peers
             but the first in one command then, where peers' memory can be mapped side by side. Own rows get their place
             first.
+        buffer: As of ``TPContext.gathered``.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class PreparedGather(CopiedGather):
         block_m: int,
         *,
         is_awaited: bool = False,
+        buffer: str | None = None,
     ) -> None:
         self.partition = partition
         self.num_columns = num_columns
@@ -141,7 +143,7 @@ class PreparedGather(CopiedGather):
             self.granule_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype, self.granule_rows)
         super().__init__(context, values)
-        self.buffer = context.gathered(partition.num_rows, num_columns, dtype)
+        self.buffer = context.gathered(partition.num_rows, num_columns, dtype, buffer)
         self.row_starts = context.table(partition, partition.starts)
         self.row_bytes = num_columns * dtype.itemsize
         world = {"WORLD_SIZE": context.world_size}

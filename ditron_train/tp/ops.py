@@ -29,6 +29,7 @@ def ag_gemm(
     layout: Layout = "nt",
     row_counts: Sequence[int] | None = None,
     return_gathered: bool = False,
+    gathered_in: str | None = None,
     plan: GatherPlan | None = None,
     scales: TensorScales | None = None,
     bias: torch.Tensor | None = None,
@@ -43,6 +44,8 @@ def ag_gemm(
         row_counts: Rows (all leading dimensions multiplied) of each rank where they differ.
         return_gathered: Also return the gathered rows [total rows, K]: a view that the next gather of this context
             overwrites.
+        gathered_in: Name of the symmetric buffer that the rows are gathered into, all of them, until the next call
+            with it; the same on all ranks. None: the one that all gathers share.
         plan: How to move the rows; chosen by the shape where None (``tp.choices``).
         scales: Of FP8 operands; that of ``x`` is the same on all ranks.
         bias: [N], of the result's type: added in fp32 to the (scaled) product, which is rounded then, as cuBLAS's
@@ -63,7 +66,8 @@ def ag_gemm(
         check_bias("ag_gemm", x, bias, weight.shape[0 if layout == "nt" else -1] if weight.dim() else 0)
     context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
-    prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, return_gathered)
+    keeps = return_gathered or gathered_in is not None
+    prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, keeps, gathered_in)
     if prepared is None:
         n, k = weight.shape if layout == "nt" else weight.shape[::-1]
         shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])

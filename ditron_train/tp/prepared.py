@@ -97,6 +97,7 @@ class AgGemmCall(NamedTuple):
     counts: tuple[int, ...] | None
     plan: GatherPlan | None
     keeps_gathered: bool
+    buffer: str | None
 
     def prepare(self, context: TPContext) -> PreparedAgGemm | None:
         """See above."""
@@ -110,7 +111,7 @@ class AgGemmCall(NamedTuple):
         choice = choose(problem, context.machine)
         if self.plan is not None:
             choice = replace(choice, gather=self.plan)
-        return PreparedAgGemm(context, partition, problem, choice, self.keeps_gathered)
+        return PreparedAgGemm(context, partition, problem, choice, self.keeps_gathered, self.buffer)
 
 
 class GemmRsCall(NamedTuple):

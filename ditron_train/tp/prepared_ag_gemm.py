@@ -24,7 +24,8 @@ from ditron_train.tp.problem import Choice, Problem
 class PreparedAgGemm:
     """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make.
 
-    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'. Where the op is
+    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'. ``buffer``: as of
+    ``TPContext.gathered``. Where the op is
     short and sends by copy engines, it is recorded as ``PreparedChunkedGemmRs`` is."""
 
     def __init__(
@@ -34,6 +35,7 @@ class PreparedAgGemm:
         problem: Problem,
         choice: Choice,
         keeps_gathered: bool = False,
+        buffer: str | None = None,
     ) -> None:
         (n, k), dtype = (problem.n, problem.k), problem.dtype
         self.context, self._out_dtype = context, result_dtype(dtype)
@@ -41,7 +43,7 @@ class PreparedAgGemm:
         self.config = config = choice.config
         self._a_block, transpose_b = (config.block_m, config.block_k), problem.layout == "nt"
         self.gather = gather = PreparedGather(
-            context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m
+            context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m, buffer=buffer
         )
         even = partition.is_even(config.block_m)
         self._tables = context.row_tables("gather", partition, config.block_m)

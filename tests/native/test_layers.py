@@ -363,6 +363,47 @@ def test_several_forwards_before_backward():
     run_workers(2, _pipelined_microbatches)
 
 
+def _kept_over_microbatches():
+    """Two steps of three microbatches added up in ``main_grad``, then one recomputed and one evaluation."""
+    from megatron.core import tensor_parallel
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    import ditron_train.megatron as plugin
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.tp import get_tp_context
+
+    plugin.apply(features="wgrad")
+    with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+        found = []
+        for ours in (False, True):
+            column, row = _layers(ours, _config(gradient_accumulation_fusion=True), bias=True)
+            for weight in (column.weight, row.weight):
+                weight.main_grad = torch.zeros_like(weight)
+            result = {}
+            for step in range(2):
+                inputs = [_integers(TOKENS // 2, BATCH, HIDDEN, seed=3 * step + s).requires_grad_() for s in range(3)]
+                outputs = [row(column(x)[0])[0] for x in inputs]
+                for index, y in enumerate(outputs):
+                    y.square().sum().backward()
+                    result[f"dx{step}{index}"] = inputs[index].grad
+            y = tensor_parallel.checkpoint(lambda x: row(column(x)[0])[0], False, inputs[0])  # noqa: B023
+            y.sum().backward()
+            with torch.no_grad():
+                result["evaluated"] = row(column(inputs[1])[0])[0]
+            result |= {"dc": column.weight.main_grad, "dr": row.weight.main_grad, "db": column.bias.grad}
+            found.append({**result, "dx": inputs[0].grad, "y": y.detach()})
+        _assert_equal(*found)
+        _assert_ran_as_ops()
+        places = get_tp_context(get_tensor_model_parallel_group(), torch.device("cpu")).kept._places
+        return [place.is_free for place in places]
+
+
+def test_gathered_inputs_kept_over_microbatches():
+    """Three are on their way in the second step; of the first call nothing is kept."""
+    env = {"DITRON_KEEP_GATHERED": "1"}
+    assert run_workers(2, _kept_over_microbatches, env=env) == [[True] * 3] * 2
+
+
 def _made_in_inference_mode():
     from ditron_train.cpu.megatron_shim import model_parallel
 

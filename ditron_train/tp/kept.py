@@ -1,0 +1,138 @@
+"""Gathered inputs of column layers that stay where they arrived until backward has read them
+(``DITRON_KEEP_GATHERED``).
+
+Who keeps an input does not gather it in backward, and its peers do not send it: so ranks have to decide alike, without
+a word between them. They do, since everything here follows from the calls of the group in their order, and nothing
+from what this rank's memory holds or which graphs it still refers to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ditron_train.gemm.operands import padded_columns
+from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.errors import ArenaError
+from ditron_train.runtime.logs import log_once
+from ditron_train.symm.arena import SymmetricArena
+
+
+class _Place:
+    """A buffer of the arena, and who had it last: its rows are right until another one has it."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name, self.num_bytes = name, num_bytes
+        self.holder: KeptInput | None = None
+        self.is_free = True
+
+
+class KeptInput:
+    """The gathered input of one call [rows of all ranks, K], or that there was no room for it."""
+
+    def __init__(self, owner: KeptInputs, call: tuple[int, int], shape: tuple[int, int], x: torch.Tensor) -> None:
+        self._owner, self._shape, self._num_columns, self._dtype = owner, shape, x.shape[-1], x.dtype
+        self.layer, self.number = call
+        self.place: _Place | None = None
+
+    @property
+    def buffer(self) -> str | None:
+        """Name of the arena's buffer that its rows are gathered into; None where there is no room."""
+        return None if self.place is None else self.place.name
+
+    def rows(self) -> torch.Tensor | None:
+        """All rows, if they are still there: a view that is right until ``release`` and the next forward."""
+        if self.place is None or self.place.holder is not self:
+            return None
+        return self._owner.arena.tensor(self.place.name, self._shape, self._dtype).local[:, : self._num_columns]
+
+    def release(self) -> None:
+        """Its backward has read it: on the stream what comes next may have its place. Calls of the same layer that
+        are older lose theirs, too: pipelines go back in the order in which they came, so those never will."""
+        self._owner.release(self)
+
+
+class KeptInputs:
+    """Places for the gathered inputs of one group, up to a number of bytes on each rank.
+
+    Args:
+        arena: Of the group; places are allocated as they are needed (collective) and stay.
+        most_bytes: That they have together.
+    """
+
+    def __init__(self, arena: SymmetricArena, most_bytes: int) -> None:
+        self.arena = arena
+        self._left_bytes = self._most_bytes = most_bytes
+        self._places: list[_Place] = []
+        self._layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._num_layers = self._num_calls = 0
+        self._waiting: dict[int, list[KeptInput]] = {}  # those with a place, by layer, the oldest first
+
+    def reserve(self, x: torch.Tensor, weight: torch.Tensor) -> KeptInput | None:
+        """Room for all ranks' rows of ``x`` [s / W, ..., K] in a call of the layer of ``weight``.
+
+        A layer's first call gets none: all layers then have the memory that they cannot do without. None where
+        nothing is to be kept: without a weight gradient to come, where what a layer saves is counted,
+        moved or computed again (hooks on saved tensors: ``torch.utils.checkpoint``, offloading), and in a captured
+        graph, which would have its place for ever.
+        """
+        if not (torch.is_grad_enabled() and weight.requires_grad) or x.numel() == 0 or _are_saved_tensors_hooked():
+            return None
+        if is_capturing(self.arena.device):
+            return None
+        columns = padded_columns(x.shape[-1], x.dtype)
+        rows = x.shape[:-1].numel() * self.arena.world_size
+        self._num_calls += 1
+        is_first = weight not in self._layers
+        kept = KeptInput(self, (self._layer_of(weight), self._num_calls), (rows, columns), x)
+        kept.place = None if is_first else self._place_of(rows * columns * x.dtype.itemsize)
+        if kept.place is not None:
+            kept.place.holder, kept.place.is_free = kept, False
+            self._waiting.setdefault(kept.layer, []).append(kept)
+        return kept
+
+    def release(self, kept: KeptInput) -> None:
+        """See ``KeptInput``; again it does nothing."""
+        waiting = self._waiting.get(kept.layer, [])
+        while waiting and waiting[0].number <= kept.number:
+            place = waiting.pop(0).place
+            assert place is not None
+            place.is_free = True
+        if not waiting:
+            self._waiting.pop(kept.layer, None)
+
+    def _layer_of(self, weight: torch.Tensor) -> int:
+        """A number for each weight: by its address, which another one may have later, ranks would not agree."""
+        number: int | None = self._layers.get(weight)
+        if number is None:
+            self._num_layers += 1
+            number = self._layers[weight] = self._num_layers
+        return number
+
+    def _place_of(self, num_bytes: int) -> _Place | None:
+        """The smallest free place that holds as much, or a new one, as far as there is memory for it."""
+        fitting = [place for place in self._places if place.is_free and place.num_bytes >= num_bytes]
+        if fitting:
+            return min(fitting, key=lambda place: place.num_bytes)
+        if num_bytes > self._left_bytes:
+            return None
+        place = _Place(f"tp.kept.{len(self._places)}", num_bytes)
+        try:
+            self.arena.tensor(place.name, (num_bytes,), torch.uint8)
+        except ArenaError as error:  # on every rank alike
+            self._left_bytes = 0
+            log_once(f"keep {self.arena.group_name} full", f"no more inputs are kept for backward: {error}", name="tp")
+            return None
+        self._left_bytes -= num_bytes
+        self._places.append(place)
+        log_once(
+            f"keep {self.arena.group_name}",
+            f"gathered inputs are kept for backward (DITRON_KEEP_GATHERED): up to {self._most_bytes / 2**20:.0f} MiB "
+            f"of a rank in group {self.arena.group_name}, {num_bytes / 2**20:.1f} MiB the first",
+            name="tp",
+        )
+        return place
+
+
+def _are_saved_tensors_hooked() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
