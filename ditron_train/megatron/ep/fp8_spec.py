@@ -14,7 +14,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from ditron_train.ep.expert_functions import FEWEST_ROWS
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.megatron.ep.te_fp8 import ExpertProduct, multiply
-from ditron_train.megatron.shared.devices import why_no_fp8_products
+from ditron_train.megatron.shared.devices import why_not_fp8_on_device
 from ditron_train.policy import Function, OpSpec
 from ditron_train.policy.probe import Run
 from ditron_train.policy.spec import Trial
@@ -66,7 +66,7 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
             return f"rows are {call.x.dtype} and weights {call.weight.dtype}; covered is bfloat16"
         if call.weight.shape[0] % _STEP or call.weight.shape[1] % _STEP:
             return f"weights {tuple(call.weight.shape)} are no multiples of {_STEP}"
-        return why_no_fp8_products(call.x.device)
+        return why_not_fp8_on_device(call.x.device)
 
     def context(self, call: Fp8ExpertsCall) -> object:
         """See `OpSpec`: a mark, the op has no memory of its own."""
