@@ -248,8 +248,10 @@ def why_not_called(experts: torch.nn.Module) -> str | None:
 def why_not_options(config: Any, *more: str) -> str | None:
     """Which of the options that experts as one kernel do not have is on, or one of ``more``, in words; or None."""
     wgrads = ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
-    options = ("fp8", "fp4", "add_bias_linear", *wgrads, *more)
-    return next((f"{option} is on" for option in options if getattr(config, option, None)), None)
+    for option in ("fp8", "fp4", "add_bias_linear", *wgrads, *more):
+        if getattr(config, option, None):
+            return f"{option} is on"
+    return None
 
 
 def why_not_fused(experts: Any, device: torch.device) -> str | None:

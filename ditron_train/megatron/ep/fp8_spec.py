@@ -15,7 +15,7 @@ from ditron_train.ep.expert_functions import FEWEST_ROWS
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.megatron.ep.coverage import why_not_fp8_weight
 from ditron_train.megatron.ep.te_fp8 import ExpertProduct, multiply
-from ditron_train.megatron.shared.devices import why_no_fp8_products
+from ditron_train.megatron.shared.devices import why_not_fp8_on_device
 from ditron_train.policy import Function, OpSpec
 from ditron_train.policy.probe import Run
 from ditron_train.policy.spec import Trial
@@ -64,7 +64,7 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
 
     def why_not(self, call: Fp8ExpertsCall) -> str | None:
         reason = why_not_fp8_weight(call.x.dtype, call.weight)
-        return why_no_fp8_products(call.x.device) if reason is None else reason
+        return why_not_fp8_on_device(call.x.device) if reason is None else reason
 
     def context(self, call: Fp8ExpertsCall) -> object:
         """See `OpSpec`: a mark, the op has no memory of its own."""

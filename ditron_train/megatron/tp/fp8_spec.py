@@ -18,7 +18,7 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 from ditron_train.gemm.revealing import revealing_matrix
-from ditron_train.megatron.shared.devices import why_no_fp8_products
+from ditron_train.megatron.shared.devices import why_not_fp8_on_device
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_coverage import why_not_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
@@ -256,7 +256,7 @@ def tensor_quantizer(name: str, device: torch.device, *, columnwise: bool) -> An
 
 def why_not_device(device: torch.device) -> str | None:
     """Why products of FP8 are not covered on a device, or None."""
-    reason = why_no_fp8_products(device)
+    reason = why_not_fp8_on_device(device)
     if reason is None and device.type != "cpu" and not has_driver():
         return "cuda-bindings is not installed"
     return reason

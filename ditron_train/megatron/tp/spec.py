@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
-from ditron_train.megatron.shared.devices import why_no_kernels
+from ditron_train.megatron.shared.devices import why_not_on_device
 from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Pass, Place, Run, Shape
@@ -343,7 +343,7 @@ class LinearSpec(OpSpec[LinearCall, Any]):
 
 
 def _why_not_device(x: torch.Tensor) -> str | None:
-    reason = why_no_kernels(x.device)
+    reason = why_not_on_device(x.device)
     covered = _CPU_DTYPES if x.device.type == "cpu" else _GPU_DTYPES
     return reason if reason is not None or x.dtype in covered else f"{x.dtype} is not covered"
 
