@@ -109,7 +109,7 @@ def _linear(
 def _quantised(
     model: ModelSizes, groups: Groups, rates: MachineRates, recipe: Recipe, rows: float, backward: bool
 ) -> Estimate:
-    """Inputs of a layer's products, or gradients of their results, cast to FP8, and transposed where they were gathered;
+    """Inputs of products, or gradients of their results, cast to FP8, and transposed where they were gathered;
     what ranks agree on before. ``rows``: of a rank's experts."""
     tokens, tp, matrices = model.tokens / groups.cp.ranks, groups.tp.ranks, model.matrices
     sides = 0 if backward else 1  # of a weight: its output features, or its input's
