@@ -14,7 +14,9 @@ from ditron_train.costs.exchanges import (
     ring_us,
     send_us,
 )
+from ditron_train.costs.fp8 import Product, Recipe, amax_bytes, operands, product_rates, quantised_us, transposed_us
 from ditron_train.costs.products import (
+    FP8_TARGETS,
     attention_us,
     cublas_us,
     gemm_us,
@@ -26,9 +28,13 @@ from ditron_train.costs.products import (
 )
 
 __all__ = [
+    "FP8_TARGETS",
     "Estimate",
+    "Product",
+    "Recipe",
     "Span",
     "all_to_all_us",
+    "amax_bytes",
     "attention_us",
     "beside_us",
     "copied_us",
@@ -38,9 +44,13 @@ __all__ = [
     "message_us",
     "num_waves",
     "one_node",
+    "operands",
     "pass_us",
+    "product_rates",
+    "quantised_us",
     "ring_us",
     "send_us",
     "throttled_us",
     "tile_us",
+    "transposed_us",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_con
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 
-_FP8_SPEED = 1.9  # of a product of FP8 operands, as a multiple of that of 16 bits
+FP8_TARGETS = ("sm_90", "interpreter")  # where ours multiplies operands of FP8
 _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
 _DEEP_STAGES = 4
@@ -40,7 +41,7 @@ def num_waves(m: int, n: int, config: GemmConfig, num_programs: int) -> float:
 
 def tile_us(k: int, config: GemmConfig, num_sms: int, rates: MachineRates) -> float:
     """One tile on one multiprocessor, all others at work, too."""
-    rate = rates.gemm_flop_per_us / num_sms * (_FP8_SPEED if config.operand_bytes == 1 else 1.0)
+    rate = rates.gemm_flop_per_us / num_sms * (rates.fp8_speed if config.operand_bytes == 1 else 1.0)
     if config.block_n < _WIDE_COLUMNS:
         rate *= HOPPER_SQUARE_RATE
     if config.num_stages < _DEEP_STAGES:
@@ -48,11 +49,19 @@ def tile_us(k: int, config: GemmConfig, num_sms: int, rates: MachineRates) -> fl
     return 2 * config.block_m * config.block_n * k / rate
 
 
+def _config(m: int, n: int, k: int, dtype: torch.dtype, machine: Machine) -> GemmConfig:
+    """Tiles as of ours; those of FP8 where ours has none: of 16 bits."""
+    if dtype.itemsize > 1 or machine.target in FP8_TARGETS:
+        return choose_config(m, n, k, dtype, machine.target, machine.num_sms)
+    config = choose_config(m, n, k, torch.bfloat16, machine.target, machine.num_sms)
+    return replace(config, operand_bytes=1)
+
+
 def cublas_us(
     m: int, n: int, k: int, machine: Machine, rates: MachineRates, dtype: torch.dtype = torch.bfloat16
 ) -> float:
     """C [m, n] = A [m, k] @ B [k, n] by cuBLAS, which is as quick as the tiles that `choose_config` takes."""
-    config = choose_config(m, n, k, dtype, machine.target, machine.num_sms)
+    config = _config(m, n, k, dtype, machine)
     return rates.launch_us + gemm_us(m, n, k, config, machine.num_sms, machine.num_sms, rates)
 
 
@@ -66,7 +75,7 @@ def grouped_us(
     for m, n, k in groups:
         if min(m, n, k) > 0:
             elements += m * k + k * n + m * n
-            config = choose_config(m, n, k, dtype, machine.target, machine.num_sms)
+            config = _config(m, n, k, dtype, machine)
             tiles += config.num_tiles(m, n) * tile_us(k, config, machine.num_sms, rates)
     if not tiles:
         return 0.0

@@ -13,7 +13,17 @@ from functools import lru_cache
 
 import numpy as np
 
-from ditron_train.costs import Estimate, Span, all_to_all_us, beside_us, grouped_us, pass_us
+from ditron_train.costs import (
+    Estimate,
+    Recipe,
+    Span,
+    all_to_all_us,
+    beside_us,
+    grouped_us,
+    operands,
+    pass_us,
+    product_rates,
+)
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 
@@ -137,32 +147,49 @@ def combine(load: Load, experts: Experts, span: Span, rates: MachineRates) -> Es
 
 
 def expert_product(
-    rows: Sequence[float], n: int, k: int, machine: Machine, rates: MachineRates, *, wgrad: bool = False
+    rows: Sequence[float],
+    n: int,
+    k: int,
+    machine: Machine,
+    rates: MachineRates,
+    *,
+    wgrad: bool = False,
+    dgrad: bool = False,
+    fp8: Recipe | None = None,
 ) -> Estimate:
     """A product of each local expert [n, k] with its rows: forward or dgrad, or the weights' gradients."""
     counts = [max(round(one), 1) for one in rows]
     groups = [(n, k, one) if wgrad else (one, n, k) for one in counts]
-    alike = Estimate.alike(grouped_us(groups, machine, rates))
+    of_pass = product_rates(rates, fp8, "wgrad" if wgrad else "dgrad" if dgrad else "forward")
+    alike = Estimate.alike(grouped_us(groups, machine, of_pass, operands(fp8)))
     host_us = rates.host_expert_us * len(counts)
     return alike.at_least(host_us, _FUSED_HOST * host_us)
 
 
 def moe_layer(
-    load: Load, experts: Experts, span: Span, machine: Machine, rates: MachineRates, *, backward: bool
+    load: Load,
+    experts: Experts,
+    span: Span,
+    machine: Machine,
+    rates: MachineRates,
+    *,
+    backward: bool,
+    fp8: Recipe | None = None,
 ) -> Estimate:
-    """Router, dispatch, both products with what stands between them, combine; with ``backward`` that alone."""
+    """Router, dispatch, both products with what stands between them, combine; with ``backward`` that alone. ``fp8`` is
+    the experts': tokens travel in 16 bits."""
     (n1, k1), (n2, k2) = experts.products
     rows, num_rows = load.rows, sum(load.rows)
     router_us = _router_us(experts, rates)
     between = pass_us(num_rows * (n1 + k2) * _ITEMSIZE * (2 if backward else 1), rates)
     sending = dispatch(load, experts, span, rates, host_is_ahead=True)
     returning = combine(load, experts, span, rates)
-    first = expert_product(rows, n1, k1, machine, rates)
-    second = expert_product(rows, n2, k2, machine, rates)
+    first = expert_product(rows, n1, k1, machine, rates, dgrad=backward, fp8=fp8)
+    second = expert_product(rows, n2, k2, machine, rates, dgrad=backward, fp8=fp8)
     whole = Estimate.alike(router_us + between) + sending + returning + first + second
     if backward:
-        gradients = expert_product(rows, n1, k1, machine, rates, wgrad=True)
-        gradients += expert_product(rows, n2, k2, machine, rates, wgrad=True)
+        gradients = expert_product(rows, n1, k1, machine, rates, wgrad=True, fp8=fp8)
+        gradients += expert_product(rows, n2, k2, machine, rates, wgrad=True, fp8=fp8)
         return (whole + Estimate.alike(router_us) + gradients).at_least(*_host_us(rates, 2.0))
     hidden_us = second.ditron_us + returning.ditron_us
     hidden_us -= beside_us(second.ditron_us, returning.ditron_us, _COMBINE_SHARE)

@@ -47,6 +47,10 @@ class MachineRates:
         p2p_large_bytes: From which size on.
         gemm_job_throttle: As ``gemm_throttle``, in a job, whose GEMMs follow one another for minutes.
         attention_deterministic: What the deterministic backward of the attention takes, the other being 1.
+        fp8_speed: Of a product of FP8 operands, as a multiple of one of 16 bits: one scale a tensor, added up fast.
+        fp8_split_share: Of that speed where sums are added up in parts, as the gradients' are.
+        fp8_block_share: Of that speed with scales of blocks.
+        fp8_block_wgrad_share: The same of weights' gradients, both of whose operands have scales of 1 x 128.
         host_moe_us: The least that a dispatch takes: so long the host needs to enqueue it.
         host_expert_us: The same of one expert's GEMM natively.
         host_microbatch_us: In which nothing runs where a microbatch begins, the host being late.
@@ -86,6 +90,10 @@ class MachineRates:
     p2p_large_bytes: float = 2e8
     gemm_job_throttle: float = 0.06
     attention_deterministic: float = 1.2
+    fp8_speed: float = 1.9
+    fp8_split_share: float = 0.93
+    fp8_block_share: float = 0.87
+    fp8_block_wgrad_share: float = 0.7
     host_moe_us: float = 1300.0
     host_expert_us: float = 15.0
     host_microbatch_us: float = 3500.0

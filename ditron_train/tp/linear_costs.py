@@ -10,9 +10,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
-from ditron_train.costs import Estimate, Span, beside_us, copied_us, cublas_us, pass_us, ring_us
+from ditron_train.costs import (
+    FP8_TARGETS,
+    Estimate,
+    Product,
+    Recipe,
+    Span,
+    beside_us,
+    copied_us,
+    cublas_us,
+    operands,
+    pass_us,
+    product_rates,
+    ring_us,
+)
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.tp.choices import choose
@@ -29,23 +40,39 @@ def op_estimate(problem: Problem, machine: Machine, rates: MachineRates) -> Esti
     return Estimate(seen.native_us, seen.ditron_us, seen.gemm_us, seen.comm_us)
 
 
-def _op(op: Op, m: int, n: int, k: int, layout: Layout, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+def _op(
+    op: Op,
+    m: int,
+    n: int,
+    k: int,
+    layout: Layout,
+    span: Span,
+    machine: Machine,
+    rates: MachineRates,
+    fp8: Recipe | None = None,
+    product: Product = "forward",
+) -> Estimate:
     """``n`` and ``k`` as one rank sees them."""
-    gemm_us = cublas_us(m, n, k, machine, rates)
+    dtype, rates = operands(fp8), product_rates(rates, fp8, product)
+    gemm_us = cublas_us(m, n, k, machine, rates, dtype)
     if span.ranks == 1:
         return Estimate.alike(gemm_us)
-    if span.nodes == 1:
-        return op_estimate(Problem(op, m, n, k, layout, torch.bfloat16, span.ranks), machine, rates)
+    if span.nodes == 1 and (fp8 is None or machine.target in FP8_TARGETS):
+        problem = Problem(op, m, n, k, layout if fp8 is None else "nt", dtype, span.ranks)
+        return op_estimate(problem, machine, rates)
     passes = 2 if op == "gemm_ar" else 1  # scattered, then gathered
-    exchange_us = ring_us(passes * m * (k if op == "ag_gemm" else n) * _ITEMSIZE, span, rates)
+    num_bytes = m * k * dtype.itemsize if op == "ag_gemm" else passes * m * n * _ITEMSIZE
+    exchange_us = ring_us(num_bytes, span, rates)
     return Estimate(gemm_us + exchange_us, gemm_us + exchange_us, gemm_us, exchange_us)
 
 
-def linear_forward(kind: Kind, m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
+def linear_forward(
+    kind: Kind, m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates, fp8: Recipe | None = None
+) -> Estimate:
     """A layer of N x K features before they are divided over the ranks, on ``m`` tokens of all ranks."""
     if kind == "column":
-        return _op("ag_gemm", m, n // span.ranks, k, "nt", span, machine, rates)
-    return _op("gemm_rs", m, n, k // span.ranks, "nt", span, machine, rates)
+        return _op("ag_gemm", m, n // span.ranks, k, "nt", span, machine, rates, fp8)
+    return _op("gemm_rs", m, n, k // span.ranks, "nt", span, machine, rates, fp8)
 
 
 def reduced(m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
@@ -54,23 +81,29 @@ def reduced(m: int, n: int, k: int, span: Span, machine: Machine, rates: Machine
     return _op("gemm_ar", m, n, k // span.ranks, "nt", span, machine, rates)
 
 
-def linear_backward(kind: Kind, m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
-    """Both gradients of the same layer."""
-    ranks = span.ranks
+def linear_backward(
+    kind: Kind, m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates, fp8: Recipe | None = None
+) -> Estimate:
+    """Both gradients of the same layer; what is gathered in FP8 is of one byte, sums are of two."""
+    ranks, dtype = span.ranks, operands(fp8)
+    of_wgrad = product_rates(rates, fp8, "wgrad")
     if kind == "row":
-        wgrad_us = cublas_us(n, k // ranks, m, machine, rates)
-        return _op("ag_gemm", m, k // ranks, n, "nn", span, machine, rates) + Estimate.alike(wgrad_us)
-    dgrad_us = cublas_us(m, k, n // ranks, machine, rates)
-    wgrad_us = cublas_us(n // ranks, k, m, machine, rates)
+        wgrad_us = cublas_us(n, k // ranks, m, machine, of_wgrad, dtype)
+        # with scales of blocks the transpose travels, too: its scales are others
+        again_us = ring_us(m * n, span, rates) if fp8 == "blockwise" else 0.0
+        rest = Estimate(wgrad_us + again_us, wgrad_us + again_us, wgrad_us, again_us)
+        return _op("ag_gemm", m, k // ranks, n, "nn", span, machine, rates, fp8, "dgrad") + rest
+    dgrad_us = cublas_us(m, k, n // ranks, machine, product_rates(rates, fp8, "dgrad"), dtype)
+    wgrad_us = cublas_us(n // ranks, k, m, machine, of_wgrad, dtype)
     if ranks == 1:
         return Estimate.alike(dgrad_us + wgrad_us)
-    exchange_us = ring_us(m * k * _ITEMSIZE, span, rates)
-    native_us = beside_us(dgrad_us, exchange_us, rates.nccl_share) + beside_us(wgrad_us, exchange_us, rates.nccl_share)
-    estimate = Estimate(native_us, native_us, dgrad_us + wgrad_us, 2 * exchange_us)
+    gathered, summed = m * k * dtype.itemsize, m * k * _ITEMSIZE
+    gather_us, scatter_us = ring_us(gathered, span, rates), ring_us(summed, span, rates)
+    native_us = beside_us(dgrad_us, gather_us, rates.nccl_share) + beside_us(wgrad_us, scatter_us, rates.nccl_share)
+    estimate = Estimate(native_us, native_us, dgrad_us + wgrad_us, gather_us + scatter_us)
     if span.nodes > 1:
         return estimate
-    copied = copied_us(m * k * _ITEMSIZE, ranks, rates)
     fold_us = pass_us((ranks + 1) * m // ranks * k * _ITEMSIZE, rates)
-    first_us = beside_us(dgrad_us, copied, rates.copy_share)
-    ours_us = first_us + beside_us(wgrad_us, copied, rates.copy_share) + fold_us
-    return Estimate(native_us, ours_us, dgrad_us + wgrad_us, 2 * exchange_us)
+    first_us = beside_us(dgrad_us, copied_us(gathered, ranks, rates), rates.copy_share)
+    ours_us = first_us + beside_us(wgrad_us, copied_us(summed, ranks, rates), rates.copy_share) + fold_us
+    return Estimate(native_us, ours_us, dgrad_us + wgrad_us, gather_us + scatter_us)

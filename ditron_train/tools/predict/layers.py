@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from ditron_train.costs import Estimate, Span, attention_us, cublas_us, one_node, pass_us
+from ditron_train.costs import (
+    FP8_TARGETS,
+    Estimate,
+    Recipe,
+    Span,
+    amax_bytes,
+    attention_us,
+    cublas_us,
+    one_node,
+    operands,
+    pass_us,
+    product_rates,
+    quantised_us,
+    ring_us,
+    transposed_us,
+)
 from ditron_train.ep.cost_model import Experts, even_load, moe_layer
 from ditron_train.policy import ModelSizes
 from ditron_train.runtime.profiles import Machine
@@ -38,6 +53,7 @@ class Groups:
 
     ``ulysses``: Whether context parallel ranks exchange heads, rather than pass keys and values on in a ring.
     ``deterministic``: under Megatron's deterministic mode, in which torch fills every new tensor, too.
+    ``fp8``: The recipe of linear layers and experts.
     """
 
     tp: Span = field(default_factory=lambda: one_node(1))
@@ -46,11 +62,17 @@ class Groups:
     sequence_parallel: bool = True
     ulysses: bool = True
     deterministic: bool = False
+    fp8: Recipe | None = None
 
     @property
     def fuses_heads(self) -> bool:
-        """Whether the projections and the exchanges of heads are ``sp``'s."""
-        return self.ulysses and self.cp.ranks > 1 and self.tp.ranks == 1
+        """Whether the projections and the exchanges of heads are ``sp``'s in one kernel."""
+        return self.ulysses and self.cp.ranks > 1 and self.tp.ranks == 1 and self.fp8 is None
+
+    @property
+    def shared(self) -> int:
+        """Ranks that share out the tokens between linear layers."""
+        return self.tp.ranks if self.sequence_parallel else 1
 
 
 def total(parts: Parts) -> Estimate:
@@ -65,17 +87,44 @@ def _linear(
     kind: Kind, m: int, sizes: tuple[int, int], groups: Groups, machine: Machine, rates: MachineRates, backward: bool
 ) -> Estimate:
     n, k = sizes
+    fp8 = groups.fp8
     if not groups.sequence_parallel and groups.tp.ranks > 1:
+        rates = product_rates(rates, fp8, "dgrad" if backward else "forward")
         local = cublas_us(m, n // (groups.tp.ranks if kind == "column" else 1),
-                          k // (groups.tp.ranks if kind == "row" else 1), machine, rates)  # fmt: skip
+                          k // (groups.tp.ranks if kind == "row" else 1), machine, rates, operands(fp8))  # fmt: skip
+        if fp8 is not None:  # by Megatron's path: products, and one all-reduce of 16 bits
+            sums = kind == ("column" if backward else "row")
+            sum_us = ring_us(2 * m * (k if backward else n) * _ITEMSIZE, groups.tp, rates) if sums else 0.0
+            product_us = (2 if backward else 1) * local
+            return Estimate(product_us + sum_us, product_us + sum_us, product_us, sum_us)
         if kind == "row":
             return Estimate.alike(2 * local) if backward else reduced(m, n, k, groups.tp, machine, rates)
         if not backward:
             return Estimate.alike(local)
         return reduced(m, k, n, groups.tp, machine, rates) + Estimate.alike(local)
-    if backward:
-        return linear_backward(kind, m, n, k, groups.tp, machine, rates)
-    return linear_forward(kind, m, n, k, groups.tp, machine, rates)
+    whole = (linear_backward if backward else linear_forward)(kind, m, n, k, groups.tp, machine, rates, fp8)
+    return whole if fp8 is None or machine.target in FP8_TARGETS else whole.natively()
+
+
+def _quantised(
+    model: ModelSizes, groups: Groups, rates: MachineRates, recipe: Recipe, rows: float, backward: bool
+) -> Estimate:
+    """Inputs of products, or gradients of their results, cast to FP8, and transposed where they were gathered;
+    what ranks agree on before. ``rows``: of a rank's experts."""
+    tokens, tp, matrices = model.tokens / groups.cp.ranks, groups.tp.ranks, model.matrices
+    sides = 0 if backward else 1  # of a weight: its output features, or its input's
+    linears = ("qkv", "proj") if model.experts is not None else ("qkv", "proj", "fc1", "fc2")
+    cast = transposed = 0.0
+    for name in linears:
+        is_gathered = name in (("proj", "fc2") if backward else ("qkv", "fc1"))
+        cast += tokens * matrices[name][sides] / (groups.shared if is_gathered else tp)
+        transposed += tokens * model.hidden if groups.shared > 1 and backward else 0.0
+    if model.experts is not None:
+        columns = model.expert_ffn * (2 if model.swiglu and backward else 1)
+        cast += rows * (model.hidden + columns)
+    local_us = quantised_us(cast, recipe, rates) + (transposed_us(transposed, rates) if transposed else 0.0)
+    agreed_us = len(linears) / 2 * ring_us(amax_bytes(recipe), groups.tp, rates) if amax_bytes(recipe) else 0.0
+    return Estimate(local_us + agreed_us, local_us + agreed_us, local_us, agreed_us)
 
 
 def attention_block(
@@ -110,8 +159,7 @@ def attention_block(
 
 
 def _vectors_us(model: ModelSizes, groups: Groups, rates: MachineRates, backward: bool) -> float:
-    shared = groups.tp.ranks if groups.sequence_parallel else 1
-    values = model.tokens / groups.cp.ranks / shared * model.hidden
+    values = model.tokens / groups.cp.ranks / groups.shared * model.hidden
     return pass_us((2 if backward else 1) * _VECTOR_PASSES * values * _ITEMSIZE, rates)
 
 
@@ -129,12 +177,14 @@ def layer_parts(
     attention = attention_block(model, groups, machine, rates, backward=backward, rope=rope)
     on = "sp" if groups.fuses_heads else "tp"
     parts = attention if on in features else {name: one.natively() for name, one in attention.items()}
-    tokens = model.tokens // groups.cp.ranks
+    tokens, num_rows = model.tokens // groups.cp.ranks, 0.0
     if model.experts is not None:
-        shared = groups.tp.ranks if groups.sequence_parallel else 1
-        experts = Experts(tokens // shared, model.hidden, model.expert_ffn, model.experts, model.topk, model.swiglu)
+        experts = Experts(
+            tokens // groups.shared, model.hidden, model.expert_ffn, model.experts, model.topk, model.swiglu
+        )
         load = even_load(experts, groups.ep.ranks)
-        layer = moe_layer(load, experts, groups.ep, machine, rates, backward=backward)
+        layer = moe_layer(load, experts, groups.ep, machine, rates, backward=backward, fp8=groups.fp8)
+        num_rows = sum(load.rows)
         parts["experts"] = layer if "ep" in features else layer.natively()
     else:
         for name, kind in (("fc1", "column"), ("fc2", "row")):
@@ -143,6 +193,8 @@ def layer_parts(
         columns = (model.matrices["fc1"][0] + model.ffn) / groups.tp.ranks
         num_bytes = (2 if backward else 1) * tokens * columns * _ITEMSIZE
         parts["activation"] = Estimate.alike(pass_us(num_bytes, rates))
+    if groups.fp8 is not None:
+        parts["quantised"] = _quantised(model, groups, rates, groups.fp8, num_rows, backward)
     parts["norms"] = Estimate.alike(_vectors_us(model, groups, rates, backward))
     if groups.deterministic:
         parts["filled"] = Estimate.alike(_filled_us(model, groups, rates, backward))
@@ -161,8 +213,7 @@ def _filled_us(model: ModelSizes, groups: Groups, rates: MachineRates, backward:
         gated = 2 if model.swiglu else 1
         columns += model.topk * ((gated + 1) * model.expert_ffn + 4 * model.hidden)
         weights += (gated + 1) * model.expert_ffn * model.hidden * model.experts // groups.ep.ranks * groups.tp.ranks
-    shared = groups.tp.ranks if groups.sequence_parallel else 1
-    columns += 5 * model.hidden / shared
+    columns += 5 * model.hidden / groups.shared
     num_bytes = _ITEMSIZE * model.tokens / groups.cp.ranks * columns * (2 if backward else 1)
     return pass_us(num_bytes + (_ITEMSIZE * weights / groups.tp.ranks if backward else 0), rates)
 

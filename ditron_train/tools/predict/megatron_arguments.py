@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from ditron_train.costs import Recipe
 from ditron_train.policy import ModelSizes
 from ditron_train.runtime.errors import SettingError
 
@@ -21,19 +22,19 @@ _NUMBERS = (
 )  # fmt: skip
 _WORDS = (
     "optimizer", "cp_comm_type", "recompute_granularity", "transformer_impl", "position_embedding_type", "fp8_format",
-    "moe_token_dispatcher_type", "ditron",
+    "fp8_recipe", "moe_token_dispatcher_type", "ditron",
 )  # fmt: skip
 _FLAGS = (
     "swiglu", "group_query_attention", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
     "overlap_param_gather", "untie_embeddings_and_output_weights", "bf16", "fp16", "no_overlap_p2p_communication",
-    "deterministic_mode", "no_gradient_accumulation_fusion",
+    "deterministic_mode", "no_gradient_accumulation_fusion", "fp8_param_gather",
 )  # fmt: skip
 _DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1, "expert_model_parallel_size": 1, "moe_router_topk": 2, "optimizer": "adam",
     "make_vocab_size_divisible_by": 128, "vocab_size": 32000, "cp_comm_type": "p2p",
     "transformer_impl": "transformer_engine", "position_embedding_type": "learned_absolute",
-    "moe_token_dispatcher_type": "allgather",
+    "fp8_recipe": "delayed", "moe_token_dispatcher_type": "allgather",
 }  # fmt: skip
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
@@ -52,7 +53,7 @@ class Job:
         flags: Megatron's switches that are on.
         words: Its named choices, such as ``cp_comm_type``.
         ignored: Arguments that the model does not look at.
-        fp8: Whether products run in FP8, which the model does not know.
+        fp8: The recipe of FP8 layers; None in 16 bits, and of a recipe that the model does not know.
     """
 
     model: ModelSizes
@@ -69,9 +70,11 @@ class Job:
     ignored: tuple[str, ...] = ()
 
     @property
-    def fp8(self) -> bool:
+    def fp8(self) -> Recipe | None:
         """See the class."""
-        return "fp8_format" in self.words
+        recipe = self.words.get("fp8_recipe")
+        known = "fp8_format" in self.words and recipe in get_args(Recipe)
+        return recipe if known else None  # type: ignore[return-value]
 
     def data_parallel(self, world_size: int) -> int:
         """Replicas.

@@ -8,6 +8,7 @@ _WEIGHT, _GRADIENT, _STATE = 2, 4, 12  # bf16; fp32 main_grad; fp32 parameter an
 # Values of 2 bytes that a layer keeps of a token for its backward, in units of the hidden size: inputs of the two
 # norms and of the two column layers, the attention's output, two residual sums.
 _KEPT_VECTORS = 8
+_FP8_WEIGHT = 2  # row-wise and transposed, beside the one in bf16 or in its place
 _CONTEXT_BYTES = 3e9  # CUDA, NCCL's buffers, cuBLAS's workspaces
 _HELD = 0.12  # of the tensors is what torch's allocator holds beside them: temporary ones, pieces too small
 
@@ -59,8 +60,10 @@ def memory_bytes(job: Job, world_size: int) -> dict[str, float]:
     if job.chunks > 1:
         in_flight = in_flight * (1 + (job.pp - 1) / (job.pp * job.chunks))
     logits = 6.0 * job.model.tokens / job.cp * (job.model.vocabulary or 0) / job.tp
+    beside = job.fp8 is not None and "fp8_param_gather" not in job.flags
+    fp8 = _FP8_WEIGHT * (parameters["layers"] + parameters["experts"]) if beside else 0.0
     tensors = {
-        "weights": _WEIGHT * number,
+        "weights": _WEIGHT * number + fp8,
         "gradients": _GRADIENT * number,
         "optimizer": states,
         "activations": in_flight * job.num_layers / job.pp * _kept_bytes(job) + logits,

@@ -110,8 +110,10 @@ def _show(job: Job, cluster: Cluster, step: Step) -> None:
     for what, speedups in by_degree(job, cluster).items():
         said = ", ".join(f"{ranks}: {speedup:.3f}x" for ranks, speedup in speedups.items())
         out.print(f"speed over Megatron by {what} on these GPUs: {said}")
-    if job.fp8:
-        out.print("FP8: the products are estimated in bf16; the profile knows no FP8 rates")
+    if job.fp8 is not None:
+        out.print(f"FP8, {job.fp8}: linear layers and experts; activations in memory are counted as in bf16")
+    elif "fp8_format" in job.words:
+        out.print(f"FP8 by {job.words['fp8_recipe']} is not known here: products are estimated in bf16")
     if job.ignored:
         out.print(f"not looked at: {' '.join(job.ignored)}")
     if cluster.profile.about:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
-from ditron_train.costs import Estimate, Span, cublas_us, one_node, pass_us, ring_us
+from ditron_train.costs import Estimate, Span, cublas_us, one_node, pass_us, quantised_us, ring_us
 from ditron_train.optim.cost_model import muon_step
 from ditron_train.policy import ModelSizes
 from ditron_train.pp.cost_model import pipeline_step, sent
@@ -85,7 +85,8 @@ class Step:
 
 
 _KINDS = {"attention": "attention", "norms": "passes", "activation": "passes", "rope": "passes", "loss": "passes",
-          "embedding": "passes", "filled": "passes", "accumulated": "passes"}  # fmt: skip
+          "embedding": "passes", "filled": "passes", "accumulated": "passes",
+          "quantised": "passes", "weights": "passes"}  # fmt: skip
 
 
 def _ends(job: Job, groups: Groups, profile: Profile, features: Set[str]) -> tuple[Parts, Parts]:
@@ -115,6 +116,7 @@ def _groups(job: Job, cluster: Cluster) -> Groups:
         sequence_parallel="sequence_parallel" in job.flags,
         ulysses=job.words.get("cp_comm_type") == "a2a",
         deterministic="deterministic_mode" in job.flags,
+        fp8=job.fp8,
     )
 
 
@@ -179,6 +181,8 @@ def _matrices(job: Job) -> list[tuple[int, int]]:
 def _check(job: Job, cluster: Cluster) -> None:
     """Raises SettingError for groups that the job's sizes, or the GPUs, cannot be shared out over."""
     model, replicas = job.model, job.data_parallel(cluster.world_size) * job.cp
+    if job.fp8 is not None and cluster.profile.machine.target == "sm_80":
+        raise SettingError(f"{cluster.profile.machine.device} has no FP8")
     if job.ep > 1 and (model.experts is None or model.experts % job.ep or replicas * job.tp % job.ep):
         raise SettingError(
             f"{model.experts or 'no'} experts of {replicas * job.tp} ranks: EP {job.ep} does not divide"
@@ -218,6 +222,9 @@ def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> S
         parts |= first
     parts |= last  # the last stage is the longest
     parameters = parameters_of(job)
+    if job.fp8 is not None:  # once a step, for its first microbatch
+        number = parameters["layers"] + parameters["experts"]
+        parts["weights"] = Estimate.alike(quantised_us(number, job.fp8, rates) / microbatches)
     if "no_gradient_accumulation_fusion" in job.flags:
         number = sum(parameters.values())
         parts["accumulated"] = Estimate.alike(pass_us(_ACCUMULATED_BYTES * number, rates))
