@@ -20,7 +20,7 @@ from ditron_train.runtime.settings import get_settings
 from ditron_train.schedule.orders import chunk_order
 from ditron_train.stream.copies import copy_with_flags
 from ditron_train.stream.events import current_handle
-from ditron_train.tp.all_reduce_kernels import OrderTables, fold_all_kernel, largest_kernel, push_and_fold_kernel
+from ditron_train.tp.all_reduce_kernels import OrderTables, fold_all_kernel, push_and_fold_kernel, push_largest_kernel
 from ditron_train.tp.context import MOST_CHUNKS, MOST_PUSH_PROGRAMS, TPContext
 from ditron_train.tp.problem import PUSH_BYTES
 from ditron_train.tp.scatter import FOLD_BLOCK, SentPartials
@@ -198,7 +198,7 @@ class PreparedLargest:
         self._pointers = self._channel.pointers(context.agree(self._channel, (0, 1, torch.float32, 0)))
         self._slots = context.arena.tensor("tp.largest", (2, context.world_size), torch.float32)
         constants = {"MOST_PROGRAMS": MOST_PUSH_PROGRAMS, "WORLD_SIZE": context.world_size, "TARGET": context.target}
-        self._launch = KernelLaunch(largest_kernel, 1, constants, num_warps=1)
+        self._launch = KernelLaunch(push_largest_kernel, 1, constants, num_warps=1)
 
     def __call__(self, value: torch.Tensor) -> None:
         """``value`` becomes the largest of all ranks'."""

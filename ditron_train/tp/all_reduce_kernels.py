@@ -220,7 +220,7 @@ def push_and_fold_kernel(
 
 
 @triton.jit
-def largest_kernel(
+def push_largest_kernel(
     value_ptr, slots_addresses, channel, MOST_PROGRAMS: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
 ):
     """One program: ``value_ptr`` [1] becomes the largest of all ranks'; one that is not a number counts only where all

@@ -243,7 +243,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"tp_largest_of_{world_size}",
-            kernel="ditron_train.tp.all_reduce_kernels:largest_kernel",
+            kernel="ditron_train.tp.all_reduce_kernels:push_largest_kernel",
             signature={"value_ptr": "*fp32", "slots_addresses": "*i64", "channel": _CHANNEL},
             constexprs={"MOST_PROGRAMS": 128, "WORLD_SIZE": world_size},
             num_warps=1,
