@@ -20,7 +20,7 @@ from ditron_train.runtime.settings import get_settings
 from ditron_train.schedule.orders import chunk_order
 from ditron_train.stream.copies import copy_with_flags
 from ditron_train.stream.events import current_handle
-from ditron_train.tp.all_reduce_kernels import OrderTables, fold_all_kernel, push_and_fold_kernel
+from ditron_train.tp.all_reduce_kernels import OrderTables, fold_all_kernel, push_and_fold_kernel, push_largest_kernel
 from ditron_train.tp.context import MOST_CHUNKS, MOST_PUSH_PROGRAMS, TPContext
 from ditron_train.tp.problem import PUSH_BYTES
 from ditron_train.tp.scatter import FOLD_BLOCK, SentPartials
@@ -184,3 +184,25 @@ class PreparedPush:
 
     def _arguments(self, partial: torch.Tensor) -> tuple[Any, ...]:
         return (partial, self._slots.addresses, self._pointers, partial, self._tables, self._num_elements)
+
+
+class PreparedLargest:
+    """The largest of one fp32 value a rank, by one kernel that stores to the peers (collective to make).
+
+    Args:
+        context: Whose buffers are used.
+    """
+
+    def __init__(self, context: TPContext) -> None:
+        self.context, self._channel = context, context.push_channel
+        self._pointers = self._channel.pointers(context.agree(self._channel, (0, 1, torch.float32, 0)))
+        self._slots = context.arena.tensor("tp.largest", (2, context.world_size), torch.float32)
+        constants = {"MOST_PROGRAMS": MOST_PUSH_PROGRAMS, "WORLD_SIZE": context.world_size, "TARGET": context.target}
+        self._launch = KernelLaunch(push_largest_kernel, 1, constants, num_warps=1)
+
+    def __call__(self, value: torch.Tensor) -> None:
+        """``value`` becomes the largest of all ranks'."""
+        key = value.data_ptr()
+        if not self._launch.repeat(key, current_handle(self.context.device)):
+            self._launch(value, self._slots.addresses, self._pointers, key=key)
+        self.context.leave(self._channel)

@@ -217,3 +217,34 @@ def push_and_fold_kernel(
         low = tl.cast(block, tl.int64) * BLOCK
         _fold_block(partials, out_ptr, tables, low, num_elements, BLOCK, VECTOR, False, WORLD_SIZE)
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
+
+
+@triton.jit
+def push_largest_kernel(
+    value_ptr, slots_addresses, channel, MOST_PROGRAMS: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+):
+    """One program: ``value_ptr`` [1] becomes the largest of all ranks'; one that is not a number counts only where all
+    are, as in NCCL.
+
+    Slots [2, world] change with the parity of the epoch, as those of ``push_and_fold_kernel``, whose channel this is.
+    """
+    epoch = dl.next_epoch(channel.tickets)
+    rank = dl.rank(channel.control)
+    area = (epoch & 1) * WORLD_SIZE
+    largest = tl.load(value_ptr)
+    for step in tl.static_range(1, WORLD_SIZE):
+        peer = (rank + step) % WORLD_SIZE
+        tl.store(dl.symm_at(slots_addresses, peer, value_ptr.dtype.element_ty) + area + rank, largest)
+    dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
+    for step in tl.static_range(1, WORLD_SIZE):
+        flags = dl.symm_at(channel.signals_addresses, (rank + step) % WORLD_SIZE, tl.int32)
+        dl.notify(flags + rank * MOST_PROGRAMS, epoch, TARGET)
+    flags = channel.signals
+    dl.wait_peers(flags, MOST_PROGRAMS, epoch, channel.control, rank, 0, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
+    slots = dl.symm_at(slots_addresses, rank, value_ptr.dtype.element_ty) + area
+    for step in tl.static_range(1, WORLD_SIZE):
+        value = tl.load(slots + (rank + step) % WORLD_SIZE)
+        # As fmaxf; the interpreter's maximum is not a number where either is none.
+        largest = tl.maximum(tl.where(largest != largest, value, largest), tl.where(value != value, largest, value))
+    tl.store(value_ptr, largest)
+    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)

@@ -12,7 +12,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
 from ditron_train.schedule.orders import arrival_order
-from ditron_train.tp.all_reduce import PreparedAllReduce
+from ditron_train.tp.all_reduce import PreparedAllReduce, PreparedLargest
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather import PreparedGather
 from ditron_train.tp.prepared import AllGatherCall, AllReduceCall, ReduceScatterCall, can_copy
@@ -212,6 +212,27 @@ def start_all_reduce(partial: torch.Tensor, *, context: TPContext) -> StartedSum
     _check_can_copy("all_reduce", context)
     prepared = context.prepare(AllReduceCall, partial.shape, partial.dtype, partial.device)
     return StartedSum(prepared, partial.contiguous(), tuple(partial.shape), stream)
+
+
+@outside_compile
+def largest_of_ranks(value: torch.Tensor, *, context: TPContext) -> None:
+    """``value``, fp32 of one element, becomes the largest of all ranks': an all-reduce with ``ReduceOp.MAX``, as NCCL
+    treats what is not a number.
+
+    Raises:
+        NotSupportedError: It is of another type or size, or elsewhere.
+        MismatchError, PeerTimeoutError: As ``gemm_ar``.
+    """
+    context.enter("largest_of_ranks", value.shape, value.dtype)
+    if value.numel() != 1 or value.dtype != torch.float32 or value.device != context.device:
+        raise NotSupportedError(
+            f"largest_of_ranks: {tuple(value.shape)} {value.dtype} on {value.device}, needed is one fp32 on "
+            f"{context.device}"
+        )
+    prepared = context.prepared.get(("largest",))
+    if prepared is None:
+        prepared = context.prepared[("largest",)] = PreparedLargest(context)
+    prepared(value)
 
 
 @outside_compile

@@ -241,6 +241,17 @@ SPECS = [
         if vector or kernel != "fold_own_rows"
     ),
     *(
+        KernelSpec(
+            name=f"tp_largest_of_{world_size}",
+            kernel="ditron_train.tp.all_reduce_kernels:push_largest_kernel",
+            signature={"value_ptr": "*fp32", "slots_addresses": "*i64", "channel": _CHANNEL},
+            constexprs={"MOST_PROGRAMS": 128, "WORLD_SIZE": world_size},
+            num_warps=1,
+            signals=True,
+        )
+        for world_size in (2, 8)
+    ),
+    *(
         build(f"tp_{build.__name__[1:]}_fp8_{size}", True, True, *arguments, dtype="fp8e4nv")
         for build in (_ag_gemm, _gemm_rs)
         for size, arguments in (("wide", _WIDE_FP8), ("square", _SQUARE_FP8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def _steps(index, config, world_size, how):
     "how", ["input quantized", "input saved", "recomputed", "FP8 parameters", "ends in bf16", "NaN and inf"]
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, recipe, how):  # noqa: F811
+def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, monkeypatch, recipe, how):  # noqa: F811
     if recipe == "delayed" and how in ("input saved", "ends in bf16"):
         pytest.skip("Megatron refuses it")
     if recipe != "tensorwise" and how == "FP8 parameters":
@@ -116,8 +117,11 @@ def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, r
     _import_te()
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
+    from ditron_train.megatron.tp import te_passes
     from ditron_train.policy import gate
 
+    reduced = mock.Mock(side_effect=te_passes.largest_of_ranks)
+    monkeypatch.setattr(te_passes, "largest_of_ranks", reduced)
     gate.forget()
     options = {"fp8_param": True} if how == "FP8 parameters" else {}
     if how == "ends in bf16":
@@ -134,6 +138,34 @@ def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, r
     assert any("amax_history" in name for name in found[0]) == (recipe == "delayed")
     is_fp8 = len({(kind != "te_row", n, k) for kind, n, k in STACK})
     assert _num_ops() == is_fp8 + (2 if how == "ends in bf16" else 0)
+    assert (reduced.call_count > 0) == (recipe == "tensorwise"), "amaxes of all ranks are asked for by the passes"
+
+
+def test_the_largest_amax_of_all_ranks(device, all_equal):
+    """Against NCCL's, called and replayed from a graph in turn; with gloo in its place numbers alone."""
+    from ditron_train.tp import get_tp_context
+    from ditron_train.tp.movement import largest_of_ranks
+
+    rank, world_size, nan, inf = dist.get_rank(), dist.get_world_size(), float("nan"), float("inf")
+    context, value = get_tp_context(None, device), torch.zeros(1, device=device)
+    largest_of_ranks(value, context=context)
+    context.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        largest_of_ranks(value, context=context)
+    for repeat in range(24):
+        others = [1.0 + (7 * peer + repeat) % 5 for peer in range(world_size)]
+        others[repeat % world_size] = (0.0, inf, nan, 2.0**-130)[repeat % 4]
+        values = [nan] * world_size if repeat % 6 == 5 and dist.get_backend() == "nccl" else others
+        value.fill_(values[rank])
+        expected = value.clone()
+        dist.all_reduce(expected, op=dist.ReduceOp.MAX)
+        graph.replay() if repeat % 3 == 0 else largest_of_ranks(value, context=context)
+        if dist.get_backend() == "nccl":
+            assert all_equal(value.view(torch.int32), expected.view(torch.int32)), (repeat, values)
+        else:
+            assert value.item() == max(one for one in values if one == one), (repeat, values)
+    context.synchronize()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -78,14 +79,18 @@ def compare_layers(mode: str, recipe: str) -> tuple[list[tuple[str, tuple[int, i
     """Asserts equal results and equal states of quantizers after each step; returns the products of Transformer
     Engine's in both."""
     native, ours = _classes()
+    from ditron_train.megatron.tp import te_passes
     from ditron_train.megatron.tp.te_fp8 import overlapping, why_not_code
     from ditron_train.tp import get_tp_context
 
     assert why_not_code(native) is None and why_not_code(ours) is None
+    reduced = mock.Mock(side_effect=te_passes.largest_of_ranks)
+    te_passes.largest_of_ranks = reduced
     context = get_tp_context(None, torch.device("cpu"))
     calls = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS
 
     def overlapped(layer, x):
+        te_passes.reduce_amax_in_passes(layer)
         with overlapping(mode, context, "block" if recipe == "blockwise" else "tensor"):
             return layer(x)
 
@@ -107,7 +112,28 @@ def compare_layers(mode: str, recipe: str) -> tuple[list[tuple[str, tuple[int, i
         assert len(found) == len(results[0]) and all(map(torch.equal, found, results[0]))
         assert state == states[0]
     assert products[1] == products[0], "it is overlapped only where it is asked for"
+    quantized = len((layer.inputs if mode == "column" else layer.grads).history)
+    assert reduced.call_count == (quantized if recipe == "tensorwise" else 0) and quantized
     return products[0], products[2]
+
+
+def amax_asked_from_cpp() -> list[float]:
+    """What C++ gets from the group of a quantizer outside of a pass, in one, and in one without a context."""
+    _classes()
+    from ditron_train.megatron.tp.te_passes import AmaxGroup, Pass, passing
+    from ditron_train.tp import get_tp_context
+
+    group = AmaxGroup(dist.group.WORLD)
+    torch._C._distributed_c10d._register_process_group("amaxes", group)
+    ops, rank, found = torch.ops._c10d_functional, dist.get_rank(), []
+    active = Pass(get_tp_context(None, torch.device("cpu")))
+    asked = mock.Mock(side_effect=active.reduce_amax)
+    active.reduce_amax = asked
+    for one in (None, active, object.__new__(Pass)):
+        with passing(one):
+            found.append(ops.wait_tensor(ops.all_reduce(torch.tensor([1.0 + rank]), "max", "amaxes")).item())
+    assert asked.call_count == 1
+    return found
 
 
 def compare_projections(recipe: str, has_bias: bool) -> list[tuple[str, tuple[int, int], bool]]:
@@ -191,7 +217,8 @@ def spec_on_cpu(kind: str, scaling: str) -> list[str]:
     for rows, frozen, bias in ((32, False, False), (32, True, kind == "column"), (8, False, False)):
         rows *= size
         x, weight = torch.empty(rows, 64 * size).bfloat16(), torch.empty(48 * size, 64 * size).bfloat16()
-        call = Fp8Call(x, weight, group, "E5M2", frozen, scaling, has_bias=bias)
+        recipe = "Float8CurrentScaling" if scaling == "tensor" else "Float8BlockScaling"
+        call = Fp8Call(x, weight, group, "E5M2", frozen, scaling, recipe, has_bias=bias)
         reason = spec.why_not(call)
         if reason is not None:
             said.append(reason)
@@ -200,6 +227,7 @@ def spec_on_cpu(kind: str, scaling: str) -> list[str]:
         for first, second in [(trial.megatron, trial.fused), *trial.also]:
             expected, found = first(), second()
             assert [one.shape for one in expected] == [one.shape for one in found]
+            assert (found[-1].numel() == 1) == (scaling == "tensor"), "the amax of all ranks is part of it"
             assert all(torch.isfinite(one).all() for one in found)
             # What Transformer Engine multiplies has equal bits on the CPU, too.
             assert all(map(torch.equal, expected[1:], found[1:]))

@@ -63,12 +63,15 @@ class Quantizer:
 class Float8CurrentScalingQuantizer(Quantizer):
     def __init__(self, fp8_dtype, device, *, columnwise=True, group=None):
         super().__init__(fp8_dtype, columnwise=columnwise)
-        self.amax, self.scale, self.group = torch.zeros(1), torch.ones(1), group
+        self.amax, self.scale = torch.zeros(1), torch.ones(1)
+        self.with_amax_reduction, self.amax_reduction_group = group is not None, group
 
     def quantize(self, values):
         self.amax.copy_(values.abs().max())
-        if self.group is not None:
-            dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=self.group)
+        if self.with_amax_reduction:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            self.amax_reduction_group.allreduce([self.amax], options).wait()
         self.scale.copy_(2.0 ** -torch.ceil(torch.log2(self.amax)) * 4)
         return self.cast(values)
 
@@ -301,6 +304,7 @@ class Linear(torch.nn.Module):
         self.scales, self.amaxes = torch.ones(3), torch.zeros(2, 3)  # of delayed scaling alone
         made = [self.made(recipe, index) for index in range(3)]
         self.inputs, self.weights, self.grads = made
+        self.tp_group, self.quantizers = group, {"scaling_fwd": made[:2], "scaling_bwd": made[2:]}
 
     def made(self, recipe, index):
         dtype = DType.kFloat8E5M2 if index == 2 else DType.kFloat8E4M3

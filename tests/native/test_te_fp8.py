@@ -29,6 +29,10 @@ def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_laye
             assert ours == dgrads
 
 
+def test_the_amax_of_all_ranks_is_asked_for_by_the_pass_from_cpp():
+    assert workers.run(workers.amax_asked_from_cpp) == [[2.0, 2.0, 2.0]] * 2
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_qkv_projection_in_heads_leaves_the_state_of_the_native_layer(recipe, has_bias):

@@ -12,9 +12,11 @@ from bodies_tp import CPU, integers
 
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.policy.all_reduce_order import SumMap, reveal_orders
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import all_reduce as all_reduce_ops
 from ditron_train.tp import gemm_ar, get_tp_context, start_all_reduce
 from ditron_train.tp.all_reduce_functions import column_linear_ar, row_linear_ar
+from ditron_train.tp.movement import largest_of_ranks
 from ditron_train.tp.problem import Choice, GatherPlan
 
 TILE = GemmConfig(16, 32, 16, 4, 2, 2)
@@ -67,7 +69,7 @@ def posed(world: int):
 
 def poison(context) -> None:
     """Not a number into all that peers write, on every rank before any goes on: what a peer pushes comes unasked."""
-    for name in ("tp.partials", "tp.pushed", "tp.gathered"):
+    for name in ("tp.partials", "tp.pushed", "tp.gathered", "tp.largest"):
         num_bytes = context.arena.capacity_bytes(name)
         if num_bytes:
             context.arena.tensor(name, (num_bytes // 4,), torch.float32).local.fill_(float("nan"))
@@ -111,6 +113,46 @@ def check_alternating(repeats: int) -> None:
         time.sleep(rng.random() * 0.01)
         y = gemm_ar(x, weights[m, n], context=context, choice=WAYS["stores"])
         assert torch.equal(y, sum(others) @ weights[m, n].t()), (rank, repeat)
+
+
+def check_largest(first_epoch: int, repeats: int) -> None:
+    """The largest of all ranks' values, late ranks, poisoned slots, small all-reduces of the same channel between."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_tp_context(None, CPU, first_epoch=first_epoch)
+    rng, nan, inf = random.Random(rank), float("nan"), float("inf")
+    weight, kept = integers((8, 16), 3), torch.zeros(1)
+    for repeat in range(repeats):
+        values = [
+            [0.0] * world,
+            [float(repeat * peer % 7) for peer in range(world)],
+            [inf if peer == repeat % world else 1.0 for peer in range(world)],
+            [nan if peer != repeat % world else 2.0**-126 for peer in range(world)],
+            [nan] * world,
+        ][repeat % 5]
+        if repeat % 4 == 3:
+            poison(context)
+        time.sleep(rng.random() * 0.01)
+        value = kept.fill_(values[rank]) if repeat % 2 else torch.tensor(values[rank])
+        largest_of_ranks(value, context=context)
+        numbers = [one for one in values if one == one]
+        assert value.item() == max(numbers) if numbers else torch.isnan(value), (rank, repeat, values, value)
+        if repeat % 3 == 2:
+            x = integers((2, 16), 100 * repeat + rank)
+            y = gemm_ar(x, weight, context=context, choice=WAYS["stores"])
+            others = [integers((2, 16), 100 * repeat + peer) for peer in range(world)]
+            assert torch.equal(y, sum(others) @ weight.t()), (rank, repeat)
+
+
+def refuse_largest() -> list[str]:
+    """What is no amax is refused on every rank, before anything is signalled."""
+    context, said = get_tp_context(None, CPU), []
+    for value in (torch.zeros(2), torch.zeros(1, dtype=torch.bfloat16)):
+        try:
+            largest_of_ranks(value, context=context)
+        except NotSupportedError as error:
+            said.append(str(error))
+    check_largest(0, 2)
+    return said
 
 
 def check_start_all_reduce(shape: tuple[int, ...], repeats: int) -> None:

@@ -32,6 +32,20 @@ def test_small_all_reduces_share_slots_by_parity():
     run_workers(3, bodies.check_alternating, 12)
 
 
+@pytest.mark.parametrize("first_epoch", [0, 2**31 - 5])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_largest_of_all_ranks(world_size, first_epoch):
+    run_workers(world_size, bodies.check_largest, first_epoch, 12)
+
+
+def test_what_is_no_amax_is_refused_by_each_rank():
+    for said in run_workers(2, bodies.refuse_largest):
+        assert [words.partition(" on ")[0] for words in said] == [
+            "largest_of_ranks: (2,) torch.float32",
+            "largest_of_ranks: (1,) torch.bfloat16",
+        ]
+
+
 @pytest.mark.parametrize(("world_size", "shape"), [(2, (6, 3, 16)), (4, (64, 40))])
 def test_all_reduce_adds_in_the_posed_orders(world_size, shape):
     run_workers(world_size, bodies.check_start_all_reduce, shape, 2)

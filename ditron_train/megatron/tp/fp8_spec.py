@@ -1,8 +1,9 @@
 """Tensor parallel linear layers of Transformer Engine in FP8, declared for the policy.
 
 What is compared is a layer's forward and backward from quantized operands on: gather, products and reduce-scatter, by
-the functions that Transformer Engine's own layers call and by ours. Quantizing is Transformer Engine's either way, so
-the recipes tensorwise and delayed are one op. Imported only where Transformer Engine is installed.
+the functions that Transformer Engine's own layers call and by ours. Quantizing is Transformer Engine's either way, but
+for the largest amax of all ranks that the recipe tensorwise asks for. Imported only where Transformer Engine is
+installed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.megatron.shared.devices import why_not_fp8_on_device
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_coverage import why_not_fp8_sizes
+from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, why_not_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Decision, Function, OpSpec
@@ -30,6 +31,7 @@ from ditron_train.runtime.values import normal_values
 from ditron_train.stream.driver import has_driver
 from ditron_train.symm.exchange import exchange
 from ditron_train.tp.context import TPContext, get_tp_context
+from ditron_train.tp.movement import largest_of_ranks
 
 
 class Fp8Call(NamedTuple):
@@ -60,10 +62,16 @@ class Fp8Call(NamedTuple):
         """Whether a tensor has many scales."""
         return self.scaling != "tensor"
 
+    @property
+    def reduces_amax(self) -> bool:
+        """Whether what is gathered is quantized by the largest value of all ranks."""
+        return self.recipe == FP8_RECIPES[0]
+
 
 @dataclass(frozen=True)
 class _Operands:
-    """Quantized operands of one forward and backward, and the quantizer of what is gathered in backward."""
+    """Quantized operands of one forward and backward, the quantizer of what is gathered in backward, and this rank's
+    largest value of what is gathered."""
 
     call: Fp8Call
     x: Any
@@ -71,6 +79,7 @@ class _Operands:
     grad: Any
     quantizer: Any
     bias: torch.Tensor | None
+    amax: torch.Tensor
 
 
 class Fp8Spec(OpSpec[Fp8Call, TPContext]):
@@ -180,12 +189,14 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
         weight = made((n, k), 101 + rank, "columns", n, _quantizer(call, "E4M3", num_dimensions=2))
         grad = made((grad_rows, n), 201 + rank, "columns", block, of_grad)
         bias = normal_values((n,), torch.bfloat16, device, 301 + rank) if call.has_bias else None
-        return _Operands(call, x, weight, grad, of_x if is_column else of_grad, bias)
+        amax = torch.full((1,), 1.0 / (1 + rank) if reveals else 3.0 + rank, device=device)
+        return _Operands(call, x, weight, grad, of_x if is_column else of_grad, bias, amax)
 
     def _run(self, operands: _Operands, context: TPContext | None) -> Sequence[torch.Tensor]:
         """Results and gradients, step by step as Transformer Engine's layers have them; None: natively."""
         call, quantizer = operands.call, operands.quantizer
         fast = dict(out_dtype=torch.bfloat16, use_split_accumulator=call.has_blocks)
+        reduced = [self._largest(operands, context)] if call.reduces_amax else []
         with torch.no_grad(), passing(forward_pass(self.kind, context, call.scaling)):
             if self.kind == "column":
                 quantizer.set_usage(rowwise=True, columnwise=False)
@@ -196,7 +207,16 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
                 y, _ = scatter(y, call.group)
         with torch.no_grad(), passing(backward_pass(self.kind, context, call.scaling)):
             gradients = (self._column_gradients if self.kind == "column" else self._row_gradients)(operands)
-        return [y, *gradients]
+        return [y, *gradients, *reduced]
+
+    @staticmethod
+    def _largest(operands: _Operands, context: TPContext | None) -> torch.Tensor:
+        amax = operands.amax.clone()
+        if context is None:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=operands.call.group)
+        else:
+            largest_of_ranks(amax, context=context)
+        return amax
 
     def _column_gradients(self, operands: _Operands) -> list[torch.Tensor]:
         call, total, work = operands.call, None, None

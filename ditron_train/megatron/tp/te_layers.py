@@ -32,6 +32,7 @@ from ditron_train.megatron.tp.te_coverage import (
     why_not_parameters,
 )
 from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of, why_not_code, why_not_recipe
+from ditron_train.megatron.tp.te_passes import reduce_amax_in_passes
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
@@ -129,6 +130,7 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
         log_native(f"tp {kind} (TE, FP8)", WITHOUT_SEQUENCE_PARALLEL)
     if context is None:
         return forward(x)
+    reduce_amax_in_passes(layer)
     with overlapping(kind, context, scaling_of(FP8GlobalStateManager.get_fp8_recipe())):
         return forward(x)
 

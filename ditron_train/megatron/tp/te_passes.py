@@ -15,10 +15,13 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import transformer_engine.pytorch.cpp_extensions as te_ops
 import transformer_engine.pytorch.distributed as te_distributed
 
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.tp.context import TPContext
+from ditron_train.tp.movement import largest_of_ranks
 
 
 class Pass:
@@ -38,6 +41,14 @@ class Pass:
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
         """This rank's rows of the sum over ranks, and what to wait for."""
         return te_distributed.reduce_scatter_along_first_dim(partial, group, async_op)
+
+    def reduce_amax(self, amax: torch.Tensor) -> bool:
+        """Makes ``amax`` the largest of the tensor parallel ranks; False: native has to."""
+        context: TPContext | None = getattr(self, "_context", None)  # of Ulysses' projections there is none
+        if context is None or amax.numel() != 1 or amax.dtype != torch.float32:
+            return False
+        largest_of_ranks(amax, context=context)
+        return True
 
     def close(self) -> None:
         """Waits for what was started and not waited for: starts and waits are counted, and what the communication
@@ -109,6 +120,47 @@ def scatter(inp: Any, tp_group: Any, async_op: bool = False) -> tuple[Any, Any]:
     if active is None:
         return te_distributed.reduce_scatter_along_first_dim(inp, tp_group, async_op)
     return active.scatter(inp, tp_group, async_op)
+
+
+class _Done(dist.Work):
+    """What a quantizer waits for when the amax is reduced in the order of the stream."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """At once."""
+        return True
+
+
+class AmaxGroup(dist.ProcessGroup):
+    """The tensor parallel group as a quantizer asks it for the largest amax: by the pass, outside of one natively.
+
+    Transformer Engine asks from C++, by the virtual ``allreduce`` of a quantizer's ``amax_reduction_group``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self._group = group
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        """See ``ProcessGroup``; a quantizer asks for the maximum."""
+        active = _active.get()
+        if active is not None and len(tensors) == 1 and active.reduce_amax(tensors[0]):
+            return _DONE
+        return self._group.allreduce(tensors, opts)
+
+
+_DONE = _Done()  # one for all: nobody else keeps it while C++ waits
+_amax_groups: GroupCache[dist.ProcessGroup, AmaxGroup] = GroupCache()
+
+
+def reduce_amax_in_passes(layer: Any) -> None:
+    """Has the quantizers of ``layer`` that reduce their amax over its tensor parallel group do so by the pass."""
+    group = layer.tp_group
+    for quantizers in layer.quantizers.values():
+        for quantizer in quantizers:
+            if getattr(quantizer, "with_amax_reduction", False) and quantizer.amax_reduction_group is group:
+                if group not in _amax_groups:
+                    _amax_groups[group] = AmaxGroup(group)
+                quantizer.amax_reduction_group = _amax_groups[group]
 
 
 #: By the names under which Transformer Engine's layers call them.
