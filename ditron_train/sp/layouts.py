@@ -144,6 +144,7 @@ def output_layout(num_heads: int, head_dim: int, world_size: int) -> HeadsLayout
     return HeadsLayout(1, (num_heads // world_size * head_dim,), (head_dim,))
 
 
+@outside_compile
 def split_by_heads(mixed: torch.Tensor, layout: HeadsLayout, world_size: int) -> list[torch.Tensor]:
     """[s / W, b, columns of a QKV projection] -> q, k, v [s / W, b, heads, d]."""
     lead = mixed.shape[:2]

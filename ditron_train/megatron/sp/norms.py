@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
@@ -53,16 +52,16 @@ def key_of(norms: Norms) -> tuple[Hashable, ...]:
 
 def twins_of(norms: Norms) -> Norms:
     """Norms with the same values for a comparison: nobody's hooks run, no gradient comes to the layer's own."""
-    twins: list[torch.nn.Module | None] = []
-    for norm in norms:
-        twin = None if norm is None else copy.copy(norm)
-        if twin is not None and norm is not None:
-            parameters = {
-                name: None if one is None else torch.nn.Parameter(one.detach().clone(), one.requires_grad)
-                for name, one in norm._parameters.items()
-            }
-            twin.__dict__.update(
-                _parameters=parameters, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict()
-            )
-        twins.append(twin)
-    return tuple(twins)
+    return tuple([None if norm is None else _twin(norm) for norm in norms])
+
+
+def _twin(norm: torch.nn.Module) -> torch.nn.Module:
+    parameters = {
+        name: None if one is None else torch.nn.Parameter(one.detach().clone(), one.requires_grad)
+        for name, one in norm._parameters.items()
+    }
+    twin = type(norm).__new__(type(norm))
+    twin.__dict__.update(
+        vars(norm), _parameters=parameters, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict()
+    )
+    return twin
