@@ -196,9 +196,10 @@ class _OutputProjection(torch.autograd.Function):
         row_table: torch.Tensor | None,
         wgrad: Wgrad,
         late: LateWgrad | None,
+        goes_back: bool,
     ) -> torch.Tensor:
         ctx.late = late
-        keep = ctx.needs_input_grad[1] or late is not None
+        keep = goes_back and (ctx.needs_input_grad[1] or late is not None)
         ctx.options, ctx.wgrad = dict(context=context, layout=layout, row_table=row_table), wgrad
         result: Any = a2a_gemm((attended,), weight, return_gathered="copy" if keep else "no", **ctx.options)
         out, gathered = result if keep else (result, None)
@@ -225,7 +226,7 @@ class _OutputProjection(torch.autograd.Function):
             (grad_attended,) = gemm_a2a(grad_out, weight, weight_layout="nn", meanwhile=meanwhile, **ctx.options)
         elif needs_weight:
             compute_wgrad()
-        return grad_attended, grad_weight, None, None, None, None, None
+        return grad_attended, grad_weight, None, None, None, None, None, None
 
 
 @outside_compile
@@ -329,7 +330,11 @@ def output_projection(
     """
     if late is not None:
         weight = weight.detach()
-    return _OutputProjection.apply(attended, weight, context, layout, row_table, wgrad or _plain_wgrad, late)
+    # Evaluation, and the first pass of what is recomputed, copy nothing for backward.
+    goes_back = torch.is_grad_enabled()
+    return _OutputProjection.apply(
+        attended, weight, context, layout, row_table, wgrad or _plain_wgrad, late, goes_back
+    )
 
 
 @outside_compile

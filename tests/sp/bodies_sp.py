@@ -3,13 +3,17 @@ with."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from ditron_train.sp import (
     HeadsLayout,
     LateWgrad,
     SPContext,
+    get_sp_context,
     heads_exchange,
     output_layout,
     output_projection,
@@ -17,6 +21,7 @@ from ditron_train.sp import (
     qkv_projection,
     sequence_exchange,
 )
+from ditron_train.sp.prepared import PreparedA2AGemm
 
 
 def integers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -152,6 +157,36 @@ def call_exchanges(context: SPContext, *, heads, groups, head_dim, length, batch
         to_sequence(
             [torch.zeros(length, batch, n, dim, **options) for n, dim in sizes], context=context, layout=layout
         )
+
+
+def copies_for_backward(late: bool) -> list[bool]:
+    """Whether the output projection copies what it has multiplied: in training, in evaluation, and in both passes of
+    a recomputed call; results and gradients are those of the first call."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context, layout = get_sp_context(None, torch.device("cpu")), output_layout(2 * world, 8, world)
+    weight = leaf(integers(16, 16 * world, dtype=torch.float32, seed=1))
+    attended = leaf(integers(4 * world, 1, 2, 8, dtype=torch.float32, seed=2 + rank))
+    call, copies, results = PreparedA2AGemm.__call__, [], []
+
+    def counted(prepared, parts, weight, keep, table):
+        copies.append(keep)
+        return call(prepared, parts, weight, keep, table)
+
+    def project(attended: torch.Tensor) -> torch.Tensor:
+        given = LateWgrad(weight) if late else None
+        return output_projection(attended, weight, context=context, layout=layout, late=given)
+
+    with mock.patch.object(PreparedA2AGemm, "__call__", counted):
+        for run in (project, lambda x: checkpoint(project, x, use_reentrant=True)):
+            y = run(attended)
+            y.sum().backward()
+            results.append((y.detach(), attended.grad, weight.grad))
+            attended.grad = weight.grad = None
+            with torch.no_grad():
+                assert torch.equal(project(attended), y)
+    for first, second in zip(*results):
+        assert first is None and second is None or torch.equal(first, second)
+    return copies
 
 
 def check_late_gradient(rank: int, world: int, context: SPContext, case: dict) -> None:

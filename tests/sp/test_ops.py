@@ -37,6 +37,13 @@ def test_projections_have_the_bits_of_the_native_sequence(world, num_cases):
     run_workers(world, bodies_sp.run_projections, cases)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_multiplied_is_copied_only_where_a_backward_follows(late):
+    """Trained, evaluated; recomputed (first pass, second pass), evaluated."""
+    wanted = [True, False, False, True, False]
+    assert run_workers(2, bodies_sp.copies_for_backward, late) == [wanted] * 2
+
+
 def test_epochs_wrap():
     case = dict(heads=4, groups=2, head_dim=8, length=16, batch=1, hidden=16, dtype=torch.float32)
     run_workers(2, bodies_sp.run_projections, [case] * 3, 2**31 - 3)
