@@ -107,12 +107,17 @@ def _build(kind, index, n, k, config, bias, skip_bias_add):
     return layer
 
 
-def _forward_backward(kind, layer, m, k, dtype, seed):
+def _sliced(shape, num_more, seed, dtype):
+    """Values of this shape, of rows that go on for ``num_more``."""
+    return _normals(*shape[:-1], shape[-1] + num_more, seed=seed, dtype=dtype)[..., : shape[-1]]
+
+
+def _forward_backward(kind, layer, m, k, dtype, seed, num_more=0):
     world_size = dist.get_world_size()
     shape = (m // world_size, 1, k) if "column" in kind else (m, 1, k // world_size)
-    x = _normals(*shape, seed=seed + 70, dtype=dtype).requires_grad_()
+    x = _sliced(shape, num_more, seed + 70, dtype).requires_grad_()
     y, bias = layer(x)
-    y.backward(_normals(*y.shape, seed=seed + 80, dtype=dtype))
+    y.backward(_sliced(y.shape, num_more, seed + 80, dtype))
     torch.cuda.synchronize()
     found = {"y": y.detach(), "dx": x.grad, "bias": bias}
     for name, parameter in layer.named_parameters():
@@ -142,6 +147,7 @@ def _compare(
     skip_bias_add=False,
     is_frozen=False,
     seed=0,
+    num_more=0,
     **options,
 ):
     from ditron_train.policy import gate
@@ -151,7 +157,7 @@ def _compare(
     layers = [_build(kind, index, n, k, config, bias, skip_bias_add) for index in (0, 1)]
     for layer in layers:
         layer.weight.requires_grad_(not is_frozen)
-    native, ours = (_forward_backward(kind, layer, m, k, dtype, seed) for layer in layers)
+    native, ours = (_forward_backward(kind, layer, m, k, dtype, seed, num_more) for layer in layers)
     _assert_same(all_equal, native, ours, (kind, m, n, k, dtype))
 
 
@@ -166,6 +172,15 @@ def _num_ops():
 def test_column_layers_at_published_shapes(tensor_parallel, all_equal, kind, shape):
     _compare(all_equal, kind, shape["M"], shape["N"], shape["K"])
     assert _num_ops() == 1
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row", "te_column", "te_norm_column", "te_row"])
+def test_inputs_and_gradients_with_strides(tensor_parallel, all_equal, kind, sequence_parallel):
+    """As the latent that multi-head latent attention splits off. Kernels of Transformer Engine read no strides."""
+    if kind == "column" and sequence_parallel:
+        pytest.skip("NCCL refuses to gather them natively")
+    _compare(all_equal, kind, 1024, 2048, 4096, num_more=64, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("kind", ["column", "te_column", "te_norm_column"])

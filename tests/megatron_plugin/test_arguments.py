@@ -1,6 +1,7 @@
 """The --ditron argument group."""
 
 import argparse
+import json
 
 import pytest
 
@@ -12,6 +13,8 @@ from ditron_train.megatron.plugin.arguments import (
     options_from_argv,
     parse_features,
 )
+from ditron_train.policy import check_plan, forget_plans
+from ditron_train.policy.plan import fingerprint
 from ditron_train.runtime.errors import SettingError
 
 
@@ -35,6 +38,24 @@ def test_sizes_of_groups_are_known_from_megatrons_arguments():
     args = _parser().parse_args(["--ditron", "tp,pp,sp"])
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size = 4, 1, 8
     assert options_from_args(args).sizes == {"tp": 4, "pp": 1}
+
+
+def test_a_plan_of_experts_that_are_split_is_taken_again(tmp_path, monkeypatch):
+    """Four ranks, two that share the experts times two slices, have decided about the movement together."""
+    entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
+    decisions = {"ep 8 tokens x 16, top-2 of 4, torch.bfloat16 on 4 ranks (strict)": entry}
+    content = {"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    monkeypatch.setenv("DITRON_PLAN", str(tmp_path / "plan.json"))
+    forget_plans()
+    args = _parser().parse_args(["--ditron", "ep"])
+    args.expert_model_parallel_size, args.tensor_model_parallel_size = 2, 2
+    for slices in (None, 2):  # None: not given, as many as of other layers
+        args.expert_tensor_parallel_size = slices
+        check_plan(options_from_args(args).deciding_sizes)
+    args.expert_tensor_parallel_size = 1
+    with pytest.raises(SettingError, match="on 4 ranks, here it is 2 ranks"):
+        check_plan(options_from_args(args).deciding_sizes)
 
 
 def test_what_has_no_effect_is_said():

@@ -114,3 +114,20 @@ def test_a_layer_wise_optimizer_that_gathers_otherwise_is_megatrons() -> None:
 
 def test_the_norm_is_bounded_as_by_the_package_that_is_there() -> None:
     assert compat.norm_eps() == 1e-7
+
+
+def test_a_gradient_that_fsdp_keeps_wider_is_written_as_newer_layers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    from ditron_train.megatron.shared.wgrad import NativeWgrad
+
+    def written(out: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
+        return out.copy_(grad_output.t().matmul(total_input))  # as without Transformer Engine
+
+    monkeypatch.setattr(layers, "_wgrad_gemm", written, raising=False)
+    weight: Any = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
+    buffer = torch.full((3, 4), 7.0)
+    weight.__fsdp_param__, weight.main_grad, weight.get_main_grad = True, None, lambda: buffer
+    grad, x = torch.randn(5, 3).bfloat16(), torch.randn(5, 4).bfloat16()
+    assert NativeWgrad(weight, fused=True)(grad, x) is None
+    assert weight.main_grad is buffer and torch.equal(buffer, grad.t().matmul(x).float())

@@ -231,3 +231,23 @@ def test_without_fusion_the_launcher_changes_nothing(megatron_training):
     )  # fmt: skip
     outcomes = run_workers_once(1, _launch, [str(script), "--no-gradient-accumulation-fusion"])
     assert not any(outcome.error for outcome in outcomes), [outcome.traceback for outcome in outcomes]
+
+
+def test_kernels_that_know_no_strides_get_whole_rows(monkeypatch):
+    """As apex's, which read and write from an address on."""
+    from megatron.core.tensor_parallel import layers
+
+    from ditron_train.megatron.shared.wgrad import NativeWgrad
+
+    def add(rows, grads, main_grad):
+        rows, grads = (torch.as_strided(one, one.shape, (one.shape[1], 1)) for one in (rows, grads))
+        main_grad += grads.t().float() @ rows.float()
+
+    kernels = types.SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+    weight = torch.nn.Parameter(torch.zeros(3, 4))
+    weight.main_grad = torch.zeros(3, 4)
+    grads, rows = torch.arange(30.0).view(6, 5)[:, :3], torch.arange(42.0).view(6, 7)[:, 1:5]
+    wgrad = NativeWgrad(weight, fused=True)
+    assert wgrad(grads, rows) is None and torch.equal(wgrad.bias_gradient(grads), grads.sum(0))
+    assert torch.equal(weight.main_grad, grads.t() @ rows)

@@ -360,6 +360,10 @@ buffer, weight.__fsdp_param__, weight.overwrite_main_grad, weight.main_grad = to
 weight.get_main_grad, weight.grad_added_to_main_grad = lambda: buffer, False
 assert wgrad(torch.ones(4, 2), torch.ones(4, 3)).shape == (2, 3) and weight.grad_added_to_main_grad
 assert given[-1]["out"] is weight.main_grad is buffer and not given[-1]["accumulate"]
+whole = []
+te_wgrad.te_ops.general_gemm = lambda *both, **options: whole.extend(x.is_contiguous() for x in both) or (None, None)
+te_wgrad.TELinearWgrad(weight, False, None)(torch.ones(4, 5)[:, :2], torch.ones(4, 7)[:, :3])
+assert whole == [True, True], "it reads memory as if there were no strides"
 """
 
 

@@ -23,6 +23,7 @@ from ditron_train.megatron.compat.muon import (
     registered_muon,
     why_not_layer_wise,
 )
+from ditron_train.megatron.compat.wgrad import write_wgrad
 
 __all__ = [
     "activate_experts",
@@ -41,4 +42,5 @@ __all__ = [
     "why_not_experts",
     "why_not_layer_wise",
     "why_not_weight",
+    "write_wgrad",
 ]

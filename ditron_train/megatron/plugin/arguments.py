@@ -59,6 +59,7 @@ class Options:
         policy: Value for ``DITRON_POLICY``, or None to leave the environment as it is.
         plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
         sizes: Ranks of the groups of each feature, where Megatron's arguments tell; 1: there is nothing to accelerate.
+        expert_slices: Tensor parallel ranks that every expert is split over.
         optimizer: Megatron's, where its arguments tell.
         fuses_wgrad: Whether they ask for gradient accumulation fusion.
         record: Folder in which every training step is noted, or None.
@@ -71,6 +72,7 @@ class Options:
     policy: str | None = None
     plan: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    expert_slices: int = 1
     optimizer: str | None = None
     fuses_wgrad: bool = False
     record: str | None = None
@@ -80,6 +82,13 @@ class Options:
     def overlapping(self) -> tuple[str, ...]:
         """The features that replace a part of Megatron's step."""
         return tuple(name for name in self.features if name != WGRAD)
+
+    @property
+    def deciding_sizes(self) -> dict[str, int]:
+        """Ranks of the groups that decide for each feature, where that is one number: where experts are split, what
+        they share is decided by their slices' ranks together."""
+        split = {"ep"} if self.expert_slices > 1 else set()
+        return {name: size for name, size in self.sizes.items() if size > 1 and name not in split}
 
     def environment(self) -> dict[str, str]:
         """The ``DITRON_*`` variables that these options set."""
@@ -204,9 +213,11 @@ def options_from_args(args: Any) -> Options:
     features = tuple(getattr(args, "ditron", None) or ())
     words = ("transport", "timeout_s", "policy", "plan", "record", "record_trace")
     sizes = {name: getattr(args, SIZE_ARGUMENTS[name], None) for name in features if name in SIZE_ARGUMENTS}
+    slices = getattr(args, "expert_tensor_parallel_size", None)  # None: as many as of other layers
     return Options(
         features=features,
         sizes={name: size for name, size in sizes.items() if size is not None},
+        expert_slices=slices or getattr(args, "tensor_model_parallel_size", None) or 1,
         optimizer=getattr(args, "optimizer", None),
         fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),
         **{name: getattr(args, f"ditron_{name}", None) for name in words},

@@ -100,7 +100,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     add_switch("batch invariant", is_batch_invariant_mode_enabled)
     with _environment(options.environment()):
         get_settings()  # a malformed variable is reported here, before any model is built
-        check_plan({name: size for name, size in options.sizes.items() if size > 1})
+        check_plan(options.deciding_sizes)
         check_table()
     for name in unknown_variables():
         log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)

@@ -52,6 +52,8 @@ class TELinearWgrad:
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
         """Computes the gradient, or leaves it in the store; both arguments are 2-D with the tokens of the whole group
         in order."""
+        # As natively: Transformer Engine reads memory as if it had no strides.
+        grad_output, total_input = grad_output.contiguous(), total_input.contiguous()
         weight = self._weight
         out = main_grad_of(weight) if self._fused else None
         options = dict(

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ditron_train.megatron.compat import write_wgrad
+
 
 def main_grad_of(weight: Any) -> torch.Tensor:
     """The buffer of ``weight`` that takes its gradient, to be asked for in backward: a model that is only evaluated
@@ -81,13 +83,15 @@ class NativeWgrad:
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
         """Computes the gradient; both arguments are 2-D with the tokens of the whole group in order."""
+        # As natively: apex's kernels read memory as if it had no strides.
+        grad_output, total_input = grad_output.contiguous(), total_input.contiguous()
         if not self._fused:
             return grad_output.t().matmul(total_input)
         weight: Any = self._weight
         weight.main_grad = self._main_grad
         main_grad = main_grad_of(weight)
         if hasattr(weight, "__fsdp_param__"):
-            torch.matmul(grad_output.t(), total_input, out=main_grad)
+            write_wgrad(main_grad, grad_output, total_input)
         else:
             _accumulate(total_input, grad_output, main_grad)
         return self._result(total_input.dtype)  # not main_grad of the forward: Megatron-FSDP had none then
@@ -101,7 +105,7 @@ class NativeWgrad:
 
     def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor:
         """That of a bias, which native adds up by itself."""
-        return grad_output.sum(dim=0)
+        return grad_output.contiguous().sum(dim=0)
 
     def _result(self, dtype: torch.dtype) -> torch.Tensor | None:
         return gradient_in_main_grad(self._weight, dtype) if self._fused else None

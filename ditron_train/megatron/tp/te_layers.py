@@ -189,7 +189,8 @@ def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torc
     options: dict[str, Any] = {"wgrad": wgrad_of(layer, gathered if layer.sequence_parallel else None)}
     if bias_in_product(layer) is not None:
         options.update(bias=layer.bias, rounds_once=True)
-    return linear_of(kind, layer.sequence_parallel)(x, layer.weight, context=context, **options)
+    # Natively a layer multiplies a whole copy of an input with strides.
+    return linear_of(kind, layer.sequence_parallel)(x.contiguous(), layer.weight, context=context, **options)
 
 
 @outside_compile
