@@ -318,7 +318,9 @@ class Muon(torch.optim.Optimizer):
 
     def apply_direction(self, param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
         """Orthogonalises ``direction`` and updates ``param`` with it, component by component where q, k, v are
-        split."""
+        split; an empty one has nothing to update, on any rank."""
+        if param.numel() == 0:
+            return
         for target, part in self._components(param, direction):
             self._apply_component(param, target, part, group)
 

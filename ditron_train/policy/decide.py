@@ -112,7 +112,10 @@ def decide(
         if known is not None or mode == "force":
             decision = known or Decision(True, "forced", None, None, None)
             if decision.use_ditron:
-                ours()  # memory is had and kernels are loaded now, while every rank can still turn to native
+                # Memory is had and kernels are loaded now, while every rank can still turn to native: those of the
+                # other data, too, since a product with a bias is another kernel.
+                for run in (ours, *(one for _, one in also)):
+                    run()
         elif order is not None and not order.is_ours:
             decision = Decision(False, str(order.reason), None, None, None)
         else:

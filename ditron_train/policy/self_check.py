@@ -14,6 +14,7 @@ libraries that were tried nothing is checked.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -138,7 +139,8 @@ def _hand_over(group: dist.ProcessGroup, device: torch.device) -> str | None:
     except PeerTimeoutError:
         raise
     except Exception:  # the others are in the next exchange, where nobody would come
-        stay_away(group)
+        with suppress(RuntimeError):  # of the store: what came before says more
+            stay_away(group)
         raise
     finally:
         if arena is not None:

@@ -28,6 +28,8 @@ class PipelineChannel(Channel):
 
     Attributes:
         flags_in_host: Whether they lie in the mailbox; ``in_host=False`` keeps them out of it.
+        turns: How many deadlines a host's wait for a message takes: one, but in a step whose shapes are new, where
+            one stage after another compiles before it sends.
     """
 
     def __init__(self, arena: SymmetricArena, mailbox: Mailbox, *, in_host: bool = True) -> None:
@@ -38,6 +40,12 @@ class PipelineChannel(Channel):
             self.signals.local.zero_()  # a context of this group before may have left them set
             arena.quiesce()
         self._raised: DitronError | None = None
+        self.turns = 1
+
+    @property
+    def host_timeout_s(self) -> float:
+        """Deadline of what hosts wait for."""
+        return self.turns * self.timeout_s
 
     def address(self, rank: int, index: int) -> int:
         """Address of flag ``index`` of ``rank`` for this rank's streams."""
@@ -123,12 +131,12 @@ class PipelineChannel(Channel):
         )
 
     def wait_on_host(self, ready: Callable[[], bool], *, peer: int, chunk: int) -> None:
-        """Blocks the host until ``ready()``, at most the deadline; for what only hosts exchange.
+        """Blocks the host until ``ready()``, at most ``host_timeout_s``; for what only hosts exchange.
 
         Raises:
             PeerTimeoutError: It did not become so in time.
         """
-        deadline_s = time.monotonic() + self.timeout_s
+        deadline_s = time.monotonic() + self.host_timeout_s
         polls = 0
         while not ready():
             self.check()

@@ -244,14 +244,15 @@ class PipelineContext:
         if not self.in_one_node:
             return exchange(self.group, num_bytes)
         assert self.channel is not None
-        asked = self.channel.mailbox.agree(num_bytes, self.channel.timeout_s, self.channel.check)
+        asked = self.channel.mailbox.agree(num_bytes, self.channel.host_timeout_s, self.channel.check)
         if any(value is None for value in asked):
             listed = ", ".join(
                 f"rank {rank}: {'not heard' if value is None else value}" for rank, value in enumerate(asked)
             )
             self.channel.fail_mismatch(
                 f"pp on group {self.arena.group_name}: not all ranks ask for larger messages within "
-                f"{self.channel.timeout_s:g} s ({listed} bytes); a rank is dead, or the stages disagree on the shape"
+                f"{self.channel.host_timeout_s:g} s ({listed} bytes); a rank is dead, or the stages disagree on the "
+                "shape"
             )
         return [value for value in asked if value is not None]
 

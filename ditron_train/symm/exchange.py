@@ -87,6 +87,7 @@ class _Meeting:
         self.store.set(f"meeting of {self._rank}", self._mark)
         self._has_met = False
         self._number = 0
+        self._number_left = -1  # the last exchange that this rank left by an error other than that a rank did not come
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> _Meeting:
@@ -107,7 +108,9 @@ class _Meeting:
         return [from_plain(word) for word in outcome]
 
     def stay_away(self) -> None:
-        """Gives the next exchange up before anybody has to wait for this rank."""
+        """Gives the next exchange up before anybody has to wait for this rank; nothing where the last one raised."""
+        if self._number_left == self._number:
+            return
         self._number += 1
         self._settle(_GivenUp(self._rank, self._mark, self._rank, 0.0))
 
@@ -133,6 +136,7 @@ class _Meeting:
         except (
             BaseException
         ):  # an interrupt: the others are neither to wait for this rank nor to take what it said for an answer
+            self._number_left = self._number
             with suppress(RuntimeError):
                 self._settle(_GivenUp(self._rank, self._mark, self._rank, round(time.monotonic() - begun_s, 1)))
             raise
@@ -241,7 +245,8 @@ def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
 def stay_away(group: dist.ProcessGroup) -> None:
     """Stands for the group's next exchange on a rank that will not come to it: the others raise ``PeerTimeoutError``
     there at once, not at their deadline, and the exchange behind it is everybody's again. A rank calls it that failed
-    by itself between two exchanges, or all ranks do that failed alike; not one whose exchange raised."""
+    by itself between two exchanges, or all ranks do that failed alike. Where an exchange raised on this rank since, by
+    the store, the others have heard of that one: nothing is done."""
     _meeting_of(group).stay_away()
 
 

@@ -218,6 +218,33 @@ def equal_across_nodes(case: Case, ways: list[tuple[bool, bool]]) -> list[int]:
         del os.environ["NCCL_HOSTID"]
 
 
+def slow_first_step(case: Case, late_s: float) -> bool:
+    """Every stage is late in the first step, before it sends, as where it compiles; then only as late as the machine
+    is. Whether training was as natively."""
+    import time
+
+    import ditron_train.megatron
+    from ditron_train.cpu.megatron_shim import model_parallel
+
+    global _forward_step
+    with model_parallel(pipeline_model_parallel_size=case.pipeline):
+        native = train(case)
+        ditron_train.megatron.apply(features="pp")
+        in_time, lateness = _forward_step, [late_s]
+
+        def late(iterator: Any, model: Any) -> Any:
+            time.sleep(lateness.pop() if lateness else 0.0)
+            return in_time(iterator, model)
+
+        _forward_step = late
+        try:
+            ours = train(case)
+        finally:
+            _forward_step = in_time
+            ditron_train.megatron.restore()
+        return all(map(torch.equal, native, ours))
+
+
 def falls_back(case: Case, change: dict[str, Any]) -> int:
     """A configuration that is not covered runs natively; returns the messages that ours sent."""
     import ditron_train.megatron

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import run_workers
+from tests.support.processes import run_workers, run_workers_once
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -126,3 +126,9 @@ def test_a_communicator_may_be_kept_for_steps_of_other_sizes():
 def test_messages_of_several_sizes_in_a_step():
     """Stages come to the second size at different times: nothing about it may be agreed on by all of them."""
     assert run_workers(3, workers.several_sizes_in_a_step) == [2, 4, 2]
+
+
+def test_stages_that_are_late_in_the_first_step_one_after_another():
+    """None is as late as the deadline, which the last one's wait passes: natively nothing happens."""
+    outcomes = run_workers_once(3, workers.slow_first_step, Case(3, 2), 6.0, env={"DITRON_TIMEOUT_S": "9"})
+    assert [(outcome.value, outcome.error) for outcome in outcomes] == [(True, None)] * 3

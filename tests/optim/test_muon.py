@@ -247,6 +247,15 @@ def test_empty_parameters_and_groups():
     assert len(optimizer.state_dict()["param_groups"]) == 2
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (12, 0), (0, 0)])
+@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
+def test_empty_matrices_are_left_as_they_are(shape, mode):
+    plain, split = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
+    plain.grad, split.grad = torch.zeros(shape), torch.zeros(shape)
+    options = dict(split_qkv=True, is_qkv_fn=lambda param: param is split, qkv_split_shapes=(2, 1, 1))
+    Muon([plain, split], scale_mode=mode, **options).step()
+
+
 def test_bf16_parameters_are_stepped_in_their_own_type():
     param = parameter(16, 24, dtype=torch.bfloat16)
     expected, momentum = param.detach().clone(), torch.zeros(16, 24, dtype=torch.bfloat16)

@@ -15,6 +15,7 @@ from ditron_train.runtime import launch, versions
 from ditron_train.runtime.groups import world_group
 from ditron_train.symm import check_all
 from ditron_train.symm.arena import SymmetricArena
+from ditron_train.symm.exchange import _Meeting
 from ditron_train.tp import get_tp_context
 
 CPU = torch.device("cpu")
@@ -58,6 +59,24 @@ def _without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SymmetricArena, "_grow", grow)
 
 
+def _with_a_store_that_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the hand-over's first buffer on, a look at the store ends with an error, once."""
+    tensor, is_settled, failures = SymmetricArena.tensor, _Meeting._is_settled, []
+
+    def armed(self, name, shape, dtype):
+        if name == "self-check":
+            failures.append("Connection reset by peer")
+        return tensor(self, name, shape, dtype)
+
+    def look(self):
+        if failures:
+            raise RuntimeError(failures.pop())
+        return is_settled(self)
+
+    monkeypatch.setattr(SymmetricArena, "tensor", armed)
+    monkeypatch.setattr(_Meeting, "_is_settled", look)
+
+
 def _without_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     def channel(*arguments):
         raise TypeError("Channel() takes no arguments")
@@ -99,6 +118,7 @@ FAULTS = {
     "raises": _raising,
     "no rendezvous": _without_memory,
     "no channel": _without_channel,
+    "the store fails once": _with_a_store_that_fails_once,
     "cannot be freed": _keeping_memory,
     "reads early": _reading_early,
     "no signal": _without_launches("handover_kernel"),

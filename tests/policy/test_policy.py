@@ -90,7 +90,7 @@ def _never():
 
 
 def _decide_with_plan(folder, mode, broken_rank):
-    """Returns the decision and how often ours ran; the plan of `broken_rank` says the opposite of the others'."""
+    """Returns the decision and what of ours ran; the plan of `broken_rank` says the opposite of the others'."""
     rank, calls = dist.get_rank(), []
     path = os.path.join(folder, "plan.json")
     os.environ.update(DITRON_PLAN=path, DITRON_POLICY=mode)
@@ -104,10 +104,15 @@ def _decide_with_plan(folder, mode, broken_rank):
             for key, entry in _plan().entries.items():
                 _plan().entries[key] = Entry(not entry.use_ditron, "tampered", None, None, None)
         decision = decide(
-            "tp op 1x2", _never, lambda: calls.append(1) or [], group=dist.group.WORLD, device=torch.device("cpu")
+            "tp op 1x2",
+            _never,
+            lambda: calls.append("ours") or [],
+            group=dist.group.WORLD,
+            device=torch.device("cpu"),
+            also=[(_never, lambda: calls.append("also") or [])],
         )
         dist.barrier()
-        return decision, len(calls)
+        return decision, calls
     finally:
         del os.environ["DITRON_PLAN"], os.environ["DITRON_POLICY"]
         forget_plans()
@@ -124,9 +129,13 @@ def test_plan_is_written_read_and_overruled_where_ranks_disagree(tmp_path):
     content["decisions"]["tp op 1x2 on 2 ranks (strict)"].update(use_ditron=False, reason="from the plan")
     path.write_text(json.dumps(content))
     second = run_workers(2, _decide_with_plan, str(tmp_path), "strict", None)
-    assert all((decision.reason, calls) == ("from the plan", 0) for decision, calls in second)
+    assert all((decision.reason, calls) == ("from the plan", []) for decision, calls in second)
     third = run_workers(2, _decide_with_plan, str(tmp_path), "strict", 1)
-    assert all("interpreter" in decision.reason and calls == 1 for decision, calls in third)
+    assert all("interpreter" in decision.reason and calls == ["ours"] for decision, calls in third)
+    content["decisions"]["tp op 1x2 on 2 ranks (strict)"].update(use_ditron=True)
+    path.write_text(json.dumps(content))
+    fourth = run_workers(2, _decide_with_plan, str(tmp_path), "strict", None)
+    assert all((decision.reason, calls) == ("from the plan", ["ours", "also"]) for decision, calls in fourth)
 
 
 def _refused(folder):
@@ -250,7 +259,8 @@ def test_a_plan_is_of_one_environment(tmp_path, monkeypatch, variable):
 
 def test_force_runs_ours_once_and_is_not_planned(tmp_path):
     found = run_workers(2, _decide_with_plan, str(tmp_path), "force", None)
-    assert all((decision.use_ditron, decision.reason, calls) == (True, "forced", 1) for decision, calls in found)
+    forced = (True, "forced", ["ours", "also"])
+    assert all((decision.use_ditron, decision.reason, calls) == forced for decision, calls in found)
     assert not (tmp_path / "plan.json").exists()
 
 

@@ -30,6 +30,7 @@ def test_what_works_beside_a_newer_library_is_fused() -> None:
         ("no rendezvous", (0, 1), "AttributeError: module 'symmetric memory' has no attribute 'rendezvous'"),
         ("no rendezvous", (1,), "waited 0 s for rank 1, chunk -1"),
         ("no channel", (0,), "waited 0 s for rank 0, chunk -1"),
+        ("the store fails once", (1,), "rank 1: RuntimeError: Connection reset by peer"),
         ("cannot be freed", (1,), "handing values over (rank 1: OSError: the memory is in use)"),
         ("reads early", (1,), "handing values over (rank 1: what ranks [0] released was not what was acquired)"),
         ("no signal", (0, 1), "handing values over (rank 0: what ranks [0, 1] released"),

@@ -206,12 +206,15 @@ def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bo
     Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without.
     Stages know different sizes of them, so slots are made once; what is larger takes the network.
     """
+    call = MessageCall(context, num_bytes)
+    is_new = not context.slot_bytes if variable_shapes else not gate.knows(MESSAGE, call)
+    if context.channel is not None:  # forward and backward come through all stages, each of which may compile first
+        context.channel.turns = 2 * context.world_size if is_new else 1
     if variable_shapes:
-        if not context.slot_bytes:
+        if is_new:
             context.reserve(num_bytes)
         return None
-    call = MessageCall(context, num_bytes)
-    if num_bytes > context.slot_bytes or not gate.knows(MESSAGE, call):
+    if num_bytes > context.slot_bytes or is_new:
         call = call._replace(is_alike=context.reserve(num_bytes))
     return gate.answer_for(MESSAGE, call).reason
 
