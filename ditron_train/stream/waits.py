@@ -168,7 +168,7 @@ class _Watchdog:
     def _next_slot(self) -> int:
         """Draws a ticket; its slot is not that of a wait in flight, however long that has been waiting."""
         while True:
-            self._ticket = self._ticket % (2**31 - 1) + 1
+            self._ticket = (self._ticket + 1) % 2**32  # compared cyclically, as epochs are
             slot = self._ticket % _SLOTS
             if slot not in self._slots_in_use:
                 self._slots_in_use.add(slot)

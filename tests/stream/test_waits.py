@@ -257,6 +257,22 @@ def test_a_wait_that_takes_long_keeps_its_slot():
     assert first not in watchdog._slots_in_use
 
 
+@pytest.mark.parametrize("first", [2**31 - waits._SLOTS - 5, 2**32 - waits._SLOTS - 5])
+def test_tickets_wrap(first):
+    """The words of a slot's wait before the wrap do not say that the one behind it is over."""
+    watchdog, flag = _watchdog_without_a_gpu(), ctypes.c_int32(0)
+    watchdog._ticket = first
+    for _ in range(3 * waits._SLOTS):
+        slot = watchdog._next_slot()
+        entry = _entry(_FakeChannel(), flag, 1, ticket=watchdog._ticket)
+        entry.host_address = None
+        known = watchdog._ticket - first > waits._SLOTS or watchdog._ticket < first  # the slot has been used before
+        assert not (known and watchdog._is_done(entry))
+        watchdog._progress[waits._SLOTS + slot] = waits.cyclic_difference(entry.ticket, 0)
+        assert watchdog._is_done(entry)
+        watchdog._slots_in_use.discard(slot)
+
+
 def test_waits_are_released_on_a_stream_that_nobody_else_has(monkeypatch):
     """torch deals 32 out again and again: a release on the one that waits, or one that waits for it, would wait as
     well."""
