@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -75,13 +76,17 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for index, part in enumerate(value):
             yield from _leaves(part, f"{path}/{index}")
     else:
-        yield path, value.getvalue() if isinstance(value, io.BytesIO) else value
+        value = value.getvalue() if isinstance(value, io.BytesIO) else value
+        if path.endswith("_extra_state") and len(value):  # pickled with addresses of tensors in it
+            yield from _leaves(pickle.loads(bytes(value.numpy() if isinstance(value, torch.Tensor) else value)), path)
+        else:
+            yield path, value
 
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(*(part.reshape(-1).view(torch.uint8) for part in (one, other)))
-    return bool(one == other)
+    return bool(one == other) if isinstance(one, (bytes, int, float, str)) else repr(one) == repr(other)
 
 
 def _compare_saved(native: Path, ours: Path) -> tuple[int, list[str]]:
@@ -93,7 +98,7 @@ def _compare_saved(native: Path, ours: Path) -> tuple[int, list[str]]:
         loaded = [torch.load(folder / file, map_location="cpu", weights_only=False) for folder in (native, ours)]
         sides = [dict(_leaves({key: one[key] for key in one if key != "args"})) for one in loaded]
         assert sides[0].keys() == sides[1].keys()
-        compared = [key for key, value in sides[0].items() if isinstance(value, (torch.Tensor, bytes))]
+        compared = [key for key in sides[0] if "_extra_state" in key or isinstance(sides[0][key], torch.Tensor)]
         count += len(compared)
         different += [f"{file}{key}" for key in compared if not _equal(sides[0][key], sides[1][key])]
     return count, different
