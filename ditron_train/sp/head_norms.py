@@ -8,7 +8,8 @@ runs the modules' own backward there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -57,14 +58,28 @@ def backward_of_norms(
         if norm is None:
             into.copy_(in_groups[index])
             continue
-        with torch.enable_grad():
+        with torch.enable_grad(), _leaves_of(norm) as parameters:
             rows = split_by_heads(mixed, layout, world_size)[index].detach().requires_grad_()
-            # The module's own forward, without its hooks: they have run in the forward pass.
-            out = norm.forward(rows)
-        parameters = list(norm.parameters())
+            # With its hooks, as where activations are computed again: they may change what comes in, out and back.
+            out = norm(rows)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         grad_rows, *found = torch.autograd.grad(out, [rows, *trained], grads[index].contiguous())
         into.copy_(grad_rows.view(into.shape))
         left = iter(found)
         of_parameters += [next(left) if parameter.requires_grad else None for parameter in parameters]
     return result.view(grad.shape), of_parameters
+
+
+@contextlib.contextmanager
+def _leaves_of(norm: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Inside, ``norm`` has other parameters of the same memory, which are given: hooks on its own run once, on the
+    gradients that autograd gets."""
+    own = [(module, module._parameters) for module in norm.modules()]
+    leaves = {one: torch.nn.Parameter(one.detach(), one.requires_grad) for one in norm.parameters()}
+    try:
+        for module, named in own:
+            module._parameters = {name: None if one is None else leaves[one] for name, one in named.items()}
+        yield list(leaves.values())
+    finally:
+        for module, named in own:
+            module._parameters = named

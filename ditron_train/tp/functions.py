@@ -110,6 +110,8 @@ class _ColumnLinear(torch.autograd.Function):
         elif needs_x and needs_weight and can_copy(ctx.context):
             grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred, total_x)
         else:
+            if total_x is not None and not needs_x:
+                ctx.context.resume(None)  # no op is called: who gets the place next, on another stream, is to wait
             is_gathered = needs_weight and not deferred and total_x is None
             gather = start_all_gather(x, context=ctx.context) if is_gathered else None
             try:

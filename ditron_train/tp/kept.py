@@ -76,7 +76,9 @@ class KeptInputs:
         moved or computed again (hooks on saved tensors: ``torch.utils.checkpoint``, offloading), and in a captured
         graph, which would have its place for ever.
         """
-        if not (torch.is_grad_enabled() and weight.requires_grad) or x.numel() == 0 or _are_saved_tensors_hooked():
+        if not (torch.is_grad_enabled() and weight.requires_grad) or _are_saved_tensors_hooked():
+            return None
+        if x.dim() == 0 or x.numel() == 0:
             return None
         if is_capturing(self.arena.device):
             return None

@@ -13,6 +13,7 @@ def test_twins_compute_the_same_and_leave_the_layers_own_alone(kind):
     norm, called = kind(8), []
     norm.weight.data.normal_()
     norm.register_forward_pre_hook(lambda *given: called.append(given))
+    norm.register_full_backward_hook(lambda *given: called.append(given))
     norm.weight.register_hook(called.append)
     (twin, frozen, none), x = twins_of((norm, kind(8).requires_grad_(False), None)), torch.randn(4, 3, 8)
     out = twin(x)

@@ -59,7 +59,9 @@ def test_gpt_on_four_ranks():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"sequence_parallel": False, "add_bias_linear": True}], ids=["sequence", "replicas"]
+    "options",
+    [{}, {"sequence_parallel": False, "add_bias_linear": True}, NORMS],
+    ids=["sequence", "replicas", "norms"],
 )
 def test_inside_tensor_parallelism(options):
     run_workers(4, sp_workers.gpt_agrees, options, 16, True, 2)
@@ -73,7 +75,7 @@ def test_two_groups_beside_each_other():
     run_workers(4, sp_workers.gpt_agrees, {}, 16, True, 1, False, 2)
 
 
-@pytest.mark.parametrize("options", [{}, RECOMPUTE_ATTENTION], ids=["plain", "recompute"])
+@pytest.mark.parametrize("options", [{}, RECOMPUTE_ATTENTION, NORMS], ids=["plain", "recompute", "norms"])
 def test_packed_sequences(options):
     run_workers(2, sp_workers.packed_attention_agrees, [12, 4, 24, 8], options)
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from bodies_tp import gather_rows, integers
 from torch.utils.checkpoint import checkpoint
 
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.symm.arena import SymmetricArena
 from ditron_train.tp import TPContext, column_linear, functions
 from ditron_train.tp.functions import PlainWgrad
@@ -138,6 +140,22 @@ def check_dropped_and_repeated() -> None:
         layer.forward(8)()
         layer.forward(9)()
         assert count() == 1 and _num_places(context) == (2, 2)
+
+
+def num_entered_by_backward() -> list[int]:
+    """How often backward orders the streams of two calls whose inputs need no gradient, the second's kept; after a
+    mistake of all ranks."""
+    context, found = _new_context(), []
+    layer = Layer(context, 1)
+    with pytest.raises(NotSupportedError):
+        column_linear(torch.tensor(1.0), layer.weight, context=context)
+    for seed in range(2):
+        x = integers((ROWS // context.world_size, K), 10 * seed + context.rank)
+        y = column_linear(x, layer.weight, context=context)
+        with mock.patch.object(context._calls, "enter", side_effect=context._calls.enter) as enter:
+            y.backward(integers(tuple(y.shape), 3))
+            found.append(enter.call_count)
+    return found
 
 
 def num_kept_where_nothing_waits() -> dict[str, int]:

@@ -34,6 +34,12 @@ def test_dropped_graphs_second_backwards_and_failures():
     run_workers(2, bodies.check_dropped_and_repeated, env=_env(3))
 
 
+def test_a_place_is_for_others_behind_the_backward_that_reads_it():
+    """Its stream is the last one's, also where backward calls no op."""
+    for gathered, kept in run_workers(2, bodies.num_entered_by_backward, env=_env(3)):
+        assert (gathered, kept) == (2, 1)  # start and wait of the gather; reading
+
+
 def test_nothing_is_kept_where_nothing_waits_for_it():
     """What a reentrant checkpoint computes again is followed by its backward: it is kept till then."""
     for found in run_workers(2, bodies.num_kept_where_nothing_waits, env=_env(64)):

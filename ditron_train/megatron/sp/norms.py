@@ -61,7 +61,6 @@ def _twin(norm: torch.nn.Module) -> torch.nn.Module:
         for name, one in norm._parameters.items()
     }
     twin = type(norm).__new__(type(norm))
-    twin.__dict__.update(
-        vars(norm), _parameters=parameters, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict()
-    )
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    twin.__dict__.update(vars(norm), _parameters=parameters, **{name: OrderedDict() for name in hooks})
     return twin
