@@ -464,3 +464,13 @@ def test_what_is_sent_whole_has_few_peers(monkeypatch, kind, world_size, words):
     monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
     reason = ReducedLinearSpec(kind).why_not(LinearCall(torch.ones(4, 1, 16), torch.ones(8, 16), None))
     assert reason is None if words is None else words in reason
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_an_input_with_strides_is_compared_as_a_copy(kind):
+    """What the policy compares with refuses strides in front of a gather; Transformer Engine's layers copy them."""
+    from ditron_train.megatron.tp.spec import LinearCall, LinearSpec
+
+    x = torch.arange(40.0).view(8, 1, 5)[..., :3]
+    given, _ = LinearSpec(kind).inputs(LinearCall(x, torch.ones(4, 3), None))
+    assert given.is_contiguous() and torch.equal(given, x) and not x.is_contiguous()

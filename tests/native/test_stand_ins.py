@@ -367,25 +367,6 @@ assert whole == [True, True], "it reads memory as if there were no strides"
 """
 
 
-_STRIDES = """
-import torch
-
-from ditron_train.megatron.tp import te_layers
-
-seen = []
-te_layers._route = lambda layer, kind, x: seen.append(x) or (None if len(seen) == 1 else "context")
-te_layers._linear = lambda layer, kind, x, context: seen.append(x) or x
-layer = native.TEColumnParallelLinear()
-layer.te_return_bias = False
-x = torch.arange(20.0).view(4, 5)[:, :3]
-native_input = []
-te_layers._run(layer, "column", x, lambda x: native_input.append(x) or (x, None))
-assert native_input[0] is x, "Megatron's path gets what it was given"
-te_layers._run(layer, "column", x, None)
-assert len(seen) == 3 and all(one.is_contiguous() and torch.equal(one, x) for one in seen)
-"""
-
-
 _BIAS_AND_DELAY = """
 import queue
 import torch
@@ -445,10 +426,6 @@ assert te_wgrad.bias_in_product(layer) is None, "a row layer's is added behind t
 
 def test_a_bias_inside_the_product_and_a_delayed_gradient():
     _run_beside_transformer_engine(_BIAS_AND_DELAY)
-
-
-def test_an_input_with_strides_is_compared_and_multiplied_as_a_copy():
-    _run_beside_transformer_engine(_STRIDES)
 
 
 def test_main_grad_is_asked_for_in_backward():

@@ -16,6 +16,11 @@ def why_not_fp8_qkv(*, has_blocks: bool) -> str | None:
     return "products of blocks are Transformer Engine's" if has_blocks else None
 
 
+def why_not_fp8_norms(*, has_norms: bool) -> str | None:
+    """Why a QKV projection in FP8 is not fused with its exchange by norms of q and k between the two, or None."""
+    return "q and k are normalised before the exchange, and the layer computes in FP8" if has_norms else None
+
+
 def why_not_fp8_out() -> str:
     """Why an output projection in FP8 is not fused with its exchange."""
     return "in FP8 its input is quantized when all of it has arrived"

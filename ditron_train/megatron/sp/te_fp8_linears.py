@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
-from ditron_train.megatron.sp.coverage import why_not_fp8_out, why_not_fp8_qkv
+from ditron_train.megatron.sp.coverage import why_not_fp8_norms, why_not_fp8_out, why_not_fp8_qkv
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.fp8_spec import FP8_PROJECTION, Fp8ProjectionCall
 from ditron_train.megatron.sp.te_fp8_passes import qkv_in_heads
@@ -37,7 +37,7 @@ class Fp8Linears(TELinears):
 
     def why_not_norms(self, norms: Norms) -> str | None:
         """See `Projections`."""
-        return "q and k are normalised before the exchange, and the layer computes in FP8" if norms else None
+        return why_not_fp8_norms(has_norms=bool(norms))
 
     def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:
         """See `Projections`."""

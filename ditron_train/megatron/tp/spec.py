@@ -199,7 +199,7 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         return column_linear(x, weight, context=context, bias=bias, rounds_once=True)
 
     def inputs(self, call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
-        return call.x, call.weight
+        return call.x.contiguous(), call.weight  # Megatron's layer refuses strides, Transformer Engine's copies them
 
     def needs_grad(self, call: LinearCall) -> tuple[bool, bool]:
         return True, not (call.is_frozen and self.kind == "column")

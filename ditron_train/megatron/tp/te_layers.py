@@ -145,12 +145,10 @@ def _run(
     """A call of a layer, whose own is ``forward``; ``before`` makes what is multiplied from its input."""
     if FP8GlobalStateManager.is_fp8_enabled():
         return _run_in_fp8(layer, kind, x, forward)
-    # Natively a layer copies an input with strides; what the policy compares with, Megatron's own layer, takes none.
-    rows = x.contiguous()
-    context = _route(layer, kind, rows)
+    context = _route(layer, kind, x)
     if context is None:
         return forward(x)
-    out = _linear(layer, kind, before(layer, rows), context)
+    out = _linear(layer, kind, before(layer, x), context)
     if kind == "row" and layer.gemm_bias_unfused_add:
         out = out + layer.bias
     return out, layer.bias if layer.te_return_bias else None
@@ -191,7 +189,8 @@ def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torc
     options: dict[str, Any] = {"wgrad": wgrad_of(layer, gathered if layer.sequence_parallel else None)}
     if bias_in_product(layer) is not None:
         options.update(bias=layer.bias, rounds_once=True)
-    return linear_of(kind, layer.sequence_parallel)(x, layer.weight, context=context, **options)
+    # Natively a layer multiplies a whole copy of an input with strides.
+    return linear_of(kind, layer.sequence_parallel)(x.contiguous(), layer.weight, context=context, **options)
 
 
 @outside_compile

@@ -27,7 +27,13 @@ from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, why_not_fused
 from ditron_train.megatron.pp.communicator import why_not_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
-from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_fp8_out, why_not_fp8_qkv, why_not_te_attention
+from ditron_train.megatron.sp.coverage import (
+    why_not_comm_type,
+    why_not_fp8_norms,
+    why_not_fp8_out,
+    why_not_fp8_qkv,
+    why_not_te_attention,
+)
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import LocalLinears
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
@@ -43,6 +49,7 @@ from ditron_train.megatron.tp.te_coverage import (
     why_not_recipe_name,
 )
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.sp.head_norms import Norms
 from ditron_train.tools.predict.megatron_arguments import Job
 
 __all__ = ["Part", "parts_of"]
@@ -210,6 +217,9 @@ class _AskedInFp8(_Asked):
     def why_not(self, qkv: Any, out: Any, x: torch.Tensor) -> str | None:
         reason = self.why_not_front(qkv, x) or why_not_fp8_qkv(has_blocks=self._config.fp8_recipe == "blockwise")
         return reason or why_not_fp8_sizes("column", x, qkv.weight, 1, has_blocks=False)
+
+    def why_not_norms(self, norms: Norms) -> str | None:
+        return why_not_fp8_norms(has_norms=bool(norms))
 
     def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:
         return why_not_fp8_out()
