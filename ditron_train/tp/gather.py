@@ -3,6 +3,8 @@ engines."""
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 
 from ditron_train.runtime.launch import KernelLaunch
@@ -54,15 +56,17 @@ class CopiedGather:
     Args:
         context: Whose buffers and streams are used.
         values: Of the signature: what all ranks gather alike (collective).
+        buffer: As of ``TPContext.gathered``; of the signature, too: peers write into the one of that name.
     """
 
     buffer: SymmetricTensor
     row_starts: torch.Tensor  #: Where the flags of each rank begin, in units of which one flag stands for ...
     granule_rows: int  #: ... so many.
 
-    def __init__(self, context: TPContext, values: tuple[int | torch.dtype, ...]) -> None:
+    def __init__(self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None) -> None:
         self.context = context
         self.channel = channel = context.gather_channel
+        values = (*values, 0 if buffer is None else zlib.crc32(buffer.encode()) & 0x7FFFFFFF)
         self.pointers = channel.pointers(context.agree(channel, values))
         world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
         flags = {"FLAGS_PER_RANK": FLAGS_PER_RANK}
@@ -142,7 +146,7 @@ class PreparedGather(CopiedGather):
             num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
             self.granule_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype, self.granule_rows)
-        super().__init__(context, values)
+        super().__init__(context, values, buffer)
         self.buffer = context.gathered(partition.num_rows, num_columns, dtype, buffer)
         self.row_starts = context.table(partition, partition.starts)
         self.row_bytes = num_columns * dtype.itemsize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bodies_tp import gather_rows, integers
 from torch.utils.checkpoint import checkpoint
 
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.errors import MismatchError, NotSupportedError
 from ditron_train.symm.arena import SymmetricArena
 from ditron_train.tp import TPContext, column_linear, functions
 from ditron_train.tp.functions import PlainWgrad
@@ -194,6 +194,17 @@ def num_kept_where_nothing_waits() -> dict[str, int]:
             assert torch.equal(layer.weight.grad, grad.t() @ total)
             assert num_kept() == 0
     return found
+
+
+def check_a_rank_that_keeps_alone() -> None:
+    """Hooks on one rank's saved tensors: nothing is kept there, while its peers wait for its rows in a place."""
+    context = _new_context()
+    layer = Layer(context, 1)
+    for seed in range(2):
+        layer.forward(seed)()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with hooks if context.rank == 0 else nullcontext(), pytest.raises(MismatchError, match="buffer"):
+        layer.forward(2)
 
 
 def words_of_what_is_kept() -> list[str]:

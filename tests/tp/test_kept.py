@@ -40,6 +40,10 @@ def test_a_place_is_for_others_behind_the_backward_that_reads_it():
         assert (gathered, kept) == (2, 1)  # start and wait of the gather; reading
 
 
+def test_a_rank_that_does_not_keep_what_its_peers_do_is_told():
+    run_workers(2, bodies.check_a_rank_that_keeps_alone, env=_env(3))
+
+
 def test_nothing_is_kept_where_nothing_waits_for_it():
     """What a reentrant checkpoint computes again is followed by its backward: it is kept till then."""
     for found in run_workers(2, bodies.num_kept_where_nothing_waits, env=_env(64)):
