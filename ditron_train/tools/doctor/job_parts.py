@@ -36,6 +36,7 @@ from ditron_train.megatron.sp.coverage import (
 )
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import LocalLinears
+from ditron_train.megatron.sp.norms import norms_of
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
 from ditron_train.megatron.tp.routing import spec_of
 from ditron_train.megatron.tp.spec import LinearCall
@@ -260,7 +261,8 @@ def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     if mla:
         fused: str | None = "multi-latent attention has its own projections"
     else:
-        fused = DitronSelfAttention._why_not_fused(_self_attention(config), (), {})
+        attention = _self_attention(config)
+        fused = DitronSelfAttention._why_not_fused(attention, (), {}) or asked.why_not_norms(norms_of(attention))
     reason = fused or asked.why_not(qkv_layer, out_layer, x)
     call = UlyssesCall(_ranks(cp), shape, rows, like, (qkv, out))
     yield "attention: QKV projection with its exchange", reason or PROJECTIONS.why_not_tensors(call)
