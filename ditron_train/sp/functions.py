@@ -293,10 +293,13 @@ def qkv_projection(
         raise NotSupportedError(
             f"qkv_projection: bias {tuple(bias.shape)} for {context.world_size * layout.num_columns} columns"
         )
-    late_weight = None if late is None else late.weight
+    late_weight, parameters = None if late is None else late.weight, parameters_of(norms)
+    if norms and not torch.is_grad_enabled():  # as of ``output_projection``: who needs no gradient copies nothing
+        x, weight, late_weight, parameters = x.detach(), weight.detach(), None, [one.detach() for one in parameters]
+        bias = None if bias is None else bias.detach()
     return _QkvProjection.apply(
         x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, rounds_once, norms,
-        late_weight, *parameters_of(norms),
+        late_weight, *parameters,
     )  # fmt: skip
 
 

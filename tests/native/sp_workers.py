@@ -7,11 +7,13 @@ import contextlib
 import dataclasses
 import os
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
+from ditron_train.sp.prepared import PreparedGemmA2A
 from tests.support.megatron_version import batch_on_this_cp_rank
 
 VOCABULARY, BATCH = 64, 2
@@ -222,7 +224,10 @@ def norms_of_heads_agree(options, length):
 
         with without("projections", "output", "exchange"):
             native = run_once()
-        ours = run_once()
+        with mock.patch.object(PreparedGemmA2A, "mixed", autospec=True, side_effect=PreparedGemmA2A.mixed) as mixed:
+            ours, num_copies = run_once(), mixed.call_count
+            with torch.no_grad():
+                assert torch.equal(attention(x, None)[0], ours[0]) and mixed.call_count == num_copies > 0
         assert (num_fused_shapes("projections"), num_fused_shapes("output")) == (1, 0)
     assert (ours[0] - native[0]).abs().max() <= LOSS_BOUND * native[0].abs().max()
     assert len(native[1]) == 3 and all(torch.equal(*pair) for pair in zip(ours[1], native[1], strict=True))
