@@ -66,15 +66,16 @@ class KeptInputs:
         self._places: list[_Place] = []
         self._layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._num_layers = self._num_calls = 0
+        self._seen: set[tuple[int, int, int, torch.dtype]] = set()  # shapes by layer
         self._waiting: dict[int, list[KeptInput]] = {}  # those with a place, by layer, the oldest first
 
     def reserve(self, x: torch.Tensor, weight: torch.Tensor) -> KeptInput | None:
         """Room for all ranks' rows of ``x`` [s / W, ..., K] in a call of the layer of ``weight``.
 
-        A layer's first call gets none: all layers then have the memory that they cannot do without. None where
-        nothing is to be kept: without a weight gradient to come, where what a layer saves is counted,
-        moved or computed again (hooks on saved tensors: ``torch.utils.checkpoint``, offloading), and in a captured
-        graph, which would have its place for ever.
+        A layer's first call of a shape gets none: all layers then have the memory that they cannot do without, and
+        captured graphs, in which nothing is kept, what they launch. None where nothing is to be kept: without a weight
+        gradient to come, where what a layer saves is counted, moved or computed again (hooks on saved tensors:
+        ``torch.utils.checkpoint``, offloading), and in a captured graph, which would have its place for ever.
         """
         if not (torch.is_grad_enabled() and weight.requires_grad) or _are_saved_tensors_hooked():
             return None
@@ -85,8 +86,10 @@ class KeptInputs:
         columns = padded_columns(x.shape[-1], x.dtype)
         rows = x.shape[:-1].numel() * self.arena.world_size
         self._num_calls += 1
-        is_first = weight not in self._layers
-        kept = KeptInput(self, (self._layer_of(weight), self._num_calls), (rows, columns), x)
+        layer = self._layer_of(weight)
+        is_first = (seen := (layer, rows, columns, x.dtype)) not in self._seen
+        self._seen.add(seen)
+        kept = KeptInput(self, (layer, self._num_calls), (rows, columns), x)
         kept.place = None if is_first else self._place_of(rows * columns * x.dtype.itemsize)
         if kept.place is not None:
             kept.place.holder, kept.place.is_free = kept, False

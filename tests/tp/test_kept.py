@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_kept as bodies  # noqa: E402
 
+from ditron_train.tp.kept import KeptInputs  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 
@@ -28,6 +31,17 @@ def _env(mib: int) -> dict[str, str]:
 def test_backward_gathers_what_had_no_place(world_size, mib, gathers):
     """An input takes 1.5 MiB; of a layer's first call it is never kept."""
     assert run_workers(world_size, bodies.num_gathers_of_pipelines, env=_env(mib)) == [gathers] * world_size
+
+
+def test_a_first_call_of_a_shape_keeps_nothing():
+    """A captured graph keeps nothing, and launches what that call prepared."""
+    arena = SimpleNamespace(
+        device=torch.device("cpu"), world_size=2, group_name="0", tensor=lambda *args: SimpleNamespace()
+    )
+    inputs, weight = KeptInputs(arena, 1 << 30), torch.ones(8, 8, requires_grad=True)
+    rows = (4, 4, 12, 4, 12)
+    kept = [inputs.reserve(torch.ones(count, 8), weight).place is not None for count in rows]
+    assert kept == [False, True, False, True, True]
 
 
 def test_dropped_graphs_second_backwards_and_failures():
