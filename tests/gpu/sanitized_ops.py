@@ -123,6 +123,7 @@ def _seldom(device: torch.device):
     from ditron_train.symm import Channel, get_arena
     from ditron_train.tp import all_reduce, gemm_ar, get_tp_context
     from ditron_train.tp.gather_parts import start_gather_of_parts
+    from ditron_train.tp.movement import largest_of_ranks
     from ditron_train.tp.nodes_gemm_rs import _NodeSumCall
     from ditron_train.tp.problem import Choice, GatherPlan
 
@@ -165,14 +166,17 @@ def _seldom(device: torch.device):
         for source in range(world):
             part = layout.tokens_of(source)
             gathered.sum_to_tokens(placed, sums[part], layout, source, "descending")
+        largest = torch.full((1,), float(rank), device=device)
+        largest_of_ranks(largest, context=tp)
         for context in (tp, sp):
             context.synchronize()
         channel.check()
+        assert largest.item() == world - 1
         assert torch.equal(product, torch.full_like(product, float(columns * world))) and sorted(sources) == list(
             range(world)
         )
         assert torch.equal(total, onto + world)
-        return [product, started.totals[1].clone(), arrived.clone(), placed, sums, total]
+        return [product, started.totals[1].clone(), arrived.clone(), placed, sums, total, largest]
 
     return step
 

@@ -77,7 +77,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(part, f"{path}/{index}")
     else:
         value = value.getvalue() if isinstance(value, io.BytesIO) else value
-        if path.endswith("_extra_state") and len(value):  # pickled with addresses of tensors in it
+        if path.endswith("_extra_state") and isinstance(value, (bytes, torch.Tensor)) and len(value):
+            # Pickled with addresses of tensors in it.
             yield from _leaves(pickle.loads(bytes(value.numpy() if isinstance(value, torch.Tensor) else value)), path)
         else:
             yield path, value
