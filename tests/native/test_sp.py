@@ -102,6 +102,11 @@ def test_batches_that_bring_their_own_groups_are_native():
         assert outcome.ok, outcome.traceback
 
 
+def test_values_that_are_padded_for_packed_sequences():
+    for outcome in run_workers_once(2, sp_batch_groups_workers.padded_values_of_packed_sequences):
+        assert outcome.ok, outcome.traceback
+
+
 @pytest.mark.parametrize(
     "options, tensor_parallel",
     [
