@@ -80,6 +80,10 @@ def test_packed_sequences(options):
     run_workers(2, sp_workers.packed_attention_agrees, [12, 4, 24, 8], options)
 
 
+def test_rope_of_packed_sequences_is_told_the_longest():
+    run_workers(2, sp_workers.packed_attention_agrees, [12, 4, 24, 8], {}, True)
+
+
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_gpt_across_posed_nodes(ranks_per_node):
     run_workers(2 * ranks_per_node, sp_workers.gpt_across_nodes, ranks_per_node, 24)
