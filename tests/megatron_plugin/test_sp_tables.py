@@ -78,6 +78,8 @@ def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) ->
             first = make()
             asked.clear()
             assert make() is first and len(asked) == 1 and asked[0] is first
+        local.add_(1)  # positions of another batch, in the same buffer
+        assert torch.equal(rotary_tables.whole_rotary_table(local, None)[:2], local[:2])
     finally:
         rotary_tables.forget_tables()
         dot_product_attention._kept_causal_mask.cache_clear()

@@ -33,6 +33,7 @@ def _pose_transformer_engine():
             super().__init__(alone, layer_number, attn_mask_type, attention_type, *known)
             self.config, self.attn_mask_type = config, "causal"
             self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+            self.hidden_size_per_attention_head_v = v_channels or config.kv_channels
 
         def forward(
             self,
@@ -50,6 +51,7 @@ def _pose_transformer_engine():
             elif packed_seq_params is not None and packed_seq_params.local_cp_size is not None:
                 self.cp_group = None
             self.asked.append((self, self.cp_group))
+            assert value.shape[-1] == self.hidden_size_per_attention_head_v
             return value.repeat_interleave(query.shape[-2] // value.shape[-2], dim=-2).flatten(-2)
 
         forward.__module__ = native.__name__
@@ -109,3 +111,46 @@ def batches_of_other_groups(lengths_of_ranks):
         assert agrees(8, batch(8, local_cp_size=world, cp_group=groups.cp)) == (core, groups.cp)
         assert gate.answers("sp") == known, "the ranks were asked about a batch that is not theirs alike"
         assert agrees(8, None) == (whole, None)
+
+
+def padded_values_of_packed_sequences():
+    """Multi-latent attention since 0.18 pads the values of packed sequences to the size of q, says so to its
+    attention, and cuts what comes out: the output projection gets what it would without."""
+    posed = _pose_transformer_engine()
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from ditron_train.megatron.sp.exchange import AttentionShape
+    from ditron_train.megatron.sp.output import output_fused
+    from ditron_train.megatron.sp.te_attention import DitronTEDotProductAttention
+
+    world, (length, heads, head_size, value_size) = dist.get_world_size(), (8, 8, 8, 4)
+    starts = torch.tensor([0, length * world], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    with sp_workers.groups(world), torch.no_grad():
+        attention = sp_workers.build(world, num_layers=1).decoder.layers[0].self_attention
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        core = attention.core_attention = DitronTEDotProductAttention(
+            attention.config, 1, AttnMaskType.causal, "self", k_channels=head_size, v_channels=value_size,
+            cp_comm_type="a2a", pg_collection=groups,
+        )  # fmt: skip
+        query, value = torch.randn(length, heads, head_size), torch.randn(length, heads, value_size)
+
+        def attend(values):
+            """As ``MultiLatentAttention._run_core_attention``."""
+            core.hidden_size_per_attention_head_v = values.shape[-1]
+            try:
+                out = core(query, query, values, None, AttnMaskType.causal, packed_seq_params=packed)
+            finally:
+                core.hidden_size_per_attention_head_v = value_size
+            out = out.reshape(len(out), -1, values.shape[-1])[..., :value_size]
+            return attention.linear_proj(out.reshape(len(out), 1, -1))[0]
+
+        native, _ = attention.linear_proj(value.reshape(length, 1, -1))
+        for values in (torch.nn.functional.pad(value, [0, head_size - value_size]), value):
+            assert (attend(values) - native).abs().max() <= sp_workers.LOSS_BOUND
+            shape = AttentionShape(heads, heads, head_size, value_size)
+            with output_fused(attention, shape, torch.randn(length, 1, 32), packed):
+                assert (attend(values) - native).abs().max() <= sp_workers.LOSS_BOUND
+        assert sp_workers.num_fused_shapes("output") == 1 and {one for one, _ in posed.asked} == {core._whole[0]}

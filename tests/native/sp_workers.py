@@ -247,6 +247,11 @@ def largest_sums(options, length):
     decide = spec._UlyssesSpec.decide
 
     def recording(self, call, context):
+        freed = [torch.empty_like(weight) for weight in call.weights]  # as Megatron-FSDP leaves what it gathers later
+        for weight in freed:
+            weight.untyped_storage().resize_(0)
+        own = self.given(call._replace(weights=tuple(freed), norms=()), context)
+        assert all(result.isfinite().all() for result in results(self, own))
         given = self.given(call, context)
         for one in self.revealing(call, context):
             shapes = [[(t.shape, t.dtype) for t in (*each.values, *each.grads)] for each in (one, given)]
@@ -405,9 +410,30 @@ def bytes_of_layers():
     return sizes
 
 
-def packed_attention_agrees(lengths, options):
+@contextlib.contextmanager
+def newer_rope(longest):
+    """RoPE as after 0.19, which has to be told the longest of packed sequences: else it takes other rows of a table
+    that is as long as all of them, and asks the device."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from ditron_train.megatron.compat import config
+    from ditron_train.megatron.sp import attention
+
+    native = rope_utils.apply_rotary_pos_emb
+
+    def rope(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None, max_seqlen=None):
+        assert cu_seqlens is not None and max_seqlen == longest
+        return native(t, freqs, config, cu_seqlens, mscale, cp_group)
+
+    config._rope_takes_longest.cache_clear()
+    with mock.patch.object(rope_utils, "apply_rotary_pos_emb", rope):
+        with mock.patch.object(attention, "apply_rotary_pos_emb", rope):
+            yield
+
+
+def packed_attention_agrees(lengths, options, newer=False):
     """Fused projections of packed sequences, by an attention that masks them apart, against each sequence by itself on
-    one rank."""
+    one rank; ``newer``: with RoPE as after 0.19."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -438,7 +464,7 @@ def packed_attention_agrees(lengths, options):
         out.backward(grad)
         return out.detach(), leaf.grad, {name: parameter.grad for name, parameter in attention.named_parameters()}
 
-    with groups(world):
+    with groups(world), newer_rope(max(lengths)) if newer else contextlib.nullcontext():
         attention = build(world, num_layers=1, **options).decoder.layers[0].self_attention
         attention.core_attention.__class__ = Attention
         table = RotaryEmbedding(kv_channels=4, rotary_percent=1.0, use_cpu_initialization=True)(

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 from ditron_train.megatron.ep import pair_spec  # noqa: E402
+from ditron_train.megatron.shared import values  # noqa: E402
 
 
 def test_data_is_made_before_kernels_are_only_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +40,14 @@ def test_data_is_made_before_kernels_are_only_compiled(monkeypatch: pytest.Monke
     runs = pair_spec._PairRuns(experts, None, None, torch.empty(1, 8), "descending", None)
     runs.compile()
     assert seen and not seen[0]
+
+
+def test_weights_that_are_not_there_yet_have_values() -> None:
+    """Megatron-FSDP's fine-grained gathers give experts' weights memory when their own layer is called."""
+    weight = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16))
+    own = values.own_or_normal(weight, 3)
+    assert own.data_ptr() == weight.data_ptr() and not own.requires_grad
+    weight.data.untyped_storage().resize_(0)
+    first, again, other = (values.own_or_normal(weight, seed) for seed in (3, 3, 4))
+    assert first.shape == weight.shape and first.dtype == weight.dtype and not first.requires_grad
+    assert torch.equal(first, again) and not torch.equal(first, other)

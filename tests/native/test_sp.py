@@ -80,6 +80,10 @@ def test_packed_sequences(options):
     run_workers(2, sp_workers.packed_attention_agrees, [12, 4, 24, 8], options)
 
 
+def test_rope_of_packed_sequences_is_told_the_longest():
+    run_workers(2, sp_workers.packed_attention_agrees, [12, 4, 24, 8], {}, True)
+
+
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_gpt_across_posed_nodes(ranks_per_node):
     run_workers(2 * ranks_per_node, sp_workers.gpt_across_nodes, ranks_per_node, 24)
@@ -99,6 +103,11 @@ def test_memory_that_one_node_lacks_leaves_every_node_native():
 
 def test_batches_that_bring_their_own_groups_are_native():
     for outcome in run_workers_once(2, sp_batch_groups_workers.batches_of_other_groups, [(8, 12), (12,)]):
+        assert outcome.ok, outcome.traceback
+
+
+def test_values_that_are_padded_for_packed_sequences():
+    for outcome in run_workers_once(2, sp_batch_groups_workers.padded_values_of_packed_sequences):
         assert outcome.ok, outcome.traceback
 
 

@@ -3,10 +3,13 @@ differently, and a reason for Megatron's path for what came later than 0.16 and 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 
 # Of ``linear_with_grad_accumulation_and_async_allreduce`` in 0.16: what the tp ops do themselves or hand on.
 _KNOWN_ARGUMENTS = frozenset(
@@ -67,6 +70,20 @@ def padded_routing(config: Any, routing_map: torch.Tensor) -> tuple[torch.Tensor
     is_fused = config.moe_permute_fusion and is_experimental_enabled()
     pad = fused_pad_routing_map if is_fused else pad_routing_map
     return pad(routing_map, multiple), routing_map.shape[1] * (multiple - 1)
+
+
+@cache
+def _rope_takes_longest() -> bool:
+    return "max_seqlen" in inspect.signature(rope_utils.apply_rotary_pos_emb).parameters
+
+
+def rope_arguments(packed: Any) -> dict[str, Any]:
+    """What RoPE of ``packed`` sequences is told beyond 0.16's arguments: after 0.19 the longest of them says whether a
+    table is of the rows of all sequences or of one, and RoPE asks the device where it is not told."""
+    longest = packed.max_seqlen_q, packed.max_seqlen_kv
+    if not _rope_takes_longest() or None in longest:
+        return {}
+    return {"max_seqlen": max(longest)}
 
 
 def why_not_experts(experts: torch.nn.Module) -> str | None:

@@ -13,6 +13,7 @@ from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.orders import SumOrder
 from ditron_train.megatron.ep.experts import why_not_called, why_not_fused
 from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS, ExpertsCall
+from ditron_train.megatron.shared.values import own_or_normal
 from ditron_train.policy import gate
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
@@ -45,7 +46,7 @@ def fuses_here(
     reason = why_not_fused(experts, hidden_states.device)
     if reason is None:
         first, second = (
-            [getattr(linear, f"weight{index}").detach() for index in range(linear.num_gemms)]
+            [own_or_normal(getattr(linear, f"weight{index}"), index) for index in range(linear.num_gemms)]
             for linear in (experts.linear_fc1, experts.linear_fc2)
         )
         if not all(are_whole(one[0].shape, hidden_states.dtype) for one in (first, second)):

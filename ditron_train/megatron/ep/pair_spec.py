@@ -16,6 +16,7 @@ from ditron_train.ep.group_gemm import group_wgrad_into
 from ditron_train.ep.launch import compiling
 from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.megatron.ep.spec import random_inputs
+from ditron_train.megatron.shared.values import own_or_normal
 from ditron_train.policy import Function, OpSpec, gate
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.settings import get_settings
@@ -191,7 +192,7 @@ class _PairRuns:
         fresh = begin_layout(routed, probs, hidden, x.dtype, context, expert_capacity=capacity).finish()
         rows, row_probs = dispatch(x, fresh, context)
         weights, back = (
-            [getattr(linear, f"weight{index}").detach() for index in range(linear.num_gemms)]
+            [own_or_normal(getattr(linear, f"weight{index}"), index) for index in range(linear.num_gemms)]
             for linear in (experts.linear_fc1, experts.linear_fc2)
         )
         generator = torch.Generator(self.device).manual_seed(1)

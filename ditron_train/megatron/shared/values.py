@@ -8,6 +8,7 @@ import torch
 
 from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
 from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.values import normal_values
 
 
 def why_hidden(device: torch.device, rows_of_a_rank: int, *features: int) -> str | None:
@@ -27,3 +28,11 @@ def revealing_like(
     shape = (tensor.shape[:-1].numel(), tensor.shape[-1])
     values = revealing_matrix(shape, tensor.dtype, tensor.device, seed=seed, signed=signed, row_block=row_block)
     return torch.empty_like(tensor).copy_(values.view(tensor.shape))
+
+
+def own_or_normal(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """The values of `tensor` to compare on; normal ones where it has none yet: with Megatron-FSDP's fine-grained
+    gathers a weight has no memory until its own module is called, which is behind the decision."""
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return normal_values(tuple(tensor.shape), tensor.dtype, tensor.device, seed)
+    return tensor.detach()

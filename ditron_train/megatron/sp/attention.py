@@ -22,6 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
+from ditron_train.megatron.compat import rope_arguments
 from ditron_train.megatron.shared.forward_override import calling, signed_as, why_not_stand_in
 from ditron_train.megatron.sp.dot_product_attention import DitronDotProductAttention
 from ditron_train.megatron.sp.exchange import AttentionShape
@@ -157,7 +158,9 @@ class DitronSelfAttention(SelfAttention):
             if table is None:
                 return tensor
             if packed is not None:
-                return apply_rotary_pos_emb(tensor, table, cu_seqlens=starts, cp_group=OneRank(), **options)
+                return apply_rotary_pos_emb(
+                    tensor, table, cu_seqlens=starts, cp_group=OneRank(), **options, **rope_arguments(packed)
+                )
             return apply_rotary_pos_emb(
                 tensor, whole_rotary_table(table, group), cu_seqlens=None, cp_group=group, **options
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,6 @@ import torch.distributed as dist
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.spec import route_exchange
 from ditron_train.runtime.errors import NotSupportedError
-
-
-class LeftInHeads(NamedTuple):
-    """An attention's output that was not exchanged: its shape, and the rows of packed sequences."""
-
-    shape: AttentionShape
-    row_table: torch.Tensor | None
 
 
 def config_of_one_rank(config: Any, world_size: int) -> Any:
@@ -52,12 +45,13 @@ def exchanged(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    left_in_heads: list[LeftInHeads] | None,
+    left_in_heads: list[torch.Tensor | None] | None,
 ) -> torch.Tensor:
     """Exchange, ``attend(q, k, v)`` on the whole sequence with this rank's heads, exchange back: [s / W, b, heads *
     d].
 
-    Where ``left_in_heads`` is a list, the way back is left to the output projection and noted there.
+    Where ``left_in_heads`` is a list, the way back is left to the output projection and noted there: by the table of
+    rows, which packed sequences alone have.
     """
     if query.shape[0] % 2:
         raise NotSupportedError(f"Sequence length per GPU needs to be divisible by 2! It is {query.shape[0]}")
@@ -66,6 +60,6 @@ def exchanged(
     exchange = Exchange(group, shape, route_exchange(group, shape, query))
     attended = attend(*exchange.to_heads(query, key, value))
     if left_in_heads is not None:
-        left_in_heads.append(LeftInHeads(shape, None))
+        left_in_heads.append(None)
         return attended
     return exchange.to_sequence(attended)

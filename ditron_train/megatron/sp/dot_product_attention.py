@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from ditron_train.megatron.sp.attention_exchange import LeftInHeads, config_of_one_rank, exchanged
+from ditron_train.megatron.sp.attention_exchange import config_of_one_rank, exchanged
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -74,7 +74,7 @@ class DitronDotProductAttention(DotProductAttention):
         super().__init__(inner, layer_number, attn_mask_type, attention_type, *options)
         if inner is not config:
             self.exchange_group = group
-        self.left_in_heads: list[LeftInHeads] | None = None
+        self.left_in_heads: list[torch.Tensor | None] | None = None
 
     @property
     def can_attend(self) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
-from ditron_train.megatron.sp.attention_exchange import LeftInHeads
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.packed import why_not_packed
@@ -32,15 +31,15 @@ def output_fused(attention: Any, shape: AttentionShape, hidden_states: torch.Ten
     if context is None:
         yield
         return
-    left: list[LeftInHeads] = []
+    left: list[torch.Tensor | None] = []
     layer, inherited = attention.linear_proj, attention.linear_proj.forward
 
     def project(x: torch.Tensor) -> Any:
         if not left:  # the attention fell back to native, and so does its projection
             return inherited(x)
-        own = left.pop()
-        heads = x.view(*x.shape[:-1], -1, own.shape.value_head_dim)
-        return linears_of(layer).project_out(layer, heads, context, own.shape, own.row_table)
+        # Not the attention's own head size: values that were padded for it have been cut since.
+        heads = x.view(*x.shape[:-1], -1, shape.value_head_dim)
+        return linears_of(layer).project_out(layer, heads, context, shape, left.pop())
 
     attention.core_attention.left_in_heads = left
     try:

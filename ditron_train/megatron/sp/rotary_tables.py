@@ -28,19 +28,27 @@ def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
 
 class _TablesOf:
-    """Whole tables by the identity of the local ones, for as long as those live (tensors compare by value)."""
+    """Whole tables by the identity of the local ones, for as long as those live (tensors compare by value) and nobody
+    writes to them: positions in several dimensions change from batch to batch, and may come in one buffer."""
 
-    _entries: dict[int, tuple[Any, CachedTensor]] = {}
+    _entries: dict[int, tuple[Any, int, CachedTensor]] = {}
 
     @classmethod
     def get(cls, local: torch.Tensor) -> torch.Tensor | None:
         entry = cls._entries.get(id(local))
-        return entry[1].get() if entry is not None and entry[0]() is local else None
+        is_known = entry is not None and entry[0]() is local and entry[1] == cls._version(local)
+        return entry[2].get() if entry is not None and is_known else None
 
     @classmethod
     def put(cls, local: torch.Tensor, whole: torch.Tensor) -> None:
         key = id(local)
-        cls._entries[key] = (weakref.ref(local, lambda _: cls._entries.pop(key, None)), CachedTensor(whole))
+        reference = weakref.ref(local, lambda _: cls._entries.pop(key, None))
+        cls._entries[key] = (reference, cls._version(local), CachedTensor(whole))
+
+    @staticmethod
+    def _version(local: torch.Tensor) -> int:
+        """How often it was written to; of an inference tensor nobody knows."""
+        return 0 if local.is_inference() else local._version
 
     @classmethod
     def clear(cls) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
 from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
-from ditron_train.megatron.shared.values import revealing_like, why_hidden
+from ditron_train.megatron.shared.values import own_or_normal, revealing_like, why_hidden
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
 from ditron_train.megatron.sp.norms import key_of, twins_of
@@ -321,11 +321,11 @@ def _normal(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tens
 
 
 def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:
-    """The call's own ``like`` where it has ``shape``, else normal values."""
+    """The call's own ``like`` where it has ``shape`` and is there, else normal values."""
     if tuple(like.shape) != tuple(shape):
         return _normal(shape, like, seed)
     with torch.inference_mode(False):
-        return like.clone() if like.is_inference() else like.detach()
+        return like.clone() if like.is_inference() else own_or_normal(like, seed)
 
 
 def _revealing_output(

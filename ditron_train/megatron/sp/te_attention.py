@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from ditron_train.megatron.sp.attention_exchange import LeftInHeads, config_of_one_rank, exchanged, shape_of
+from ditron_train.megatron.sp.attention_exchange import config_of_one_rank, exchanged, shape_of
 from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_te_attention
 from ditron_train.megatron.sp.exchange import Exchange
 from ditron_train.megatron.sp.packed import table_of, why_not_packed
@@ -58,7 +58,7 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         super().__init__(config, *arguments)
         self._whole: list[TEDotProductAttention] = []
         self.exchange_group: dist.ProcessGroup | None = None
-        self.left_in_heads: list[LeftInHeads] | None = None
+        self.left_in_heads: list[torch.Tensor | None] | None = None
         group = getattr(pg_collection, "cp", None)
         if config.context_parallel_size > 1 and group is not None:
             try:
@@ -98,6 +98,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         ``packed`` ones without b."""
         whole = self._whole[0]
         whole.train(self.training)
+        if hasattr(self, "hidden_size_per_attention_head_v"):  # since 0.18 of padded values in one call, another after
+            whole.hidden_size_per_attention_head_v = self.hidden_size_per_attention_head_v
         mask_type = attn_mask_type or AttnMaskType[self.attn_mask_type]
         _hand_over_fp8(self, whole)
         try:
@@ -137,7 +139,7 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         query, key, value = exchange.to_heads(query, key, value)
         attended = self.attend(query, key, value, attn_mask_type, packed)
         if self.left_in_heads is not None:
-            self.left_in_heads.append(LeftInHeads(shape, table))
+            self.left_in_heads.append(table)
             return attended
         return exchange.to_sequence(attended)
 
