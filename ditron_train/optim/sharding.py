@@ -88,20 +88,14 @@ class LayerShards:
     def run(self, step_one: Callable[[int], None]) -> None:
         """Steps the own tensors (``step_one(index)``) and sends each while the next is computed; then waits for all.
 
-        An error of ``step_one`` leaves after the rounds are done, so that no other rank hangs.
+        An error of ``step_one`` leaves at once: what was not stepped is not sent. Peers wait for it until the process
+        ends or the group's own deadline passes, as natively, rather than go on with old values.
         """
         self._next_round = 0
-        error: Exception | None = None
         for index in self.own:
-            if error is None:
-                try:
-                    step_one(index)
-                except Exception as caught:  # raised below: peers wait for our rounds
-                    error = caught
+            step_one(index)
             self.send_round()
         self.finish()
-        if error is not None:
-            raise error
 
     def send_remaining(self) -> None:
         """Enqueues the rounds that are left: what a rank with fewer matrices must still receive."""

@@ -85,9 +85,13 @@ class PipelineChannel(Channel):
 
     def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
         """See ``Channel``; tells the other ranks of the node, unless one of them has failed before."""
+        self._record_timeout(1, peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch)
+
+    def _record_timeout(self, turns: int, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
+        """``turns``: how many deadlines the wait took."""
         if self.mailbox.failed:
             return
-        self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch])
+        self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch, turns])
         super().record_timeout(peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch)
 
     @property
@@ -118,7 +122,7 @@ class PipelineChannel(Channel):
         (kind, reporter, *fields), text = self.mailbox.fault()
         if kind == FAULT_MISMATCH:
             return MismatchError(text)
-        peer, chunk, expected, seen = fields
+        peer, chunk, expected, seen, turns = fields
         return PeerTimeoutError(
             op=self.op_name,
             group=self.arena.group_name,
@@ -127,7 +131,7 @@ class PipelineChannel(Channel):
             chunk=chunk,
             expected_epoch=expected,
             seen_epoch=seen,
-            timeout_s=self.timeout_s,
+            timeout_s=turns * self.timeout_s,
         )
 
     def wait_on_host(self, ready: Callable[[], bool], *, peer: int, chunk: int) -> None:
@@ -136,12 +140,13 @@ class PipelineChannel(Channel):
         Raises:
             PeerTimeoutError: It did not become so in time.
         """
-        deadline_s = time.monotonic() + self.host_timeout_s
+        turns = self.turns
+        deadline_s = time.monotonic() + turns * self.timeout_s
         polls = 0
         while not ready():
             self.check()
             if time.monotonic() > deadline_s:
-                self.record_timeout(peer=peer, chunk=chunk, expected_epoch=chunk + 1, seen_epoch=chunk)
+                self._record_timeout(turns, peer=peer, chunk=chunk, expected_epoch=chunk + 1, seen_epoch=chunk)
                 self.check()
             polls += 1
             time.sleep(0.0 if polls < _POLLS_BEFORE_SLEEP else 0.0001)

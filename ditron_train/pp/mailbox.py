@@ -30,7 +30,7 @@ HEADER_DEPTH = 1024  # headers that a sender may be ahead of its receiver's host
 
 _LINE_BYTES = 64  # words that different processes poll lie on cache lines of their own
 _FAULT_BYTES = 4096
-_FAULT_WORDS = 8
+_FAULT_WORDS = 9
 _OFFSET_AGREE = FLAGS * _LINE_BYTES
 _OFFSET_READ = _OFFSET_AGREE + _LINE_BYTES
 _OFFSET_RETURNED = _OFFSET_READ + 2 * _LINE_BYTES

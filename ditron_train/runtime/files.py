@@ -79,10 +79,10 @@ def locked(path: Path) -> Iterator[None]:
     """Only one process at a time, by a file ``path`` that is there meanwhile and gone afterwards.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: It cannot be made, or is a link, which somebody else may have put there.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if not _is_still(descriptor, path):  # who had it has removed it meanwhile: others lock a new one

@@ -54,8 +54,9 @@ class _Ring:
         self._keep = keep
         folder.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        partial.unlink(missing_ok=True)  # of a process of this number that was killed
         try:
-            with open(partial, "w+b") as file:  # a new file: of an earlier run's, another process may hold a map
+            with open(partial, "x+b") as file:  # a new file: of an earlier run's, another process may hold a map
                 # A full disk: here, not by SIGBUS later.
                 os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + CAPACITY * SLOT.size)
                 self.memory = mmap.mmap(file.fileno(), 0)

@@ -155,6 +155,8 @@ class _Watchdog:
             if len(self._waits) >= _SLOTS:
                 raise NotSupportedError(f"more than {_SLOTS} stream waits in flight")
             slot = self._next_slot()
+            # Nobody writes "done" for a wait that the host sees the end of: what it holds may be half a cycle behind.
+            self._progress[_SLOTS + slot] = cyclic_difference(self._ticket, 1)
             entry = _Wait(channel, address, epoch, peer, chunk, slot, self._ticket, host_address)
             self._waits.append(entry)
             over, self._over = self._over, []

@@ -407,6 +407,45 @@ def kept_communicator(lengths: list[int], variable: bool = False) -> int:
     return count
 
 
+def kept_deadlines(case: Case) -> list[list[int]]:
+    """One communicator for an evaluation and two steps: how many deadlines each of them waits for its messages."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    import ditron_train.megatron
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.megatron.pp import communicator as ours
+
+    with model_parallel(pipeline_model_parallel_size=case.pipeline):
+        ditron_train.megatron.apply(features="pp")
+        group, seen = parallel_state.get_pipeline_model_parallel_group(), []
+        native_exchange = ours.exchange
+
+        def watched(context: Any, **messages: Any) -> Any:
+            seen[-1].append(context.channel.turns)
+            return native_exchange(context, **messages)
+
+        ours.exchange = watched
+        try:
+            config = _config(case, False, False)
+            models, communicator = _models(case, config), P2PCommunicator(group, config)
+            for step, forward_only in enumerate((True, False, False)):
+                seen.append([])
+                with torch.set_grad_enabled(not forward_only):
+                    get_forward_backward_func()(
+                        forward_step_func=_forward_step, data_iterator=iter(_batches(case, step)), model=models[0],
+                        num_microbatches=case.microbatches, seq_length=SEQUENCE, micro_batch_size=BATCH,
+                        forward_only=forward_only, p2p_communicator=communicator,
+                        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+                    )  # fmt: skip
+        finally:
+            ours.exchange = native_exchange
+            ditron_train.megatron.restore()
+    return [sorted(set(turns)) for turns in seen]
+
+
 def several_sizes_in_a_step() -> int:
     """Lists of shapes and calls of several sizes, behind a small message, natively and then ours; how many messages
     were ours."""

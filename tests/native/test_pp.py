@@ -132,3 +132,7 @@ def test_stages_that_are_late_in_the_first_step_one_after_another():
     """None is as late as the deadline, which the last one's wait passes: natively nothing happens."""
     outcomes = run_workers_once(3, workers.slow_first_step, Case(3, 2), 6.0, env={"DITRON_TIMEOUT_S": "9"})
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [(True, None)] * 3
+
+
+def test_a_kept_communicator_waits_for_long_in_its_first_step_only():
+    assert run_workers(3, workers.kept_deadlines, Case(3, 5)) == [[[6], [6], [1]]] * 3

@@ -264,6 +264,29 @@ def dead_neighbour(victim: int, slots: int, deadline_s: float) -> float:
     raise AssertionError("nobody noticed")
 
 
+def late_neighbour(turns: int) -> tuple[float, float]:
+    """Rank 1 never sends; how long rank 0's error says that it waited, on every rank, and how long rank 0 did."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+    from ditron_train.runtime.errors import PeerTimeoutError
+
+    header = Header((64,), torch.float32)
+    context = make_context(256, 2)
+    assert context.channel is not None
+    context.channel.turns = turns
+    dist.barrier()
+    begin_s = time.monotonic()
+    try:
+        if dist.get_rank() == 0:
+            exchange(context, recv_prev=header)["recv_prev"].wait()
+        while True:
+            context.check()
+            time.sleep(0.01)
+    except PeerTimeoutError as error:
+        assert error.waiting_rank == 0 and f"waited {error.timeout_s:g} s" in str(error)
+        return error.timeout_s, time.monotonic() - begin_s
+
+
 def disagree(case: str) -> str:
     """Neighbours that disagree; returns the error's class and words. Without a mailbox the sender, rank 0, is not
     told: it soon stops to wait."""

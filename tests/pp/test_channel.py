@@ -95,6 +95,12 @@ def test_a_dead_neighbour_becomes_an_error_on_every_survivor(world_size, victim)
             assert outcome.value < 3 + 5
 
 
+@pytest.mark.parametrize("turns", [1, 4])
+def test_an_error_names_the_deadline_that_was_waited_for(turns):
+    for said_s, waited_s in run_workers(2, bodies.late_neighbour, turns, env={"DITRON_TIMEOUT_S": "0.5"}):
+        assert said_s == 0.5 * turns <= waited_s
+
+
 @pytest.mark.parametrize(
     "case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")]
 )

@@ -85,3 +85,11 @@ def test_a_lock_that_fails_inside_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), locked(tmp_path / ".lock"):
         1 / 0  # noqa: B018
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_follows_no_link(tmp_path: Path) -> None:
+    """Where others write beside a plan, one of them could have put it there."""
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"), locked(tmp_path / ".lock"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()

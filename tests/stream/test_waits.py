@@ -273,6 +273,31 @@ def test_tickets_wrap(first):
         watchdog._slots_in_use.discard(slot)
 
 
+@pytest.mark.parametrize("in_host_memory_before", [True, False])
+def test_a_wait_in_device_memory_is_not_over_half_a_cycle_of_tickets_later(monkeypatch, in_host_memory_before):
+    """Nothing says in a slot that waits in host memory are done."""
+    watchdog, channel, flag = _watchdog_without_a_gpu(), _FakeChannel(), ctypes.c_int32(0)
+    watchdog._words, watchdog._release_streams = torch.from_numpy(watchdog._progress), {}
+    channel.arena = types.SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(waits, "own_stream", lambda device: None)
+    monkeypatch.setattr(waits.driver, "stream_memory_ops", lambda stream, operations: None)
+    address = ctypes.addressof(flag)
+    stream = types.SimpleNamespace(cuda_stream=7)
+    watchdog._ticket = 2**31 + 5 - waits._SLOTS
+    if in_host_memory_before:
+        watchdog.guard(channel, address, -1, 1, 0, stream, address)
+        watchdog._poll(0.0)
+    watchdog._ticket = 2**31 + 5
+    watchdog.guard(channel, address, 1, 1, 0, stream, None)
+    (entry,) = watchdog._waits
+    watchdog._progress[entry.slot] = waits.cyclic_difference(entry.ticket, 0)  # begun
+    released: list[waits._Wait] = []
+    watchdog._release_on_device = released.append
+    for now_s in (1.0, 1.0 + 2 * channel.timeout_s):
+        watchdog._poll(now_s)
+    assert released == [entry]
+
+
 def test_waits_are_released_on_a_stream_that_nobody_else_has(monkeypatch):
     """torch deals 32 out again and again: a release on the one that waits, or one that waits for it, would wait as
     well."""

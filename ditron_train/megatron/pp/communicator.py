@@ -71,6 +71,8 @@ class DitronP2PCommunicator(P2PCommunicator):
         self._lend = not (self._join_sends or _uses_other_streams(config))
         self._first_call = True
         self._reason: str | None = None
+        self._open = [0, 0]  # activations to the next and from the previous stage whose gradients are still to go back
+        self._step_is_over = False
 
     def _communicate(
         self,
@@ -95,6 +97,10 @@ class DitronP2PCommunicator(P2PCommunicator):
                 wait_on_reqs=wait_on_reqs,
             )
         assert wait_on_reqs or not self.config.batch_p2p_comm
+        if torch.is_grad_enabled():  # none go back in an evaluation
+            self._open[0] += (tensor_send_next is not None) - recv_next
+            self._open[1] += recv_prev - (tensor_send_prev is not None)
+            self._step_is_over = self._open == [0, 0]
         given: dict[str, Any] = {
             "send_next": tensor_send_next,
             "send_prev": tensor_send_prev,
@@ -172,6 +178,8 @@ class DitronP2PCommunicator(P2PCommunicator):
             if self._reason is not None:
                 return None
             context = get_pipeline_context(self.pp_group, current_device(), with_network=self._variable_shapes)
+            if self._step_is_over and context.channel is not None:  # every stage has compiled what it needs
+                context.channel.turns = 1
             if context.slot_bytes:  # else it was closed and made anew, on all ranks
                 return context
         messages = [message for message in (expected, *sent) if message is not None]

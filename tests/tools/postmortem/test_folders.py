@@ -46,3 +46,15 @@ def test_a_job_that_fails_keeps_its_records(tmp_path: Path) -> None:
 def test_any_name_of_a_job_is_a_folder_in_the_users(tmp_path: Path, name: str) -> None:
     left = _leaves(tmp_path, "raise ValueError", TORCHELASTIC_RUN_ID=name)
     assert len(left) == 3 and left[-1].count("/") == 2 and left[-1].endswith("/rank0.records")
+
+
+def test_records_follow_no_link(tmp_path: Path) -> None:
+    """In a folder that all may write, somebody else may have put one where a file of this process will be."""
+    code = "import os; os.symlink('victim', os.environ['DITRON_POSTMORTEM'] + f'/.rank0.records.{os.getpid()}')"
+    (tmp_path / "victim").write_text("dear")
+    (tmp_path / "rank0.records").symlink_to("victim")
+    environment = {**os.environ, "RANK": "0", "DITRON_POSTMORTEM": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code + _JOB.format(end="")], env=environment, check=True, timeout=100)
+    assert (tmp_path / "victim").read_text() == "dear"
+    assert [one.name for one in tmp_path.iterdir() if one.is_symlink()] == []
+    assert (tmp_path / "rank0.records").stat().st_size > 4
