@@ -13,7 +13,7 @@ from ditron_train.stream.cached_tensor import CachedTensor
 
 
 def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """RoPE's table of what ``group`` exchanges from the local one [s / W, ...]; gathered once for each table object."""
+    """RoPE's table of what ``group`` exchanges, from the local one [s / W, ...]; gathered once a table object."""
     known = _TablesOf.get(local, group)
     if known is not None:
         return known
