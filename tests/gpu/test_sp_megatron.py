@@ -35,7 +35,9 @@ def attention_of(spec, config, ours):
 
     if ours:
         spec = plugin.apply(spec, "sp", policy="bits")
-    attention = build_module(spec, config=config, layer_number=1, cp_comm_type="a2a").cuda().to(torch.bfloat16)
+    attention = (
+        build_module(spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type).cuda().to(torch.bfloat16)
+    )
     generator = torch.Generator(device="cuda").manual_seed(5)
     for parameter in attention.parameters():
         parameter.data.normal_(std=0.05, generator=generator)
@@ -238,6 +240,37 @@ def test_packed_sequences_have_the_bits_of_transformer_engine(world, name):
         assert [num_routes(one) for one in ("projections", "exchange", "output")] == expected
     finally:
         plugin.restore()
+
+
+@pytest.mark.parametrize("name", ["plain", "norms", "recompute"])
+@pytest.mark.parametrize("ring", [1, 2])
+def test_exchanges_around_a_ring_have_the_bits_of_transformer_engine(world, name, ring):
+    """``a2a+p2p``, whose ring is Transformer Engine's; of one rank it is no ring there."""
+    from megatron.core import parallel_state
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    import ditron_train.megatron as plugin
+
+    if not HAVE_TE:
+        pytest.skip("Transformer Engine is not installed")
+    if world % (2 * ring) or (ring > 1 and dist.get_backend() != "nccl"):
+        pytest.skip("needs 4 ranks, joined by NCCL")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=world, hierarchical_context_parallel_sizes=[world // ring, ring]
+    )
+    options, expected = CASES[name]
+    options = dict(options, cp_comm_type="a2a+p2p")
+    native, ours = build(world, True, False, **options), build(world, True, True, **options)
+    assert native.state_dict().keys() == ours.state_dict().keys()
+    try:
+        for rope in (True, False):
+            assert_same_bits(run(ours, world, 4096, 2, rope), run(native, world, 4096, 2, rope))
+        assert [num_routes(one) for one in ("projections", "exchange", "output")] == expected
+    finally:
+        plugin.restore()
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(context_parallel_size=world)
 
 
 def error_of(call):

@@ -58,6 +58,15 @@ def test_a_plan_of_experts_that_are_split_is_taken_again(tmp_path, monkeypatch):
         check_plan(options_from_args(args).deciding_sizes)
 
 
+def test_a_plan_of_exchanges_around_rings_is_taken_again():
+    """They are decided by parts of the context parallel group, whose size is another."""
+    args = _parser().parse_args(["--ditron", "sp"])
+    args.context_parallel_size = 4
+    for kind, sizes in (("a2a", {"sp": 4}), (["a2a"], {"sp": 4}), ("a2a+p2p", {}), (["a2a", "a2a+p2p"], {})):
+        args.cp_comm_type = kind
+        assert options_from_args(args).deciding_sizes == sizes
+
+
 def test_what_has_no_effect_is_said():
     args = _parser().parse_args(["--ditron-policy", "force", "--ditron-timeout-s", "5"])
     assert options_from_args(args).idle() == [
@@ -78,7 +87,7 @@ def test_adding_twice_changes_nothing_and_help_names_every_feature(capsys):
     parser = add_ditron_args(_parser())
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())  # lines are broken anywhere
     assert text.count("--ditron-timeout-s SECONDS") >= 1
     for name in available_features():
         assert f"{name}: " in text

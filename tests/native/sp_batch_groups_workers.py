@@ -4,10 +4,9 @@ Engine."""
 from __future__ import annotations
 
 import copy
-import sys
-from unittest.mock import MagicMock
 
 import sp_workers
+import te_posed
 import torch
 import torch.distributed as dist
 
@@ -16,8 +15,6 @@ def _pose_transformer_engine():
     """Gives megatron-core, for as long as this process lives, an attention that changes its group as Transformer
     Engine's does; every row attends to itself alone, so results do not depend on the group. ``asked``: who was called,
     with which group."""
-    import megatron.core.extensions.transformer_engine as native
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401  looks for Transformer Engine, which is not to be there yet
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Attention(DotProductAttention):
@@ -54,14 +51,7 @@ def _pose_transformer_engine():
             assert value.shape[-1] == self.hidden_size_per_attention_head_v
             return value.repeat_interleave(query.shape[-2] // value.shape[-2], dim=-2).flatten(-2)
 
-        forward.__module__ = native.__name__
-
-    for name in ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.cpu_offload", ".pytorch.export", ".pytorch.fp8",
-                 ".pytorch.module", ".pytorch.module._common", ".pytorch.module.base"):  # fmt: skip
-        sys.modules["transformer_engine" + name] = MagicMock()
-    for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
-        setattr(native, name, type(name, (torch.nn.Module,), {}))
-    native.TEDotProductAttention = Attention
+    te_posed.pose_transformer_engine(Attention)
     return Attention
 
 

@@ -19,7 +19,7 @@ from ditron_train.runtime.settings import SETTINGS
 #: Name on the command line: what it accelerates.
 FEATURES: dict[str, str] = {
     "tp": "tensor parallel linear layers, with --sequence-parallel or without",
-    "sp": "attention with --cp-comm-type a2a (Ulysses)",
+    "sp": "attention with --cp-comm-type a2a or a2a+p2p (Ulysses)",
     "ep": "mixture-of-experts dispatch, expert GEMMs and combine",
     "pp": "pipeline sends and receives",
     "muon": "the Muon optimizer",
@@ -60,6 +60,7 @@ class Options:
         plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
         sizes: Ranks of the groups of each feature, where Megatron's arguments tell; 1: there is nothing to accelerate.
         expert_slices: Tensor parallel ranks that every expert is split over.
+        has_rings: Whether an attention exchanges over parts of the context parallel group (``a2a+p2p``).
         optimizer: Megatron's, where its arguments tell.
         fuses_wgrad: Whether they ask for gradient accumulation fusion.
         record: Folder in which every training step is noted, or None.
@@ -73,6 +74,7 @@ class Options:
     plan: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     expert_slices: int = 1
+    has_rings: bool = False
     optimizer: str | None = None
     fuses_wgrad: bool = False
     record: str | None = None
@@ -86,8 +88,8 @@ class Options:
     @property
     def deciding_sizes(self) -> dict[str, int]:
         """Ranks of the groups that decide for each feature, where that is one number: where experts are split, what
-        they share is decided by their slices' ranks together."""
-        split = {"ep"} if self.expert_slices > 1 else set()
+        they share is decided by their slices' ranks together; parts of a group have sizes of their own."""
+        split = {name for name, is_split in (("ep", self.expert_slices > 1), ("sp", self.has_rings)) if is_split}
         return {name: size for name, size in self.sizes.items() if size > 1 and name not in split}
 
     def environment(self) -> dict[str, str]:
@@ -218,6 +220,7 @@ def options_from_args(args: Any) -> Options:
         features=features,
         sizes={name: size for name, size in sizes.items() if size is not None},
         expert_slices=slices or getattr(args, "tensor_model_parallel_size", None) or 1,
+        has_rings="a2a+p2p" in (getattr(args, "cp_comm_type", None) or ()),
         optimizer=getattr(args, "optimizer", None),
         fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),
         **{name: getattr(args, f"ditron_{name}", None) for name in words},

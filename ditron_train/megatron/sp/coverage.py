@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
 def why_not_comm_type(cp_comm_type: str | None) -> str | None:
-    """Why context parallelism of this kind is Megatron's, or None."""
-    return None if cp_comm_type == "a2a" else f"--cp-comm-type is {cp_comm_type or 'p2p'} (a2a is covered)"
+    """Why context parallelism of this kind around Transformer Engine's attention is Megatron's, or None."""
+    if cp_comm_type in ("a2a", "a2a+p2p"):
+        return None
+    return f"--cp-comm-type is {cp_comm_type or 'p2p'} (a2a is covered, alone and around p2p)"
+
+
+def why_not_levels(sizes: Sequence[int]) -> str | None:
+    """Why ``a2a+p2p`` over groups of these sizes, of exchanges first, is Megatron's, or None."""
+    if len(sizes) != 2:
+        return f"a2a+p2p is over {len(sizes)} levels of groups, not 2"
+    return "each exchange of a2a+p2p is of one rank" if sizes[0] == 1 else None
 
 
 def why_not_fp8_qkv(*, has_blocks: bool) -> str | None:

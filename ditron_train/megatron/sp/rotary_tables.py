@@ -13,8 +13,8 @@ from ditron_train.stream.cached_tensor import CachedTensor
 
 
 def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """RoPE's table of the whole sequence from the local one [s / W, ...]; gathered once for each table object."""
-    known = _TablesOf.get(local)
+    """RoPE's table of what ``group`` exchanges, from the local one [s / W, ...]; gathered once a table object."""
+    known = _TablesOf.get(local, group)
     if known is not None:
         return known
     world = dist.get_world_size(group)
@@ -23,25 +23,26 @@ def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     halves = [table.chunk(2, dim=0) for table in gathered]
     whole = torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=0)
     if not is_capturing(local.device):  # a graph's own: it is filled by replays
-        _TablesOf.put(local, whole)
+        _TablesOf.put(local, group, whole)
     return whole
 
 
 class _TablesOf:
     """Whole tables by the identity of the local ones, for as long as those live (tensors compare by value) and nobody
-    writes to them: positions in several dimensions change from batch to batch, and may come in one buffer."""
+    writes to them (positions in several dimensions change from batch to batch, and may come in one buffer), and by the
+    ranks that exchange."""
 
-    _entries: dict[int, tuple[Any, int, CachedTensor]] = {}
+    _entries: dict[tuple[int, dist.ProcessGroup], tuple[Any, int, CachedTensor]] = {}
 
     @classmethod
-    def get(cls, local: torch.Tensor) -> torch.Tensor | None:
-        entry = cls._entries.get(id(local))
+    def get(cls, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
+        entry = cls._entries.get((id(local), group))
         is_known = entry is not None and entry[0]() is local and entry[1] == cls._version(local)
         return entry[2].get() if entry is not None and is_known else None
 
     @classmethod
-    def put(cls, local: torch.Tensor, whole: torch.Tensor) -> None:
-        key = id(local)
+    def put(cls, local: torch.Tensor, group: dist.ProcessGroup, whole: torch.Tensor) -> None:
+        key = id(local), group
         reference = weakref.ref(local, lambda _: cls._entries.pop(key, None))
         cls._entries[key] = (reference, cls._version(local), CachedTensor(whole))
 

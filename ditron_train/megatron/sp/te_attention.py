@@ -1,11 +1,14 @@
 """Ulysses with Transformer Engine's attention (part of feature ``sp``).
 
-The reference is Transformer Engine's own ``a2a`` attention: the same attention kernels get the same q, k and v.
+The reference is Transformer Engine's own ``a2a`` attention: the same attention kernels get the same q, k and v. So
+does its ring in ``a2a+p2p``: what the exchanges leave on a rank are the two chunks that a ring of the other level's
+ranks alone would have there.
 Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -15,7 +18,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank, exchanged, shape_of
-from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_te_attention
+from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_levels, why_not_te_attention
 from ditron_train.megatron.sp.exchange import Exchange
 from ditron_train.megatron.sp.packed import table_of, why_not_packed
 from ditron_train.megatron.sp.spec import route_exchange
@@ -29,15 +32,14 @@ class DitronTEDotProductAttention(TEDotProductAttention):
     """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
 
     Built natively, so that what is not covered (an attention in FP8, dropout, ...) runs as it did; beside it stands
-    the same attention for the whole sequence and this rank's heads, which is no submodule: checkpoints stay as they
-    were.
+    the same attention for this rank's heads, of the whole sequence or by a ring over what the exchanges do not reach.
+    It is no submodule: checkpoints stay as they were.
 
     Attributes:
-        exchange_group: The constructor's context parallel group, where the exchanges are ours; native rewrites its
-            own, ``cp_group``, with that of the batch.
+        exchange_group: The ranks that exchange, where that is ours: the context parallel group, of ``a2a+p2p`` its
+            first level.
+        takes_packed: Whether packed sequences are covered; Transformer Engine refuses them in ``a2a+p2p``.
     """
-
-    takes_packed = True
 
     def __init__(
         self,
@@ -59,22 +61,34 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         self._whole: list[TEDotProductAttention] = []
         self.exchange_group: dist.ProcessGroup | None = None
         self.left_in_heads: list[torch.Tensor | None] | None = None
-        group = getattr(pg_collection, "cp", None)
-        if config.context_parallel_size > 1 and group is not None:
+        self.takes_packed = cp_comm_type == "a2a"
+        self._own_group = getattr(self, "cp_group", None)  # native rewrites its own with that of the batch
+        if config.context_parallel_size > 1 and getattr(pg_collection, "cp", None) is not None:
             try:
-                inner = self._config_of_one_rank(config, group.size(), cp_comm_type)
+                group, ring = self._levels(pg_collection.cp, cp_comm_type)
+                inner = config_of_one_rank(config, group.size())
             except NotSupportedError as error:
                 log_native("sp attention", str(error))
             else:
+                if ring is not None and ring.size() > 1:
+                    inner.context_parallel_size, groups = ring.size(), copy.copy(pg_collection)
+                    groups.cp = ring
+                    arguments = (*arguments[:-2], "p2p", groups)
                 self._whole.append(TEDotProductAttention(inner, *arguments))
                 self.exchange_group = group
 
-    @staticmethod
-    def _config_of_one_rank(config: Any, world_size: int, cp_comm_type: str | None) -> Any:
+    def _levels(
+        self, group: dist.ProcessGroup, cp_comm_type: str | None
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+        """The ranks of one exchange, and those of one ring of what has been exchanged."""
         reason = why_not_comm_type(cp_comm_type)
+        if reason is None and cp_comm_type == "a2a":
+            return group, None
+        levels = self._own_group if isinstance(self._own_group, list) else []
+        reason = reason or why_not_levels([level.size() for level in levels])
         if reason is not None:
             raise NotSupportedError(reason)
-        return config_of_one_rank(config, world_size)
+        return levels[0], levels[1]
 
     @property
     def can_attend(self) -> bool:
@@ -82,7 +96,7 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         return bool(self._whole) and self._why_not() is None
 
     def _why_not(self) -> str | None:
-        if self.cp_group is not self.exchange_group:  # it stays until another batch brings a group
+        if self.cp_group is not self._own_group:  # it stays until another batch brings a group
             return "a batch before this one has changed the context parallel group"
         return why_not_te_attention(self.config, self.training)
 
@@ -94,8 +108,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         attn_mask_type: Any = None,
         packed: Any = None,
     ) -> torch.Tensor:
-        """Attention of the whole sequence: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this rank * d]; of
-        ``packed`` ones without b."""
+        """Attention of what was exchanged, s rows: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this
+        rank * d]; of ``packed`` ones without b."""
         whole = self._whole[0]
         whole.train(self.training)
         if hasattr(self, "hidden_size_per_attention_head_v"):  # since 0.18 of padded values in one call, another after
@@ -121,6 +135,7 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         packed, options, reason = packed_seq_params, (attention_bias, packed_seq_params, num_splits), None
         if self._whole:
             others = {"attention_bias": attention_bias, "num_splits": num_splits}
+            others["packed_seq_params"] = None if self.takes_packed else packed
             reason = self._why_not() or self._why_not_call(query, attn_mask_type, packed, others)
             if reason is not None:
                 log_native("sp attention", reason)
