@@ -95,7 +95,7 @@ class PendingLayout:
                 context.rejoin()
             context.reserve(room, int(host.tokens.sum()), self.hidden, self.dtype)
             local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
-            tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
+            tokens_per_expert = torch.from_numpy(host.expert_rows[local].astype("int64"))
             num_rows = int(host.rows(shape)[context.rank])
             return self._layout(
                 num_rows, tokens_per_expert, room, host.fewest_rows, ahead.tokens if ahead and sent else None
@@ -139,25 +139,9 @@ class PendingLayout:
 
 def _tables(context: EPContext) -> Tables:
     """int32 tables of one layout, carved from one allocation in steps of 16 bytes."""
-    shape = context.shape
-    offsets = shape.ranks * (shape.num_chunks + 1)
-    sizes = dict(
-        chunk_counts=shape.num_chunks * shape.columns,
-        chunk_dests=shape.num_chunks * shape.ranks,
-        chunk_widest=shape.num_chunks,
-        chunk_entries=offsets,
-        row_base=shape.columns,
-        slot_base=shape.ranks,
-        entry_base=shape.ranks,
-        list_base=shape.ranks,
-        recv_offsets=offsets,
-        expert_tokens=shape.slots,
-        sources=shape.ranks * shape.slots,
-        limits=8,
-    )
-    padded = [-(-size // 4) * 4 for size in sizes.values()]
-    memory = torch.empty(sum(padded), dtype=torch.int32, device=context.device)
-    return Tables(**{name: part[:size] for (name, size), part in zip(sizes.items(), torch.split(memory, padded))})
+    words = context.shape.table_words
+    memory = torch.empty(sum(words), dtype=torch.int32, device=context.device)
+    return Tables._make(torch.split(memory, words)[::2])
 
 
 def _check_routing(

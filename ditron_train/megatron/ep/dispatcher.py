@@ -74,6 +74,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._asks_policy = True
         self._native_because: str | None = why_not_config(self)
         self._ep_context: EPContext | RailContext | None = None
+        self._kept_context: EPContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
         self._layout: Layout | rails.RailLayout | None = None
         self._no_room: str | None = None  # why nothing is pending: tensor parallel ranks learn it in token_dispatch
@@ -184,11 +185,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """Tokens that every expert gets from each rank where they are padded to capacity, else None."""
         if not self.drop_and_pad:
             return None
-        return get_capacity(
-            num_tokens=num_tokens * self.config.moe_router_topk,
-            num_experts=self.num_experts,
-            capacity_factor=self.moe_expert_capacity_factor,
-        )
+        sizes = dict(num_experts=self.num_experts, capacity_factor=self.moe_expert_capacity_factor)
+        return get_capacity(num_tokens=num_tokens * self.config.moe_router_topk, **sizes)
 
     def _context_of_group(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -208,9 +206,14 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 if self._native_because is not None:
                     self._log_native()
                     return None
+                kept = self._kept_context
+                if kept is not None and kept.device == device and not kept.arena.closed:
+                    return kept
                 context = context_of_layer(self, device)
                 if isinstance(context, RailContext):
                     self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
+                else:
+                    self._kept_context = context
                 return context
             except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
                 self._native_because = str(error)
