@@ -198,8 +198,7 @@ class Layout:
         ahead: The tokens, where they were sent before the sizes were known (``ops.dispatch_ahead``) and are not placed
             yet.
         tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
-        fewest_rows: Rows of the expert that has fewest, of those on any rank that have some; None where the host does
-            not know.
+        expert_rows: [num_experts] rows of each expert of any rank; None where the host does not know.
         kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None where there
             is neither.
     """
@@ -222,13 +221,17 @@ class Layout:
     place_capacity: int
     ahead: torch.Tensor | None = None
     tiles: Any = None
-    fewest_rows: int | None = None
+    expert_rows: np.ndarray | None = None
     kept_for: torch.cuda.Stream | None = None
 
     @property
     def expert_tokens(self) -> torch.Tensor:
         """int32 [experts_per_rank]: rows of each local expert, on the device."""
         return self.tables.expert_tokens[: self.shape.experts_per_rank]
+
+    def experts_below(self, rows: int) -> list[int]:
+        """The experts of this rank that have some rows, but fewer than that; sizes are exact."""
+        return [expert for expert, have in enumerate(self.tokens_per_expert.tolist()) if 0 < have < rows]
 
     @property
     def destinations(self) -> Destinations:
