@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,7 @@ class EPContext(OpContext):
         )
         self.messages = self.arena.tensor(f"{name}/messages", (self.world_size, self.shape.message_words), torch.int32)
 
-    @property
+    @cached_property
     def layout_sizes(self) -> LayoutSizes:
         """Constants of the kernels that make a layout."""
         values = [getattr(self.shape, name.lower()) for name in LayoutSizes._fields[:-1]]
@@ -183,11 +184,18 @@ class EPContext(OpContext):
     def _buffer(
         self, name: str, num_rows: int, most_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype
     ) -> SymmetricTensor:
-        """At least ``num_rows`` rows, with headroom up to ``most_rows`` if it has to grow; same arguments on every
-        rank."""
-        if self.arena.capacity_bytes(name) < num_rows * math.prod(row_shape) * dtype.itemsize:
-            self.arena.tensor(name, (min(int(num_rows * _HEADROOM) + 1, max(most_rows, num_rows)), *row_shape), dtype)
-        return self.arena.tensor(name, (max(num_rows, 1), *row_shape), dtype)
+        """All rows that there are, at least ``num_rows``; with headroom up to ``most_rows`` if it has to grow. Same
+        arguments on every rank."""
+        key = (name, row_shape, dtype)
+        kept = self.prepared.get(key)
+        if kept is None or kept.shape[0] < num_rows:
+            row_bytes = max(math.prod(row_shape) * dtype.itemsize, 1)
+            if self.arena.capacity_bytes(name) < max(num_rows, 1) * row_bytes:
+                num_rows = max(min(int(num_rows * _HEADROOM) + 1, max(most_rows, num_rows)), 1)
+                self.arena.tensor(name, (num_rows, *row_shape), dtype)
+            num_rows = self.arena.capacity_bytes(name) // row_bytes
+            kept = self.prepared[key] = self.arena.tensor(name, (num_rows, *row_shape), dtype)
+        return kept
 
     def rows_buffer(self, num_rows: int, most_rows: int, hidden: int, dtype: torch.dtype) -> SymmetricTensor:
         """The buffer through which tokens and rows travel, ``[num_rows, hidden]``."""

@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from ditron_train.ep import fused, ops
 from ditron_train.ep.context import EPContext
+from ditron_train.ep.fused import FewProduct
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
@@ -37,6 +39,9 @@ PAIRS: tuple[Pair, ...] = ("gemm_combine", "dgrad_combine")
 #: Rows that every expert must have for our GEMMs of its rows to add up as native's do.
 FEWEST_ROWS = 257
 _WAVE_TILES = 132
+#: Part of all rows that may belong to such experts: their products stand in front of the kernel, where nothing is
+#: returned yet.
+_MOST_FEW = 0.25
 
 
 def pairs_of_native_bits(pairs: frozenset[Pair], fewest_rows: int | None) -> frozenset[Pair]:
@@ -45,6 +50,23 @@ def pairs_of_native_bits(pairs: frozenset[Pair], fewest_rows: int | None) -> fro
     Where that is not known (None: a fixed capacity) all of them: the user is warned afterwards.
     """
     return pairs if fewest_rows is None or fewest_rows >= FEWEST_ROWS else pairs - frozenset(PAIRS)
+
+
+def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None) -> tuple[frozenset[Pair], int]:
+    """The pairs of a step, and below how many rows an expert is multiplied natively in it: at all ranks alike.
+
+    Args:
+        pairs: That were chosen for the layer.
+        expert_rows: Of each expert of any rank; None where the host does not know.
+    """
+    if expert_rows is None or not pairs & frozenset(PAIRS):
+        return pairs, 0
+    few = expert_rows[expert_rows < FEWEST_ROWS]
+    if not few.any():
+        return pairs, 0
+    if few.sum() > _MOST_FEW * expert_rows.sum():
+        return pairs - frozenset(PAIRS), 0
+    return pairs, FEWEST_ROWS
 
 
 def own_wgrad_has_native_bits(rows: int, columns: int) -> bool:
@@ -72,6 +94,8 @@ class ExpertCall:
         gemm: Grouped GEMM of the others; None: ours.
         wgrad: Weight gradients; None: ours.
         into: Where ours go if not into tensors of their own: ``main_grad``.
+        fewest_rows: Experts of fewer rows are multiplied by ``few`` where a pair is one kernel.
+        few: Natively; None: ours does.
     """
 
     layout: Layout
@@ -81,6 +105,8 @@ class ExpertCall:
     gemm: Gemm | None = None
     wgrad: Wgrad | None = None
     into: IntoWgrad | None = None
+    fewest_rows: int = 0
+    few: FewProduct | None = None
 
     def product(self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool) -> torch.Tensor:
         """The grouped GEMM alone."""
@@ -134,6 +160,7 @@ def backward_in(
             grads = pending.finish()  # in any case: the side stream must not outlive its tensors
         return (*grads, weight_grads)
     if "dgrad_combine" in call.fused:
+        options.update(fewest_rows=call.fewest_rows, few=call.few)
         grads = fused.gemm_combine(grad_y, call.layout, call.context, weights, transpose=False, **options)
     else:
         grads = ops.combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
@@ -143,7 +170,8 @@ def backward_in(
 def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
     """out of ``linear_combine``, without autograd."""
     if "gemm_combine" in call.fused:
-        return fused.gemm_combine(h, call.layout, call.context, weights, order=call.order)[0]
+        options: dict[str, Any] = dict(order=call.order, fewest_rows=call.fewest_rows, few=call.few)
+        return fused.gemm_combine(h, call.layout, call.context, weights, **options)[0]
     return ops.combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
 
 

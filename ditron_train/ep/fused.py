@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.row_tiles import RowTiles, row_tiles
 
 _BOARD_WORDS = 128  # in front of the counters, see fused_kernels
+#: Rows by expert, weights, whether these are transposed, the result and some experts: multiplies the rows of those.
+FewProduct = Callable[[torch.Tensor, Sequence[torch.Tensor], bool, torch.Tensor, Sequence[int]], None]
 #: Row tiles that a program of a plan orders.
 PLAN_BLOCK = 128
 
@@ -33,13 +35,18 @@ def new_board(tiles: RowTiles) -> tuple[torch.Tensor, torch.Tensor, int]:
     return memory[: tiles.max_tiles], memory[tiles.max_tiles :], tiles.max_tiles // PLAN_BLOCK
 
 
-def _plan(layout: Layout, context: EPContext, tiles: RowTiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of the row tiles, and a fresh board."""
+def _plan(
+    layout: Layout, context: EPContext, tiles: RowTiles, fewest_rows: int, tile_count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of the row tiles, and a fresh board; ``tile_count``: what a row tile's counter ends at."""
     shape = layout.shape
     order, board, num_blocks = new_board(tiles)
-    constants = dict(WORLD_SIZE=shape.world_size, SLOTS=shape.slots, BLOCK_M=tiles.block_m, BLOCK=PLAN_BLOCK)
+    constants = dict(
+        WORLD_SIZE=shape.world_size, SLOTS=shape.slots, BLOCK_M=tiles.block_m, FEWEST=fewest_rows, BLOCK=PLAN_BLOCK
+    )
+    control = context.dispatch_channel.control
     launch(context, plan_tiles, num_blocks, constants, 8)(
-        tiles.tiles, layout.tables.sources, order, board, context.dispatch_channel.control, tiles.max_tiles
+        tiles.tiles, layout.tables.sources, order, board, control, tiles.max_tiles, tile_count
     )
     return order, board
 
@@ -59,6 +66,8 @@ def gemm_combine(
     transpose: bool = True,
     row_grads: torch.Tensor | None = None,
     probs_dtype: torch.dtype = torch.float32,
+    fewest_rows: int = 0,
+    few: FewProduct | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``group_gemm``, then ``combine`` of its rows, in one kernel whose finished row tiles leave at once.
 
@@ -71,6 +80,8 @@ def gemm_combine(
         transpose: Whether weights are stored [hidden, K].
         row_grads: As ``combine``.
         probs_dtype: As ``combine``.
+        fewest_rows: Experts of fewer rows are multiplied by ``few``, in front of the kernel.
+        few: (x, weights, transpose, result, those experts) -> writes their rows of the result.
 
     Returns:
         out [num_tokens, hidden]; the gradients [num_tokens, num_experts], or None.
@@ -85,7 +96,6 @@ def gemm_combine(
     x, tiles, with_grads = x.contiguous(), layout_tiles(layout), row_grads is not None
     operands = gemm_operands("gemm_combine", x, weights, tiles, transpose=transpose)
     y, hidden = operands.y, operands.n
-    tile_order, board = _plan(layout, context, tiles)
     out = torch.empty(layout.num_tokens, hidden, dtype=x.dtype, device=x.device)
     prob_grads = torch.zeros(
         layout.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=x.device
@@ -97,6 +107,10 @@ def gemm_combine(
         NUM_SENDERS=0 if programs == 1 else context.fused.num_senders,
         TILE_COUNT=config.num_warps if context.target.startswith("sm_") else 1,
     )
+    if few is not None:
+        few(x, weights, transpose, y, layout.experts_below(fewest_rows))
+    tile_count = -(-hidden // config.block_n) * sizes.TILE_COUNT
+    tile_order, board = _plan(layout, context, tiles, 0 if few is None else fewest_rows, tile_count)
     constants = {"SUM": sizes, "GEMM": operands.sizes}
     grads_like = x if row_grads is None else row_grads.contiguous()
     kind = Kind.DGRAD_COMBINE if with_grads else Kind.GEMM_COMBINE

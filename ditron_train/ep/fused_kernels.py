@@ -14,11 +14,13 @@ from ditron_train.ep.return_kernels import sum_tokens
 from ditron_train.ep.task_kernels import complete, complete_stored, need, serve
 from ditron_train.schedule.tiles import ordered_tile
 
-# Words of a board: a head for each queue, then counters of the whole, then one counter for each tile or block of rows.
+# Words of a board: a head for each queue, a counter of the whole, how many row tiles are there before the launch, then
+# one counter for each tile or block of rows.
 HEAD_FIRST = tl.constexpr(0)
 HEAD_SECOND = tl.constexpr(32)
 HEAD_THIRD = tl.constexpr(64)
 TOTAL = tl.constexpr(96)
+GIVEN = tl.constexpr(97)
 COUNTERS = tl.constexpr(128)
 _AT_ONCE = tl.constexpr(32)  # keys that plan_tiles compares at a time: more spill
 
@@ -45,13 +47,13 @@ def sort_tiles(tiles, order, KEY: tl.constexpr, args, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_span(tiles, index, inside, max_tiles, BLOCK_M: tl.constexpr):
-    """Expert, first row and end row of row tiles; rows are counted from the expert's first."""
+    """Expert, first row and end row of row tiles, and rows of the expert; rows are counted from the expert's first."""
     entry = tiles + 4 + index * 4
     expert = tl.load(entry, mask=inside, other=0)
     row = tl.load(entry + 1, mask=inside, other=0)
     end = tl.load(entry + 2, mask=inside, other=0)
     start = tl.load(tiles + 4 + 4 * max_tiles + expert - 1, mask=inside & (expert > 0), other=0)
-    return expert, row - start, tl.minimum(row + BLOCK_M, end) - start
+    return expert, row - start, tl.minimum(row + BLOCK_M, end) - start, end - start
 
 
 @triton.jit
@@ -65,9 +67,10 @@ def _return_key(
     WORLD_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    FEWEST: tl.constexpr,
 ):
-    """By expert, then by the source of the tile's first row, beginning behind ``rank``."""
-    expert, first, last = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
+    """Tiles that are given first; by expert, then by the source of the tile's first row, beginning behind ``rank``."""
+    expert, first, last, rows_of_expert = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
     low = tl.zeros_like(first)
     home = tl.zeros_like(first) - 1
     for source in tl.static_range(WORLD_SIZE):
@@ -75,10 +78,24 @@ def _return_key(
         overlaps = tl.minimum(last, low + rows) > tl.maximum(first, low)
         home = tl.where(overlaps & (home < 0), source, home)
         low += rows
+    expert -= (rows_of_expert < FEWEST).to(tl.int32) * SLOTS
     return (expert * WORLD_SIZE + (home + 2 * WORLD_SIZE - rank - 1) % WORLD_SIZE) * max_tiles + index
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@triton.jit
+def _num_given(tiles, max_tiles, BLOCK_M: tl.constexpr, FEWEST: tl.constexpr):
+    """Row tiles of experts of fewer than ``FEWEST`` rows."""
+    num_tiles = tl.load(tiles)
+    given = tl.zeros((_AT_ONCE,), tl.int32)
+    for block in range(0, tl.cdiv(num_tiles, _AT_ONCE)):
+        index = block * _AT_ONCE + tl.arange(0, _AT_ONCE)
+        inside = index < num_tiles
+        _, _, _, rows_of_expert = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
+        given += (inside & (rows_of_expert < FEWEST)).to(tl.int32)
+    return tl.sum(given)
+
+
+@triton.jit(do_not_specialize=["max_tiles", "tile_count"])
 def plan_tiles(
     tiles,
     sources,
@@ -86,24 +103,35 @@ def plan_tiles(
     board,
     control,
     max_tiles,
+    tile_count,
     WORLD_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    FEWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """order[i] = the i-th row tile that ``gemm_combine_kernel`` computes; the board empty, as it wants it. Program b
-    does block b of both.
+    """order[i] = the i-th row tile that ``gemm_combine_kernel`` returns; the board as it wants it. Program b does
+    block b of both.
 
     Tiles stand by expert, then by source rank, beginning behind the own: ranks that compute the same expert at the
-    same time then return rows to different ranks. Counters: column tiles done of each row tile.
+    same time then return rows to different ranks. Those of experts of fewer than ``FEWEST`` rows, which are there
+    already, stand in front. Counters: column tiles done of each row tile, ``tile_count`` where it is there.
     """
     rank = dl.rank(control)
-    sort_tiles(tiles, order, _return_key, (tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M), BLOCK)
+    sort_tiles(tiles, order, _return_key, (tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M, FEWEST), BLOCK)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(board + COUNTERS + index, tl.zeros((BLOCK,), tl.int32), mask=index < max_tiles)
+    counts = tl.zeros((BLOCK,), tl.int32)
+    if FEWEST:
+        inside = index < tl.load(tiles)
+        _, _, _, rows_of_expert = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
+        counts += (inside & (rows_of_expert < FEWEST)).to(tl.int32) * tile_count
+    tl.store(board + COUNTERS + index, counts, mask=index < max_tiles)
     if tl.program_id(0) == 0:
         words = tl.arange(0, COUNTERS)
-        tl.store(board + words, tl.zeros_like(words))
+        heads = tl.zeros_like(words)
+        if FEWEST:
+            heads += tl.where(words == GIVEN, _num_given(tiles, max_tiles, BLOCK_M, FEWEST), 0)
+        tl.store(board + words, heads)
 
 
 @triton.jit
@@ -172,7 +200,7 @@ def gemm_combine_kernel(
     GEMM: tl.constexpr,
 ):
     """rows[r, :] = A[r, :] @ B[e(r)] as ``group_gemm_kernel`` does, and out[t] = sum over e of rows[row(t, e)] as
-    ``return_rows``.
+    ``return_rows``. The first row tiles of ``order``, as many as the board's GIVEN, are in ``rows`` already.
 
     All but the last NUM_SENDERS programs compute tiles, in one pipelined loop as the grouped GEMM alone; a finished
     tile adds TILE_COUNT to its row tile's counter while the next one is being computed (``complete_stored``). Queues:
@@ -196,9 +224,11 @@ def gemm_combine_kernel(
         dl.announce(channel.ready_addresses, channel.signature, epoch, rank, SUM.WORLD_SIZE, SUM.TARGET)
     if program < num_programs - SUM.NUM_SENDERS:
         num_k_tiles = tl.cdiv(K, GEMM.BLOCK_K)
+        num_given = tl.load(tasks.board + GIVEN)
+        order, num_computed = tasks.order + num_given, num_row_tiles - num_given
         stored = tl.cast(0, tl.int64)  # counter of the tile before, whose stores are over when this one is computed
-        for tile in tl.range(program, num_row_tiles * num_tiles_n, num_programs - SUM.NUM_SENDERS, flatten=True):
-            row_tile, col_tile = ordered_tile(tile, tasks.order, num_row_tiles, num_tiles_n, GEMM.GROUP_M)
+        for tile in tl.range(program, num_computed * num_tiles_n, num_programs - SUM.NUM_SENDERS, flatten=True):
+            row_tile, col_tile = ordered_tile(tile, order, num_computed, num_tiles_n, GEMM.GROUP_M)
             place, row, valid = tile_at(tasks.tiles, tasks.places, row_tile, GEMM.BLOCK_M)
             col = col_tile * GEMM.BLOCK_N
             acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)

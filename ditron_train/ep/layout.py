@@ -9,6 +9,7 @@ returns. What a rank sends to itself takes no slot on the way: its entries name 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,40 +54,60 @@ class LayoutShape:
         assert self.num_chunks == next_power_of_2(self.num_chunks)
         assert self.min_chunk_tokens == next_power_of_2(self.min_chunk_tokens)
 
-    @property
+    @cached_property
     def experts_per_rank(self) -> int:
         """Experts that each rank holds."""
         return self.num_experts // self.world_size
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """``world_size`` padded to a power of two."""
         return next_power_of_2(self.world_size)
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """``experts_per_rank`` padded to a power of two."""
         return next_power_of_2(self.experts_per_rank)
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Padded expert columns."""
         return self.ranks * self.slots
 
-    @property
+    @cached_property
     def topk_lanes(self) -> int:
         """``topk`` padded to a power of two."""
         return next_power_of_2(self.topk)
 
-    @property
+    @cached_property
     def common_words(self) -> int:
         """int32 words of a message that are the same for every receiver."""
         return self.columns + self.ranks + 2
 
-    @property
+    @cached_property
     def message_words(self) -> int:
         """int32 words of one rank's message."""
         return self.common_words + self.num_chunks
+
+    @cached_property
+    def table_words(self) -> list[int]:
+        """int32 words of each of ``Tables``, behind each those that fill it up to whole 16 bytes."""
+        offsets = self.ranks * (self.num_chunks + 1)
+        sizes = dict(
+            chunk_counts=self.num_chunks * self.columns,
+            chunk_dests=self.num_chunks * self.ranks,
+            chunk_widest=self.num_chunks,
+            chunk_entries=offsets,
+            row_base=self.columns,
+            slot_base=self.ranks,
+            entry_base=self.ranks,
+            list_base=self.ranks,
+            recv_offsets=offsets,
+            expert_tokens=self.slots,
+            sources=self.ranks * self.slots,
+            limits=8,
+        )
+        return [words for name in Tables._fields for words in (sizes[name], -sizes[name] % 4)]
 
     def chunk_tokens(self, num_tokens: int, row_bytes: int) -> int:
         """Tokens of a chunk for a rank that holds ``num_tokens`` of ``row_bytes`` each; every chunk costs a few round
@@ -132,15 +153,20 @@ class HostCounts:
             widest=int(messages[:, shape.columns + shape.ranks + 1].max()),
         )
 
+    @cached_property
+    def expert_rows(self) -> np.ndarray:
+        """[num_experts] rows of each expert."""
+        return self.counts.sum(0)
+
     @property
     def fewest_rows(self) -> int:
         """Rows of the expert that has fewest, of those that have some."""
-        rows = self.counts.sum(0)
+        rows = self.expert_rows
         return int(rows[rows > 0].min(initial=np.iinfo(np.int32).max))
 
     def rows(self, shape: LayoutShape) -> np.ndarray:
         """[world_size] rows that each rank receives."""
-        return self.counts.sum(0).reshape(shape.world_size, shape.experts_per_rank).sum(1)
+        return self.expert_rows.reshape(shape.world_size, shape.experts_per_rank).sum(1)
 
     def room(self, shape: LayoutShape, padding: int = 0) -> Room:
         """What the rank that needs most needs; ``padding``: places beyond ``topk`` of each token."""
@@ -172,8 +198,7 @@ class Layout:
         ahead: The tokens, where they were sent before the sizes were known (``ops.dispatch_ahead``) and are not placed
             yet.
         tiles: The experts' row tiles (``group_gemm.RowTiles``), once something asked for them.
-        fewest_rows: Rows of the expert that has fewest, of those on any rank that have some; None where the host does
-            not know.
+        expert_rows: [num_experts] rows of each expert of any rank; None where the host does not know.
         kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None where there
             is neither.
     """
@@ -196,13 +221,17 @@ class Layout:
     place_capacity: int
     ahead: torch.Tensor | None = None
     tiles: Any = None
-    fewest_rows: int | None = None
+    expert_rows: np.ndarray | None = None
     kept_for: torch.cuda.Stream | None = None
 
     @property
     def expert_tokens(self) -> torch.Tensor:
         """int32 [experts_per_rank]: rows of each local expert, on the device."""
         return self.tables.expert_tokens[: self.shape.experts_per_rank]
+
+    def experts_below(self, rows: int) -> list[int]:
+        """The experts of this rank that have some rows, but fewer than that; sizes are exact."""
+        return [expert for expert, have in enumerate(self.tokens_per_expert.tolist()) if 0 < have < rows]
 
     @property
     def destinations(self) -> Destinations:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ditron_train.ep.arguments import Destinations, Starts, Tables
@@ -76,8 +77,8 @@ class PendingLayout:
         if self.room is not None:
             known = self.tokens_per_expert
             on_device = self.tables.expert_tokens[: shape.experts_per_rank]
-            fewest_rows = None if known is None else int(known[0])
-            return self._layout(self.room.rows, on_device if known is None else known, self.room, fewest_rows)
+            expert_rows = None if known is None else np.full(shape.num_experts, int(known[0]))
+            return self._layout(self.room.rows, on_device if known is None else known, self.room, expert_rows)
         ahead, self.ahead = self.ahead, None
         try:
             if self.copied is not None:
@@ -95,10 +96,10 @@ class PendingLayout:
                 context.rejoin()
             context.reserve(room, int(host.tokens.sum()), self.hidden, self.dtype)
             local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
-            tokens_per_expert = torch.from_numpy(host.counts.sum(0)[local].astype("int64"))
+            tokens_per_expert = torch.from_numpy(host.expert_rows[local].astype("int64"))
             num_rows = int(host.rows(shape)[context.rank])
             return self._layout(
-                num_rows, tokens_per_expert, room, host.fewest_rows, ahead.tokens if ahead and sent else None
+                num_rows, tokens_per_expert, room, host.expert_rows, ahead.tokens if ahead and sent else None
             )
         except Exception:
             context.rejoin()  # no op behind this one may meet what was sent ahead, nor anybody have its memory
@@ -109,7 +110,7 @@ class PendingLayout:
         num_rows: int,
         tokens_per_expert: torch.Tensor,
         room: Room,
-        fewest_rows: int | None,
+        expert_rows: np.ndarray | None,
         ahead: torch.Tensor | None = None,
     ) -> Layout:
         shape, device = self.context.shape, self.context.device
@@ -132,32 +133,16 @@ class PendingLayout:
             entry_capacity=room.rows,
             place_capacity=room.places,
             ahead=ahead,
-            fewest_rows=fewest_rows,
+            expert_rows=expert_rows,
             kept_for=self.begun_on if on_one_stream else None,
         )
 
 
 def _tables(context: EPContext) -> Tables:
     """int32 tables of one layout, carved from one allocation in steps of 16 bytes."""
-    shape = context.shape
-    offsets = shape.ranks * (shape.num_chunks + 1)
-    sizes = dict(
-        chunk_counts=shape.num_chunks * shape.columns,
-        chunk_dests=shape.num_chunks * shape.ranks,
-        chunk_widest=shape.num_chunks,
-        chunk_entries=offsets,
-        row_base=shape.columns,
-        slot_base=shape.ranks,
-        entry_base=shape.ranks,
-        list_base=shape.ranks,
-        recv_offsets=offsets,
-        expert_tokens=shape.slots,
-        sources=shape.ranks * shape.slots,
-        limits=8,
-    )
-    padded = [-(-size // 4) * 4 for size in sizes.values()]
-    memory = torch.empty(sum(padded), dtype=torch.int32, device=context.device)
-    return Tables(**{name: part[:size] for (name, size), part in zip(sizes.items(), torch.split(memory, padded))})
+    words = context.shape.table_words
+    memory = torch.empty(sum(words), dtype=torch.int32, device=context.device)
+    return Tables._make(torch.split(memory, words)[::2])
 
 
 def _check_routing(

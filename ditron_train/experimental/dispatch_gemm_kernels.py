@@ -30,7 +30,7 @@ def _arrival_key(
     BLOCK_M: tl.constexpr,
 ):
     """By the last part of any source's tokens that the tile needs, in PHASES-ths of them."""
-    expert, first, last = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
+    expert, first, last, _ = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
     low = tl.zeros_like(first)
     phase = tl.zeros_like(first)
     for source in tl.static_range(WORLD_SIZE):

@@ -25,8 +25,8 @@ SPECS = [
     KernelSpec(
         name="ep_plan_tiles",
         kernel="ditron_train.ep.fused_kernels:plan_tiles",
-        signature=fields(("tiles sources order board", "*i32"), ("control", "*i64"), ("max_tiles", "i32")),
-        constexprs={"WORLD_SIZE": 8, "SLOTS": 16, "BLOCK_M": 128, "BLOCK": 128},
+        signature=fields(("tiles sources order board", "*i32"), ("control", "*i64"), ("max_tiles tile_count", "i32")),
+        constexprs={"WORLD_SIZE": 8, "SLOTS": 16, "BLOCK_M": 128, "FEWEST": 257, "BLOCK": 128},
         num_warps=8,
     ),
     *(

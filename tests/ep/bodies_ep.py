@@ -91,7 +91,7 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
     capacity = tokens_by_rank[rank] // 2 if padded else None
     layout = begin_layout(maps[rank], probs, hidden, dtype, context, expert_capacity=capacity).finish()
     rows_of_experts = sum(routed.sum(0) for routed in maps)
-    assert layout.fewest_rows == min(rows_of_experts[rows_of_experts > 0].tolist(), default=2**31 - 1)
+    assert layout.expert_rows.tolist() == rows_of_experts.tolist()
     assert layout.ragged == padded and (not padded or int(maps[rank].sum(1).max()) > topk)
     assert np.array_equal(
         layout.tables.recv_offsets.view(-1, context.shape.num_chunks + 1)[:world_size].numpy(), plan.recv_offsets
@@ -245,9 +245,9 @@ def fixed_capacity(steps, factor):
             x.grad = probs.grad = None
             layout = begin_layout(routed, probs, 24, torch.float32, context, capacity_factor=capacity).finish()
             if capacity is None:
-                fewest.append(layout.fewest_rows)
+                fewest.append(min(layout.expert_rows[layout.expert_rows > 0]))
             else:
-                assert layout.fewest_rows is None and fewest_rows_before(context) == fewest[step]
+                assert layout.expert_rows is None and fewest_rows_before(context) == fewest[step]
             rows, row_probs = dispatch_tokens(x, probs, layout, context, "ascending")
             out = combine_rows(rows * row_probs[:, None], layout, context, "ascending")
             out.backward(torch.ones_like(out))
@@ -277,9 +277,21 @@ def overflowing_capacity():
 
 @poisoned_memory()
 def fused_forms(
-    kind, tokens_by_rank, num_experts, topk, hidden, columns, dtype, order, seed, capacity=None, expert_capacity=None
+    kind,
+    tokens_by_rank,
+    num_experts,
+    topk,
+    hidden,
+    columns,
+    dtype,
+    order,
+    seed,
+    capacity=None,
+    expert_capacity=None,
+    fewest=0,
 ):
-    """The fused kernel against grouped GEMM and combine one after the other: the same tiles, so the same bits."""
+    """The fused kernel against grouped GEMM and combine one after the other: the same tiles, so the same bits. With
+    ``fewest`` the rows of smaller experts come from another product, which is twice as much: both read it."""
     world_size, rank, maps, x, probs = case_of(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
     generator = torch.Generator().manual_seed(rank)
@@ -292,14 +304,26 @@ def fused_forms(
     tiles, results = fused.layout_tiles(layout), []
     rows, row_probs = ops.dispatch(x, layout, context, zero_probs=order == "descending")
     y = group_gemm(rows, weights, tiles)
+    ends = layout.tokens_per_expert.cumsum(0).tolist()
+    few = [slice(ends[e] - n, ends[e]) for e, n in enumerate(layout.tokens_per_expert.tolist()) if 0 < n < fewest]
+
+    def doubled(x, weights, transpose, result=None, experts=None):
+        """The product, twice as much for experts of few rows; with a ``result`` theirs alone is written."""
+        product = group_gemm(x, weights, tiles, transpose=transpose)
+        assert experts is None or len(experts) == len(few)
+        for rows_of_expert in few:
+            (product if result is None else result)[rows_of_expert] = 2 * product[rows_of_expert]
+        return product
+
+    given = dict(fewest_rows=fewest, few=doubled) if fewest else {}
     for is_fused in (False, True):
         options = dict(order=order, row_grads=row_probs)
         if is_fused:
-            out, none = fused.gemm_combine(y, layout, context, back, order=order)
-            dx, grads = fused.gemm_combine(y, layout, context, weights, transpose=False, **options)
+            out, none = fused.gemm_combine(y, layout, context, back, order=order, **given)
+            dx, grads = fused.gemm_combine(y, layout, context, weights, transpose=False, **options, **given)
         else:
-            out, none = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
-            returned = group_gemm(y, weights, tiles, transpose=False)
+            out, none = ops.combine(doubled(y, back, True), layout, context, order=order)
+            returned = doubled(y, weights, False)
             dx, grads = ops.combine(returned, layout, context, **options)
             in_two_steps = ops.begin_combine(returned, layout, context, **options).finish()
             assert all(torch.equal(a, b) for a, b in zip(in_two_steps, (dx, grads)))
@@ -309,6 +333,7 @@ def fused_forms(
     context.check()
     for name, a, b in zip(("out", "dx", "grads"), *results):
         assert torch.equal(a, b), name
+    return len(few), len(weights)
 
 
 def compiling_alone():

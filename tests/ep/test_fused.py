@@ -5,13 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import compiling_alone, expert_functions, fused_forms  # noqa: E402
 
-from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits  # noqa: E402
+from ditron_train.ep.expert_functions import (  # noqa: E402
+    FEWEST_ROWS,
+    PAIRS,
+    own_wgrad_has_native_bits,
+    pairs_of_native_bits,
+    pairs_of_step,
+)
 from tests.support.processes import run_workers  # noqa: E402
 
 
@@ -36,6 +43,14 @@ def test_fused_forms_padded_to_capacity():
     run_workers(2, fused_forms, "padded", (20, 20), 6, 2, 32, 48, torch.bfloat16, "ascending_rounded", 6, None, 10)
 
 
+@pytest.mark.parametrize("fewest", [12, 17, 1000])
+def test_experts_of_few_rows_are_multiplied_before(fewest):
+    case = ("random", (40, 21), 8, 2, 32, 48, torch.bfloat16, "ascending_rounded", 7, None, None, fewest)
+    counts = run_workers(2, fused_forms, *case)
+    few, experts = (sum(values) for values in zip(*counts))
+    assert 0 < few < experts if fewest < 1000 else few == experts, counts
+
+
 def test_expert_functions_and_their_gradients():
     run_workers(2, expert_functions, (9, 14), torch.bfloat16, "descending")
 
@@ -45,6 +60,14 @@ def test_gemms_stay_native_where_cublas_may_split_their_sums():
     assert pairs_of_native_bits(pairs, 256) == {"beside_wgrad", "own_wgrad"}
     assert pairs_of_native_bits(pairs, 377) == pairs_of_native_bits(pairs, None) == pairs
     assert own_wgrad_has_native_bits(7168, 2048) and not own_wgrad_has_native_bits(512, 256)
+
+
+def test_a_step_keeps_its_pairs_where_few_rows_are_apart():
+    pairs, fewest = frozenset([*PAIRS, "own_wgrad"]), FEWEST_ROWS
+    assert pairs_of_step(pairs, None) == pairs_of_step(pairs, np.array([0, 257, 9000])) == (pairs, 0)
+    assert pairs_of_step(pairs, np.array([0, 256, 9000])) == (pairs, fewest)
+    assert pairs_of_step(pairs, np.array([200, 256, 600])) == ({"own_wgrad"}, 0)
+    assert pairs_of_step(frozenset(["own_wgrad"]), np.array([1, 256])) == ({"own_wgrad"}, 0)
 
 
 def test_compiling_launches_nothing():

@@ -135,3 +135,54 @@ def test_replays_in_a_graph_with_other_tokens():
         graph.replay()
         assert torch.equal(out, forward()), step
     context.check()
+
+
+@pytest.mark.parametrize("kind", ["uneven", "one busy expert"])
+def test_experts_of_few_rows_by_transformer_engine(kind):
+    """Experts of fewer than 257 rows are Transformer Engine's, the others ours, in the same kernel: out and gradients
+    are those of Transformer Engine's products of all experts, and it multiplies some experts as it does among all."""
+    pytest.importorskip("transformer_engine")
+    from ditron_train.ep.expert_functions import FEWEST_ROWS, pairs_of_step
+    from ditron_train.megatron.ep.experts import TEGemm
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local, topk, hidden, ffn, tokens = 16, 2, 7168, 2048, 4096
+    context = get_ep_context(dist.group.WORLD, torch.device("cuda"), local * world, topk)
+    weights, back = (
+        [normals(*shape, dtype=torch.bfloat16, seed=1000 * rank + first + i) * 0.02 for i in range(local)]
+        for first, shape in ((0, (ffn, hidden)), (500, (hidden, ffn)))
+    )
+    for step in range(3):
+        generator = torch.Generator(device="cuda").manual_seed(10 * step + rank)
+        likely = torch.logspace(0, -2.5, local * world, device="cuda")
+        if kind == "one busy expert":
+            likely = torch.full_like(likely, 0.002)
+            likely[1] = 1.0
+        routed = torch.zeros(tokens, local * world, dtype=torch.bool, device="cuda")
+        routed.scatter_(1, torch.multinomial(likely.expand(tokens, -1), topk, generator=generator), True)
+        probs = routed * torch.rand(routed.shape, device="cuda", generator=generator)
+        x = normals(tokens, hidden, dtype=torch.bfloat16, seed=step)
+        layout = begin_layout(routed, probs, hidden, x.dtype, context).finish()
+        few = layout.experts_below(FEWEST_ROWS)
+        pairs, fewest = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows)
+        total = torch.tensor([len(few)], device="cuda")
+        dist.all_reduce(total)
+        assert 0 < int(total) < local * world, "some experts, not all"
+        assert not pairs or fewest == FEWEST_ROWS
+        rows, row_probs = ops.dispatch(x, layout, context)
+        gemm, options = TEGemm(layout.tokens_per_expert.tolist()), dict(fewest_rows=FEWEST_ROWS)
+        y = gemm(rows, weights, True)
+        z, dx = gemm(y, back, True), gemm(y, weights, False)
+        for product, args in ((z, (y, back, True)), (dx, (y, weights, False))):
+            again = product.clone()
+            for expert, part in enumerate(again.split(gemm._splits)):
+                part.fill_(float("nan")) if expert in few else None
+            gemm.some(*args, again, few)
+            assert torch.equal(again, product), (kind, step)
+        expected = [ops.combine(z, layout, context, order="descending")[0]]
+        expected += ops.combine(dx, layout, context, order="descending", row_grads=row_probs)
+        options.update(order="descending", few=gemm.some)
+        seen = [fused.gemm_combine(y, layout, context, back, **options)[0]]
+        seen += fused.gemm_combine(y, layout, context, weights, transpose=False, row_grads=row_probs, **options)
+        assert all(torch.equal(a, b) for a, b in zip(expected, seen)), (kind, step, len(few))
+    context.check()

@@ -30,7 +30,6 @@ from ditron_train.ep import (
     index_add_order,
     rails,
 )
-from ditron_train.ep.expert_functions import pairs_of_native_bits
 from ditron_train.megatron.compat import padded_routing
 from ditron_train.megatron.ep.coverage import (
     COMPARED,
@@ -41,7 +40,7 @@ from ditron_train.megatron.ep.coverage import (
 )
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
-from ditron_train.megatron.ep.pair_spec import fused_pairs_here
+from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_few_rows
 from ditron_train.policy import gate, log_native
@@ -74,6 +73,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._asks_policy = True
         self._native_because: str | None = why_not_config(self)
         self._ep_context: EPContext | RailContext | None = None
+        self._kept_context: EPContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
         self._layout: Layout | rails.RailLayout | None = None
         self._no_room: str | None = None  # why nothing is pending: tensor parallel ranks learn it in token_dispatch
@@ -184,11 +184,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """Tokens that every expert gets from each rank where they are padded to capacity, else None."""
         if not self.drop_and_pad:
             return None
-        return get_capacity(
-            num_tokens=num_tokens * self.config.moe_router_topk,
-            num_experts=self.num_experts,
-            capacity_factor=self.moe_expert_capacity_factor,
-        )
+        sizes = dict(num_experts=self.num_experts, capacity_factor=self.moe_expert_capacity_factor)
+        return get_capacity(num_tokens=num_tokens * self.config.moe_router_topk, **sizes)
 
     def _context_of_group(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -208,9 +205,14 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 if self._native_because is not None:
                     self._log_native()
                     return None
+                kept = self._kept_context
+                if kept is not None and kept.device == device and not kept.arena.closed:
+                    return kept
                 context = context_of_layer(self, device)
                 if isinstance(context, RailContext):
                     self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
+                else:
+                    self._kept_context = context
                 return context
             except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
                 self._native_because = str(error)
@@ -307,12 +309,14 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if changed is not None:
             self._log_apart(changed)
             return None
+        fewest = 0
         if pairs and not self._is_forced:  # the same on every rank, as the counts are
-            pairs = pairs_of_native_bits(pairs, self._layout.fewest_rows)
+            pairs, fewest = logged_pairs_of_step(pairs, self._layout.expert_rows)
         if not pairs:
             return None
         gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity_factor is None else None
-        return ExpertCall(self._layout, self._ep_context, self._order, pairs, gemm)
+        few = gemm.some if fewest and gemm is not None else None
+        return ExpertCall(self._layout, self._ep_context, self._order, pairs, gemm, fewest_rows=fewest, few=few)
 
     def _fused_pairs(self, hidden_states: torch.Tensor) -> frozenset[Pair]:
         """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
@@ -322,14 +326,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if reason is not None:
             self._log_apart(reason)
             return frozenset()
-        pairs = fused_pairs_here(
+        return fused_pairs_here(
             self._experts, self._layout, self._ep_context, hidden_states, self._order, group=self.ep_group
         )
-        log_once(
-            f"ep fused {sorted(pairs)}",
-            f"ep: one kernel for {', '.join(sorted(pairs)) or 'no pair of movement and GEMM'}",
-        )
-        return pairs
 
     def _log_apart(self, reason: str) -> None:
         log_once(f"ep apart {reason}", f"ep: tokens move before and after the experts' GEMMs, {reason}")

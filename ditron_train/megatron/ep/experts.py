@@ -64,17 +64,28 @@ class TEGemm:
         """rows @ weights[e].T (forward), or rows @ weights[e] (dgrad)."""
         columns = weights[0].shape[0 if transpose else 1]
         out = torch.empty(rows.shape[0], columns, dtype=rows.dtype, device=rows.device)
-        _grouped_gemm(
-            weights,
-            rows,
-            [out],
-            self._splits,
-            layout="TN" if transpose else "NN",
-            grad=not transpose,
-            single_output=True,
-            use_split_accumulator=not transpose,
-        )
+        _grouped_gemm(weights, rows, [out], self._splits, single_output=True, **_product_options(transpose))
         return out
+
+    def some(
+        self,
+        rows: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        transpose: bool,
+        out: torch.Tensor,
+        experts: Sequence[int],
+    ) -> None:
+        """The same for the rows of some experts, written over theirs of ``out``."""
+        if experts:
+            of_all = (weights, rows.split(self._splits), out.split(self._splits))
+            a, b, into = ([one[expert] for expert in experts] for one in of_all)
+            sizes = [self._splits[expert] for expert in experts]
+            grouped_gemm(a, b, into, rows.dtype, m_splits=sizes, **_product_options(transpose))
+
+
+def _product_options(transpose: bool) -> dict[str, Any]:
+    """Of forward, or of dgrad."""
+    return dict(layout="TN" if transpose else "NN", grad=not transpose, use_split_accumulator=not transpose)
 
 
 def _grouped_gemm(

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.megatron.shared.values import own_or_normal
 from ditron_train.policy import Function, OpSpec, gate
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 
 _DECIDED = object()
@@ -116,7 +118,23 @@ def fused_pairs_here(
             others = chosen & {"dgrad_combine"} if pair == "beside_wgrad" else frozenset()  # the better one so far
             if gate.context_for(_PAIRS[pair], PairCall(pair, others, runs, group, kind)) is not None:
                 chosen = chosen - others | {pair}
+    names = ", ".join(sorted(chosen)) or "no pair of movement and GEMM"
+    log_once(f"ep fused {names}", f"ep: one kernel for {names}")
     return chosen
+
+
+def logged_pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None) -> tuple[frozenset[Pair], int]:
+    """``pairs_of_step``, which the log says the first time that it leaves something native."""
+    left, fewest = pairs_of.pairs_of_step(pairs, expert_rows)
+    if expert_rows is not None and (fewest or left != pairs):
+        few = expert_rows[(expert_rows > 0) & (expert_rows < pairs_of.FEWEST_ROWS)]
+        message = (
+            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {pairs_of.FEWEST_ROWS} rows in a step, "
+            f"{few.sum() / expert_rows.sum():.0%} of all rows: "
+        )
+        message += "their GEMMs" if fewest else "all GEMMs of such a step"
+        log_once(f"ep few rows apart {fewest}", f"{message} are Transformer Engine's")
+    return left, fewest
 
 
 def _main_grad_dtype(weight: Any) -> torch.dtype:
