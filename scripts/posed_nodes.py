@@ -1,12 +1,16 @@
 """Nodes posed by one machine: each in a network namespace of its own, with a limited link between them.
 
 python scripts/posed_nodes.py --nodes 2 --ranks 2 --rate-mbit 800 SCRIPT [arguments]   (-m MODULE instead of SCRIPT)
+python scripts/posed_nodes.py --loopback --nodes 2 --ranks 1 SCRIPT [arguments]
 
 Every node has its own host name, ``NCCL_HOSTID``, network address and ``/dev/shm``: ranks of one node share
 memory, ranks of different nodes cannot. Between nodes everything passes a token bucket (tc's tbf), in both directions;
 inside a node it passes the loopback device at its full rate. One torchrun agent runs on each node. Nothing of the
 machine's own network is touched, and the namespaces end with their processes. Linux with iproute2 (``ip``, ``tc``) and
 util-linux (``unshare``, ``nsenter``); root, or user namespaces for everybody.
+
+Where that is forbidden, ``--loopback`` poses nodes by their ``NCCL_HOSTID`` and torchrun agent alone: between them
+NCCL and gloo take sockets of the loopback device, whose rate nobody limits.
 """
 
 from __future__ import annotations
@@ -174,6 +178,26 @@ class PosedNodes:
         self.close()
 
 
+class LoopbackNodes(PosedNodes):
+    """Nodes without namespaces, on any machine: sockets of the loopback device are the link between them."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes, self._processes = num_nodes, []
+
+    @staticmethod
+    def address(node: int) -> str:
+        """Of every node."""
+        return "127.0.0.1"
+
+    def command(self, node: int) -> list[str]:
+        """Nothing: a command runs as it is."""
+        return []
+
+    def environment(self, node: int) -> dict[str, str]:
+        """As of ``PosedNodes``."""
+        return {**super().environment(node), **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")}
+
+
 def _devices(node: int, ranks: int) -> dict[str, str]:
     """The node's GPUs; where there are not enough, processes on CPUs."""
     try:
@@ -192,18 +216,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="of a node; default: %(default)s")
-    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of every node's link; default: %(default)s")
-    given, count = sys.argv[1:], 0
-    while count < len(given) and given[count].split("=")[0] in ("--nodes", "--ranks", "--rate-mbit", "-h", "--help"):
-        count += 1 if "=" in given[count] else 2
+    parser.add_argument("--rate-mbit", type=float, help="of every node's link; default: 1000")
+    parser.add_argument("--loopback", action="store_true", help="no namespaces: the loopback device is the link")
+    given, count, options = sys.argv[1:], 0, ("--nodes", "--ranks", "--rate-mbit", "--loopback", "-h", "--help")
+    while count < len(given) and given[count].split("=")[0] in options:
+        count += 1 if "=" in given[count] or given[count] in options[3:] else 2
     arguments, script = parser.parse_args(given[:count]), given[count:]  # what stands behind them is torchrun's
     if not script:
         parser.error("name a script, or -m and a module, as torchrun takes them, behind the options")
-    reason = why_not()
+    if arguments.loopback and arguments.rate_mbit:
+        parser.error("--loopback: the loopback device has no limit")
+    reason = None if arguments.loopback else why_not()
     if reason is not None:
-        print(reason, file=sys.stderr)
+        print(f"{reason}; --loopback needs none", file=sys.stderr)
         return 2
-    with PosedNodes(arguments.nodes, arguments.rate_mbit) as nodes:
+    is_free = arguments.loopback
+    with (
+        LoopbackNodes(arguments.nodes) if is_free else PosedNodes(arguments.nodes, arguments.rate_mbit or 1e3) as nodes
+    ):
         return nodes.run(arguments.ranks, script, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 

@@ -1,6 +1,7 @@
 """Native or ours, for one op at one shape, decided by all ranks of a group together.
 
-``strict`` (the default): ours where its bits equal native's and its time is lower. ``fast``: where its time is lower.
+``strict`` (the default): ours where its bits equal native's and its time is lower, by more than times differ from call
+to call. ``fast``: where its time is.
 ``bits``: where its bits equal native's, however long it takes. ``force``: always. With a plan file the decisions of an
 earlier run are taken, and new ones are added to it. Where native's sums are NCCL's, its order of addition is looked at
 first: where that is not ours, the op stays native under ``strict`` and ``bits``.
@@ -166,6 +167,8 @@ def _judge(mode: str, seen: Observation) -> Decision:
     times = f"{seen.ditron_us:.0f} us, native {seen.native_us:.0f} us"
     if seen.ditron_us >= seen.native_us:
         return Decision(False, f"it is not faster ({times})", *fields)
+    if not seen.is_clear:
+        return Decision(False, f"it is not faster by more than its times differ ({times})", *fields)
     return Decision(True, f"faster ({times})", *fields)
 
 

@@ -16,7 +16,7 @@ from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.results import RESULTS
 
-_LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "warmup": 0}
+_LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "divide": 1, "warmup": 0}
 
 
 def add_common_arguments(

@@ -1,6 +1,7 @@
 """Sums over nodes that the ranks pose: the process group's own reduce-scatter, bit for bit, forward and backward.
 
-Two ranks are nodes of one rank each, and NCCL's own; of more each node has two, whose memory is a node's own.
+Two ranks are nodes of one rank each, and NCCL's own: two numbers have one sum, in either order. Of more ranks each
+node has two, whose memory is a node's own, and the order counts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.symm.nodes import forget_nodes
+from ditron_train.symm.nodes import NodeGroups, forget_nodes
 from ditron_train.tp.functions import column_linear, row_linear
 from ditron_train.tp.nodes_context import get_nodes_tp_context
 
@@ -28,6 +29,14 @@ def context(device, monkeypatch):
     forget_nodes()
 
 
+@pytest.fixture
+def sends(monkeypatch):
+    """What this rank starts along its rail."""
+    found, start = [], NodeGroups.start_along_rail
+    monkeypatch.setattr(NodeGroups, "start_along_rail", lambda *args: (found.append(1), start(*args))[1])
+    return found
+
+
 def _reduce_scatter(partial):
     out = partial.new_empty(len(partial) // dist.get_world_size(), partial.shape[1])
     dist.reduce_scatter_tensor(out, partial.contiguous())
@@ -41,11 +50,15 @@ def _gather(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_linears_over_nodes(context, device, all_equal, dtype):
-    """Products of these weights are exact, so that each result is a sum over ranks in one order."""
+def test_linears_over_nodes(context, device, all_equal, sends, dtype):
+    """Products of these weights are exact, so that each result is a sum over ranks in one order; gradients of weights
+    are cuBLAS's."""
     rank, world = context.rank, context.world_size
     generator = torch.Generator(device).manual_seed(rank)
-    weight = torch.zeros(N, K, device=device).fill_diagonal_(2.0 ** (rank % 3)).to(dtype)
+    weight = torch.zeros(N, K, device=device).fill_diagonal_(2.0 ** (rank % 3)).to(dtype).requires_grad_()
+    # Rows once, and a sum for each node but the last; a node's first rank begins one more, with its neighbour's.
+    nodes = context.nodes
+    expected_sends = 2 * (nodes.num_nodes - 1) + (nodes.local_size > 1 and nodes.local == 0)
 
     def values(*shape):
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
@@ -54,16 +67,18 @@ def test_linears_over_nodes(context, device, all_equal, dtype):
         x, grad_y = values(rows, K).requires_grad_(), values(rows_out, N)
         with torch.no_grad():
             if layer is column_linear:
-                expected = _gather(x) @ weight.t(), _reduce_scatter(grad_y @ weight)
+                expected = _gather(x) @ weight.t(), _reduce_scatter(grad_y @ weight), grad_y.t() @ _gather(x)
                 product = (ROWS * world, K, N)
             else:
-                expected = _reduce_scatter(x @ weight.t()), _gather(grad_y) @ weight
+                expected = _reduce_scatter(x @ weight.t()), _gather(grad_y) @ weight, _gather(grad_y).t() @ x
                 product = (ROWS * world, N, K)
         assert context.sums_by_rails(*product, dtype) and context.ring_step(*product[:2], dtype) == 1
         for _ in range(2):
-            x.grad = None
+            x.grad = weight.grad = None
+            del sends[:]
             y = layer(x, weight, context=context)
             y.backward(grad_y)
-            assert all_equal(y.detach(), expected[0])
-            assert all_equal(x.grad, expected[1])
+            for found, one in zip((y.detach(), x.grad, weight.grad), expected, strict=True):
+                assert all_equal(found, one)
+            assert all_equal(torch.tensor(len(sends)), torch.tensor(expected_sends))  # on every rank alike, or none
     context.synchronize()

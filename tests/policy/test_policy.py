@@ -1,6 +1,7 @@
 """Decisions: wrong bits and slow variants fall back, ranks agree, plans are kept, refused and written."""
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -27,6 +28,12 @@ from tests.support.processes import run_workers
         ("strict", Observation(True, 100.0, 80.0), True, "faster (80 us, native 100 us)"),
         ("strict", Observation(True, 100.0, 120.0), False, "not faster (120 us, native 100 us)"),
         ("strict", Observation(True, 100.0, 100.0), False, "not faster"),
+        (
+            "strict",
+            Observation(True, 100.0, 80.0, False),
+            False,
+            "by more than its times differ (80 us, native 100 us)",
+        ),
         ("strict", Observation(False, 100.0, 50.0), False, "bits would not be"),
         ("bits", Observation(True, None, None), True, "bits are those"),
         ("bits", Observation(False, None, None), False, "bits would not be"),
@@ -46,9 +53,9 @@ class _FakeDevice:
     type = "cuda"
 
 
-def _observe(wrong_on, slow_on, also_wrong_on=None):
+def _observe(wrong_on, slow_on, also_wrong_on=None, times=None):
     """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is
-    slow."""
+    slow; ``times``: of each turn, over and over."""
     rank = dist.get_rank()
     exact = torch.arange(6.0)
     wrong = exact.clone()
@@ -58,9 +65,10 @@ def _observe(wrong_on, slow_on, also_wrong_on=None):
     also = (lambda: (exact,), lambda: (wrong if rank == also_wrong_on else exact,))
     names = {id(native): "native", id(ours): "ours"}
     ours_us = 150.0 if rank == slow_on else 50.0
-    times = {"native": [[90.0, 91.0], [109.0, 120.0]], "ours": [[ours_us], [ours_us, 900.0]]}  # two turns each
+    turns = times or {"native": [[90.0, 91.0], [109.0, 120.0]], "ours": [[ours_us, ours_us], [ours_us, 900.0]]}
+    times = {name: itertools.cycle(one) for name, one in turns.items()}
     saved = probe_module.times_us, torch.cuda.synchronize, torch.tensor
-    probe_module.times_us = lambda run, device, group: times[names[id(run())]].pop(0)
+    probe_module.times_us = lambda run, device, group: next(times[names[id(run())]])
     torch.cuda.synchronize = lambda device=None: None
     torch.tensor = lambda data, device=None, **options: saved[2](data, **options)
     try:
@@ -73,9 +81,28 @@ def _observe(wrong_on, slow_on, also_wrong_on=None):
 
 def test_one_wrong_bit_or_one_slow_rank_decides_for_all():
     assert run_workers(2, _observe, None, None) == [Observation(True, 100.0, 50.0)] * 2
-    assert run_workers(2, _observe, 1, None) == [Observation(False, 100.0, 50.0)] * 2
+    assert run_workers(2, _observe, 1, None) == [Observation(False, 100.0, 50.0, False)] * 2  # not asked once more
     assert run_workers(2, _observe, None, 0) == [Observation(True, 100.0, 150.0)] * 2
-    assert run_workers(2, _observe, None, None, 1) == [Observation(False, 100.0, 50.0)] * 2
+    assert run_workers(2, _observe, None, None, 1) == [Observation(False, 100.0, 50.0, False)] * 2
+
+
+# Of four rounds of two turns; natively 20 to 40 us in all of them.
+_NATIVE = [[24.0, 40.0], [26.0, 30.0], [22.0, 36.0], [30.0, 20.0]]
+_NOISE = {
+    "luck of the first round": ([[22.0, 23.0], [25.0, 22.0], *([[30.0, 45.0], [25.0, 28.0]] * 3)], False),
+    "a little faster": ([[22.0, 38.0], [24.0, 28.0], [20.0, 34.0], [28.0, 19.0]], False),
+    "slower": ([[44.0, 60.0], [46.0, 70.0]], False),
+    "faster beyond the spread": ([[12.0, 21.0], [14.0, 18.0], [10.0, 26.0], [19.0, 12.0]], True),
+    "faster, with a call that was late": ([[12.0, 13.0], [14.0, 90.0]], True),
+}
+
+
+@pytest.mark.parametrize("name", _NOISE)
+def test_native_stays_where_times_differ_by_no_more_than_calls_do(name):
+    ours, is_faster = _NOISE[name]
+    seen = run_workers(2, _observe, None, None, None, {"native": _NATIVE, "ours": ours})
+    assert [_judge("strict", one).use_ditron for one in seen] == [is_faster] * 2
+    assert seen[0].is_clear is (is_faster or name == "slower")
 
 
 def test_equal_bits_of_a_jobs_data():

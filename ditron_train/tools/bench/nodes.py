@@ -7,6 +7,7 @@ and times, which on the CPU takes place, too. Rows say how often one call of the
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,6 +21,7 @@ from ditron_train.policy.probe import comparing_on_cpu
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import under_policy
+from ditron_train.symm.exchange import exchange
 from ditron_train.symm.nodes import NodeGroups, node_groups
 from ditron_train.tools.arguments import add_common_arguments
 from ditron_train.tools.session import BenchSession, bench_session
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from ditron_train.megatron.tp.spec import LinearSpec
 
 PARTS = ("tp", "sp", "ep", "pp", "muon")
-_LINK_BYTES = 8 << 20
+_LINK_BYTES, _COPY_BYTES = 8 << 20, 1 << 30  # the latter far above what a GPU's cache holds
 
 
 class _Case(NamedTuple):
@@ -38,8 +40,9 @@ class _Case(NamedTuple):
     Attributes:
         spec, call: As the gate is asked.
         shape: Of the row.
-        native, fused: What is compared and timed.
-        strict: What runs where the gate says yes and may have left a part to Megatron's path; None: ``fused``.
+        native, fused: What is compared and timed; ``fused`` is None where the op has no fused path on these nodes.
+        strict: Makes what runs where the gate has said yes and may have left a part to Megatron's path; None:
+            ``fused``.
         op, measured: Of the row, where they are not the spec's.
         is_asked: Whether jobs ask the gate.
     """
@@ -48,8 +51,8 @@ class _Case(NamedTuple):
     call: Any
     shape: Shape
     native: Callable[[], Any]
-    fused: Callable[[], Any]
-    strict: Callable[[], Any] | None = None
+    fused: Callable[[], Any] | None
+    strict: Callable[[], Callable[[], Any]] | None = None
     op: str | None = None
     measured: Pass | None = None
     is_asked: bool = True
@@ -59,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench nodes``."""
     add_common_arguments(parser, model_option=False)
     parser.add_argument("--part", action="append", choices=PARTS, help="only this room (may be repeated)")
+    parser.add_argument("--divide", type=int, default=1, metavar="N", help="tokens and layers, for slow links")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,11 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
         if nodes is None:
             raise SettingError("bench nodes takes ranks of several nodes: python scripts/posed_nodes.py -m ...")
         session.notes["summary"] = f"{nodes.num_nodes} nodes of {nodes.local_size} ranks; {_rates(session, nodes)}"
+        session.notes["divide"] = str(arguments.divide)
         cases = {"tp": _linears, "sp": _exchanges, "ep": _experts, "pp": _messages, "muon": _matrices}
         for part in arguments.part or PARTS:
             with _groups(session, part), _counting(part) as sends:
                 try:
-                    for case in cases[part](session):
+                    for case in cases[part](session, arguments.divide):
                         _add_row(session, case, sends)
                         session.save()
                 except NotSupportedError as error:  # on every rank alike: nodes of one rank have no rails to share
@@ -86,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rates(session: BenchSession, nodes: NodeGroups) -> str:
-    """What one rank at a time sends inside its node, and over the border, in words."""
+    """What one rank at a time sends inside its node, and over the border, in words; with GPUs also what one copies."""
     data, found = torch.ones(_LINK_BYTES, dtype=torch.uint8, device=session.device), []
     for peer in (1, nodes.local_size) if nodes.local_size > 1 else (nodes.local_size,):
 
@@ -97,9 +102,26 @@ def _rates(session: BenchSession, nodes: NodeGroups) -> str:
                 dist.recv(data, 0)
 
         found.append(_LINK_BYTES / session.measure({"send": send}, most=3)["send"].median_us)
-    words = [f"{rate:.0f} MB/s" for rate in found]
-    inside = f", {words[0]} inside a node, {found[0] / found[-1]:.1f} times as much" if len(found) > 1 else ""
-    return f"{words[-1]} between nodes{inside}"
+    words = f"{found[-1]:.0f} MB/s between nodes"
+    if len(found) > 1:
+        words += f", {found[0]:.0f} MB/s inside a node, {found[0] / found[-1]:.1f} times as much"
+    if session.device.type == "cuda":
+        whole = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=session.device)
+        copy_us = session.measure({"copy": lambda _: whole.clone()}, most=3)["copy"].median_us
+        rate = _COPY_BYTES / copy_us
+        words += f", {rate:.0f} MB/s by a copy inside the GPU, {rate / found[-1]:.0f} times as much"
+    return words + _shared_gpus(session)
+
+
+def _shared_gpus(session: BenchSession) -> str:
+    """That ranks share GPUs, in words."""
+    if session.device.type != "cuda":
+        return ""
+    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(session.device).uuid))
+    num_gpus = len(set(exchange(world_group(), mine)))
+    if num_gpus == session.world_size:
+        return ""
+    return f"; {session.world_size} ranks take turns on {num_gpus} GPU{'s' * (num_gpus > 1)}"
 
 
 @contextmanager
@@ -146,10 +168,11 @@ def _case(spec: OpSpec[Any, Any], call: Any, shape: Shape) -> _Case:
     return _Case(spec, call, shape, lambda: results(spec, given), lambda: results(spec, given, context))
 
 
-def _linears(session: BenchSession) -> Iterator[_Case]:
+def _linears(session: BenchSession, divide: int) -> Iterator[_Case]:
     from ditron_train.megatron.tp.spec import COLUMN, ROW
 
     m, wide, narrow = (8192, 28672, 8192) if session.device.type == "cuda" else (512, 256, 2048)
+    m //= divide
     yield from _linear(session, COLUMN, {"m": m, "n": wide, "k": narrow})
     yield from _linear(session, ROW, {"m": m, "n": narrow, "k": wide})
 
@@ -177,10 +200,6 @@ def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> I
         layout: Layout = "nn" if is_column else "nt"
         return [gemm_rs_over_nodes(product, call.weight, context=context, layout=layout)]
 
-    def strict() -> list[torch.Tensor]:
-        by_rails = context.sums_by_rails(len(product), factor.shape[1], len(factor), product.dtype)
-        return fused() if by_rails else native()
-
     def by_rails(function: Callable[[], Any]) -> Callable[[], Any]:
         """Whatever the policy has left to the process group."""
 
@@ -199,34 +218,43 @@ def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> I
         function = spec.megatron(call) if context is None else spec.fused(call, context)
         return torch.no_grad()(lambda: list(function(*spec.inputs(call))))
 
-    one = partial(_Case, spec, call)
-    yield one(Shape("posed", sizes), pass_of(None), by_rails(pass_of(context)), pass_of(context))
+    one, whole, sum_by_rails = partial(_Case, spec, call), by_rails(pass_of(context)), by_rails(fused)
+
+    def strict_sum() -> Callable[[], Any]:
+        is_ours = context.sums_by_rails(len(product), factor.shape[1], len(factor), product.dtype)
+        return sum_by_rails if is_ours else native
+
+    yield one(Shape("posed", sizes), pass_of(None), whole, lambda: pass_of(context) if context.left else whole)
     if is_column:
         alone = pass_of(None, forward=True), pass_of(context, forward=True)
         yield one(Shape("posed", sizes), *alone, op="ag_gemm", measured="forward")
     sums = {"m": len(product), "n": factor.shape[1], "k": len(factor) * session.world_size}
     shape = Shape("column layer, backward" if is_column else "row layer, forward", sums)
-    yield one(shape, native, by_rails(fused), strict, "gemm_rs", "forward")
+    yield one(shape, native, sum_by_rails, strict_sum, "gemm_rs", "forward")
 
 
-def _exchanges(session: BenchSession) -> Iterator[_Case]:
+def _exchanges(session: BenchSession, divide: int) -> Iterator[_Case]:
     from ditron_train.megatron.sp.exchange import AttentionShape
     from ditron_train.megatron.sp.spec import EXCHANGE, UlyssesCall
 
-    world, rows = session.world_size, 4096 if session.device.type == "cuda" else 256
+    world, rows = session.world_size, (4096 if session.device.type == "cuda" else 256) // divide
     like = torch.empty(rows, 1, 1, dtype=session.dtype, device=session.device)
     call = UlyssesCall(world_group(), AttentionShape(8 * world, 2 * world, 128, 128), (rows, 1), like)
-    yield _case(
-        EXCHANGE, call, Shape("posed", {"rows": rows, "heads": 8 * world, "groups": 2 * world, "channels": 128})
-    )
+    shape = Shape("posed", {"rows": rows, "heads": 8 * world, "groups": 2 * world, "channels": 128})
+    try:
+        yield _case(EXCHANGE, call, shape)
+    except NotSupportedError:  # on every rank alike: nodes of one rank have no rails to share
+        given = EXCHANGE.given(call, session)  # which are asked for the rank alone
+        yield _Case(EXCHANGE, call, shape, lambda: results(EXCHANGE, given), None)
 
 
-def _experts(session: BenchSession) -> Iterator[_Case]:
+def _experts(session: BenchSession, divide: int) -> Iterator[_Case]:
     from ditron_train.ep.spec import moe_layer, routing_of
     from ditron_train.megatron.ep.movement_spec import DispatcherPair, moe_config
     from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall
 
     tokens, hidden, topk = (8192, 7168, 8) if session.device.type == "cuda" else (64, 4096, 8)
+    tokens //= divide
     layer = moe_layer("posed", tokens, hidden, 64, 4 * session.world_size, topk)
     config = moe_config(
         hidden=hidden, ffn_hidden=64, num_experts=4 * session.world_size, topk=topk, dtype=session.dtype
@@ -244,7 +272,7 @@ def _experts(session: BenchSession) -> Iterator[_Case]:
     yield _Case(MOVEMENT, call, layer, trial.megatron, trial.fused)
 
 
-def _messages(session: BenchSession) -> Iterator[_Case]:
+def _messages(session: BenchSession, _divide: int) -> Iterator[_Case]:
     from ditron_train.pp.spec import MESSAGE, message_shapes
 
     for shape in message_shapes(8e6 if session.device.type == "cuda" else 4e6):
@@ -254,7 +282,7 @@ def _messages(session: BenchSession) -> Iterator[_Case]:
         )
 
 
-def _matrices(session: BenchSession) -> Iterator[_Case]:
+def _matrices(session: BenchSession, divide: int) -> Iterator[_Case]:
     """Whole matrices over all nodes: each is stepped by one rank and sent to the others, as ``--ditron muon`` does
     whatever the policy."""
     from ditron_train.optim.spec import MUON_STEP, step_shape
@@ -262,36 +290,38 @@ def _matrices(session: BenchSession) -> Iterator[_Case]:
     on_gpu = session.device.type == "cuda"
     layer = ((1536, 512), (512, 512), (2048, 512), (512, 1024))
     shape = MUON_STEP.shapes(session.world_size, True)[0] if on_gpu else step_shape("posed", layer, 2)
+    if divide > 1:
+        shape = step_shape(shape.model, shape.options["layer"], max(shape.sizes["num_layers"] // divide, 1))
     call = MUON_STEP.sample(shape, _place(session), 0)
     yield _case(MUON_STEP, call, shape)._replace(is_asked=False)
 
 
 def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
-    is_moe = case.spec.name == "ep movement"
     surroundings: AbstractContextManager[Any] = nullcontext()
-    if is_moe:
+    if case.spec.name == "ep movement":
         from ditron_train.megatron.ep.movement_spec import repeating
 
         surroundings = repeating(case.shape)
     with surroundings:
         native = list(case.native())
         del sends[:]
-        ours = list(case.fused())
+        ours = list((case.fused or case.native)())
         count, equal = len(sends), session.equal(ours, native)
-        timings = session.measure({"native": lambda _: case.native(), "ditron": lambda _: case.fused()})
-        fused_us = timings["ditron"].median_us
-        plan = "sent as soon as they are stepped, under every policy"
+        plan, strict = "sent as soon as they are stepped, under every policy", case.fused
         if case.is_asked:
             answer = gate.answer_for(case.spec, case.call)
-            plan = (
-                "strict: the fused path" if answer.context is not None else f"strict: Megatron's path, {answer.reason}"
-            )
-            if answer.context is None:
-                timings["ditron"] = timings["native"]
-            elif case.strict is not None:
-                timings["ditron"] = session.measure({"ditron": lambda _: case.strict()})["ditron"]
+            plan, strict = f"strict: Megatron's path, {answer.reason}", case.native
+            if answer.context is not None:
+                plan, strict = "strict: the fused path", case.fused if case.strict is None else case.strict()
+        assert strict is not None, "what nobody asks for has a fused path"
+        # In turn: what is timed at another time on a machine that others use, too, is not to be compared.
+        paths = {"native": case.native, "fused": case.fused, "strict": strict}
+        names = {path: name for name, path in reversed(paths.items()) if path is not None}
+        found = session.measure({names[path]: lambda _, path=path: path() for path in names})
+        timings = {"native": found["native"], "ditron": found[names[strict]]}
+        peer = {} if case.fused is None else dict(peer="fused path", peer_us=found["fused"].median_us)
     direction = case.measured or case.spec.measured
     direction = "forward_backward" if direction == "backward" else direction
-    fields: dict[str, Any] = dict(peer="fused path", peer_us=fused_us, plan=[plan], fused_sends=count)
+    fields: dict[str, Any] = dict(**peer, plan=[plan], fused_sends=count)
     sizes = dict(case.shape.sizes)
     session.add(session.row(case.op or case.spec.row, direction, case.shape.model, sizes, timings, equal, **fields))
