@@ -34,6 +34,8 @@ _COMBINE_SHARE = (
 )
 _ROUTER_RATE = 1 / 16  # of a bf16 GEMM's rate is that of one in fp32
 _FUSED_HOST = 0.65  # of the host's time natively: fewer calls
+# Under PyTorch's deterministic mode natively: each token's rows are added up one by one, in so many of the usual passes.
+_DETERMINISTIC_SUM = 5.3
 _SAMPLED_TOKENS = 2048  # of a rank: the shares of a skewed routing are known within a percent from so many
 
 
@@ -123,11 +125,21 @@ def _passes_us(load: Load, experts: Experts, rates: MachineRates) -> tuple[float
 
 
 def dispatch(
-    load: Load, experts: Experts, span: Span, rates: MachineRates, *, host_is_ahead: bool = False
+    load: Load,
+    experts: Experts,
+    span: Span,
+    rates: MachineRates,
+    *,
+    host_is_ahead: bool = False,
+    deterministic: bool = False,
 ) -> Estimate:
-    """Tokens to the rows of their experts; on its own it takes no less than the host needs to enqueue it."""
+    """Tokens to the rows of their experts; on its own it takes no less than the host needs to enqueue it.
+
+    ``deterministic``: PyTorch fills what it allocates before it is written.
+    """
     exchange_us = _copies_us(load, experts, span, rates)
     native_us = exchange_us + sum(_passes_us(load, experts, rates))
+    native_us += pass_us(load.sent * experts.row_bytes, rates) if deterministic else 0.0
     # Rows arrive once and are written out for each expert of the rank.
     ours_us = _LAYOUT_US + load.distinct * experts.row_bytes / (rates.link_gbps * 1e3)
     ours_us += pass_us(sum(load.rows) * experts.row_bytes, rates)
@@ -136,10 +148,13 @@ def dispatch(
     return whole if host_is_ahead else whole.at_least(rates.host_moe_us, _FUSED_HOST * rates.host_moe_us)
 
 
-def combine(load: Load, experts: Experts, span: Span, rates: MachineRates) -> Estimate:
-    """Rows of the experts back to their tokens, and their sums."""
+def combine(
+    load: Load, experts: Experts, span: Span, rates: MachineRates, *, deterministic: bool = False
+) -> Estimate:
+    """Rows of the experts back to their tokens, and their sums; ``deterministic`` as PyTorch's mode."""
     exchange_us = _copies_us(load, experts, span, rates)
-    native_us = exchange_us + sum(_passes_us(load, experts, rates))
+    sums_us, sorted_us = _passes_us(load, experts, rates)
+    native_us = exchange_us + sorted_us + sums_us * (_DETERMINISTIC_SUM if deterministic else 1.0)
     ours_us = _LAYOUT_US / 3 + load.copies * experts.row_bytes / (rates.link_gbps * 1e3)
     ours_us += pass_us((load.sent + experts.tokens) * experts.row_bytes, rates)
     whole = Estimate(native_us, ours_us if span.nodes == 1 else native_us, 0.0, exchange_us)
@@ -175,15 +190,18 @@ def moe_layer(
     *,
     backward: bool,
     fp8: Recipe | None = None,
+    deterministic: bool = False,
 ) -> Estimate:
     """Router, dispatch, both products with what stands between them, combine; with ``backward`` that alone. ``fp8`` is
-    the experts': tokens travel in 16 bits."""
+    the experts': tokens travel in 16 bits. ``deterministic``: as `dispatch`; products' results are filled, too."""
     (n1, k1), (n2, k2) = experts.products
     rows, num_rows = load.rows, sum(load.rows)
     router_us = _router_us(experts, rates)
     between = pass_us(num_rows * (n1 + k2) * _ITEMSIZE * (2 if backward else 1), rates)
-    sending = dispatch(load, experts, span, rates, host_is_ahead=True)
-    returning = combine(load, experts, span, rates)
+    if deterministic:
+        between += pass_us(num_rows * ((k1 + k2) if backward else (n1 + n2)) * _ITEMSIZE, rates)
+    sending = dispatch(load, experts, span, rates, host_is_ahead=True, deterministic=deterministic)
+    returning = combine(load, experts, span, rates, deterministic=deterministic)
     first = expert_product(rows, n1, k1, machine, rates, dgrad=backward, fp8=fp8)
     second = expert_product(rows, n2, k2, machine, rates, dgrad=backward, fp8=fp8)
     whole = Estimate.alike(router_us + between) + sending + returning + first + second

@@ -183,7 +183,10 @@ def layer_parts(
             tokens // groups.shared, model.hidden, model.expert_ffn, model.experts, model.topk, model.swiglu
         )
         load = even_load(experts, groups.ep.ranks)
-        layer = moe_layer(load, experts, groups.ep, machine, rates, backward=backward, fp8=groups.fp8)
+        layer = moe_layer(
+            load, experts, groups.ep, machine, rates,
+            backward=backward, fp8=groups.fp8, deterministic=groups.deterministic,
+        )  # fmt: skip
         num_rows = sum(load.rows)
         parts["experts"] = layer if "ep" in features else layer.natively()
     else:
@@ -202,17 +205,14 @@ def layer_parts(
 
 
 def _filled_us(model: ModelSizes, groups: Groups, rates: MachineRates, backward: bool) -> float:
-    """Every result is filled before it is written: activations; backward twice as many, and the weights' gradients."""
+    """Every result is filled before it is written: activations; backward twice as many, and the weights' gradients;
+    experts' are a part of theirs."""
     matrices = model.matrices
     columns = (matrices["qkv"][0] + model.heads * model.channels) / groups.tp.ranks
     weights = matrices["qkv"][0] * model.hidden + model.hidden * model.heads * model.channels
     if model.experts is None:
         columns += (matrices["fc1"][0] + model.ffn) / groups.tp.ranks
         weights += (matrices["fc1"][0] + model.ffn) * model.hidden
-    else:
-        gated = 2 if model.swiglu else 1
-        columns += model.topk * ((gated + 1) * model.expert_ffn + 4 * model.hidden)
-        weights += (gated + 1) * model.expert_ffn * model.hidden * model.experts // groups.ep.ranks * groups.tp.ranks
     columns += 5 * model.hidden / groups.shared
     num_bytes = _ITEMSIZE * model.tokens / groups.cp.ranks * columns * (2 if backward else 1)
     return pass_us(num_bytes + (_ITEMSIZE * weights / groups.tp.ranks if backward else 0), rates)

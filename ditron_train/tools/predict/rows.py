@@ -140,7 +140,9 @@ def _experts(row: Row) -> tuple[Experts, Load]:
 
 def _movement(row: Row, profile: Profile) -> Estimate:
     experts, load = _experts(row)
-    return (dispatch if row.op == "dispatch" else combine)(load, experts, one_node(row.world_size), profile.rates)
+    movement = dispatch if row.op == "dispatch" else combine
+    where = (load, experts, one_node(row.world_size), profile.rates)
+    return movement(*where, deterministic="deterministic" in row.model)
 
 
 def _expert_product(row: Row, profile: Profile) -> Estimate:
@@ -154,8 +156,10 @@ def _expert_product(row: Row, profile: Profile) -> Estimate:
 def _moe_layer(row: Row, profile: Profile) -> Estimate:
     experts, load = _experts(row)
     where = (load, experts, one_node(row.world_size), profile.machine, profile.rates)
-    forward = moe_layer(*where, backward=False)
-    return forward if row.direction == "forward" else forward + moe_layer(*where, backward=True)
+    passes = [
+        moe_layer(*where, backward=backward, deterministic="deterministic" in row.model) for backward in (False, True)
+    ]
+    return passes[0] if row.direction == "forward" else passes[0] + passes[1]
 
 
 def _send(row: Row, profile: Profile) -> Estimate:
