@@ -27,7 +27,7 @@ from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.sp.cost_model import (
     AttentionSizes,
-    exchanged_us,
+    exchange,
     output_backward,
     output_forward,
     qkv_backward,
@@ -150,8 +150,7 @@ def attention_block(
         parts["proj"] = _linear("row", tokens, matrices["proj"], groups, machine, rates, backward)
         if groups.cp.ranks > 1 and groups.ulysses:
             num_bytes = tokens * (matrices["qkv"][0] + model.hidden) / groups.tp.ranks * _ITEMSIZE
-            exchange_us = exchanged_us(num_bytes, 4, groups.cp, rates)
-            parts["heads"] = Estimate(exchange_us, exchange_us, 0.0, exchange_us)
+            parts["heads"] = exchange(num_bytes, 4, groups.cp, rates)
     if rope:
         width = (model.heads + model.groups) * model.channels / groups.tp.ranks
         parts["rope"] = Estimate.alike(pass_us(_ROPE_PASSES * tokens * width * _ITEMSIZE, rates))
@@ -175,8 +174,10 @@ def layer_parts(
 ) -> Parts:
     """One pass of a whole layer by its parts; what is not in ``features`` runs by Megatron's path."""
     attention = attention_block(model, groups, machine, rates, backward=backward, rope=rope)
-    on = "sp" if groups.fuses_heads else "tp"
-    parts = attention if on in features else {name: one.natively() for name, one in attention.items()}
+    parts = {
+        name: one if ("sp" if groups.fuses_heads or name == "heads" else "tp") in features else one.natively()
+        for name, one in attention.items()
+    }
     tokens, num_rows = model.tokens // groups.cp.ranks, 0.0
     if model.experts is not None:
         experts = Experts(

@@ -51,8 +51,8 @@ class Cluster:
         return Span(ranks, per_node, self.network if per_node < ranks else None)
 
 
-#: What a step is made of. Exchanges are those that nothing covers, with what covering costs; the clock is what the step
-#: takes longer because the GPU may not draw more.
+#: What a step is made of. Exchanges are those that nothing covers, with what covering costs; the clock is what it takes
+#: longer because the GPU may not draw more.
 COMPONENTS = ("GEMMs", "attention", "passes", "exchanges", "bubbles", "gradients", "optimizer", "host", "clock")
 # Of the most that a GPU may draw for long: other computation, and waits, whose multiprocessors poll at full clock.
 _COMPUTING, _WAITING = 0.8, 0.6
@@ -265,8 +265,8 @@ def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> S
 def _clock_us(times: Mapping[str, float], gemm_power: float, *, products: bool) -> float:
     """What a step takes longer than its parts alone: no less than its energy over the power that the GPU may draw.
 
-    So a wait that is covered gains its energy alone where that is what a step takes. ``products``: the optimizer's time
-    is mostly GEMMs.
+    So a wait that is covered gains its energy alone where that is what a step takes. ``products``: the optimizer's
+    time is mostly GEMMs.
     """
     power = dict.fromkeys(("attention", "passes", "optimizer"), _COMPUTING) | {"GEMMs": gemm_power}
     if products:
