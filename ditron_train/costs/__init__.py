@@ -11,6 +11,7 @@ from ditron_train.costs.exchanges import (
     copied_us,
     message_us,
     one_node,
+    rail_us,
     ring_us,
     send_us,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "pass_us",
     "product_rates",
     "quantised_us",
+    "rail_us",
     "ring_us",
     "send_us",
     "throttled_us",

@@ -72,10 +72,13 @@ def all_to_all_us(num_bytes: float, span: Span, rates: MachineRates) -> float:
     latency_us = rates.nccl_latency_us
     outside = 0.0
     if span.network is not None and span.nodes > 1:
-        share = (span.ranks - span.per_node) / span.ranks
-        outside = num_bytes * share / (span.network.gpu_gbps * span.network.reached * _GBPS)
-        latency_us += span.network.latency_us
+        outside = rail_us(num_bytes * (span.ranks - span.per_node) / span.ranks, span.network)
     return latency_us + max(inside, outside)
+
+
+def rail_us(num_bytes: float, network: NetworkRates) -> float:
+    """What one GPU sends to another node, while as much comes from there."""
+    return network.latency_us + num_bytes / (network.gpu_gbps * network.reached * _GBPS)
 
 
 def send_us(num_bytes: float, rates: MachineRates, *, ranks: int, both_ways: bool) -> float:

@@ -23,17 +23,23 @@ from ditron_train.costs import (
     operands,
     pass_us,
     product_rates,
+    rail_us,
 )
 from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.runtime.rates import MachineRates, NetworkRates
 
 _ITEMSIZE = 2
-_LAYOUT_US = 100.0  # who gets what, where: counted, exchanged and added up before a row leaves
+_LAYOUT_US = 1.0  # of each expert: how many rows it gets is counted, exchanged and added up
+_RETURN_US = 33.0  # from the experts' last row to the first on its way
+_ADDED = 12  # bytes of memory traffic for each of a row that PyTorch's operators add to its token's sum, in fp32
+_PLACE_SHARE = 0.3  # of the shorter one is what arriving rows and writing them out for each expert cost each other
 _COMBINE_SHARE = (
     0.45  # of the shorter one is what a product and the return of its rows cost each other: 16 programs send
 )
 _ROUTER_RATE = 1 / 16  # of a bf16 GEMM's rate is that of one in fp32
 _FUSED_HOST = 0.65  # of the host's time natively: fewer calls
+# Natively under PyTorch's deterministic mode: a token's rows are added up one by one, in so many of the usual passes.
+_DETERMINISTIC_SUM = 5.3
 _SAMPLED_TOKENS = 2048  # of a rank: the shares of a skewed routing are known within a percent from so many
 
 
@@ -123,27 +129,62 @@ def _passes_us(load: Load, experts: Experts, rates: MachineRates) -> tuple[float
 
 
 def dispatch(
-    load: Load, experts: Experts, span: Span, rates: MachineRates, *, host_is_ahead: bool = False
+    load: Load,
+    experts: Experts,
+    span: Span,
+    rates: MachineRates,
+    *,
+    host_is_ahead: bool = False,
+    deterministic: bool = False,
 ) -> Estimate:
-    """Tokens to the rows of their experts; on its own it takes no less than the host needs to enqueue it."""
+    """Tokens to the rows of their experts; on its own it takes no less than the host needs to enqueue it.
+
+    ``deterministic``: PyTorch fills what it allocates before it is written.
+    """
     exchange_us = _copies_us(load, experts, span, rates)
-    native_us = exchange_us + sum(_passes_us(load, experts, rates))
-    # Rows arrive once and are written out for each expert of the rank.
-    ours_us = _LAYOUT_US + load.distinct * experts.row_bytes / (rates.link_gbps * 1e3)
-    ours_us += pass_us(sum(load.rows) * experts.row_bytes, rates)
-    ours_us = ours_us if span.nodes == 1 else native_us
+    layout_us = _LAYOUT_US * experts.count
+    native_us = layout_us + exchange_us + sum(_passes_us(load, experts, rates))
+    native_us += pass_us(load.sent * experts.row_bytes, rates) if deterministic else 0.0
+    # Rows leave ahead of the layout and arrive once; behind it they are written out for each expert of the rank.
+    placed_us = layout_us + pass_us(sum(load.rows) * experts.row_bytes, rates, reorders=True)
+    ours_us = beside_us(placed_us, load.distinct * experts.row_bytes / (rates.link_gbps * 1e3), _PLACE_SHARE)
+    if span.network is not None:
+        ours_us = _by_rails_us(load, experts, span, span.network, rates)[0]
     whole = Estimate(native_us, ours_us, 0.0, exchange_us)
     return whole if host_is_ahead else whole.at_least(rates.host_moe_us, _FUSED_HOST * rates.host_moe_us)
 
 
-def combine(load: Load, experts: Experts, span: Span, rates: MachineRates) -> Estimate:
-    """Rows of the experts back to their tokens, and their sums."""
+def combine(load: Load, experts: Experts, span: Span, rates: MachineRates, *, deterministic: bool = False) -> Estimate:
+    """Rows of the experts back to their tokens, and their sums; ``deterministic`` as PyTorch's mode."""
     exchange_us = _copies_us(load, experts, span, rates)
-    native_us = exchange_us + sum(_passes_us(load, experts, rates))
-    ours_us = _LAYOUT_US / 3 + load.copies * experts.row_bytes / (rates.link_gbps * 1e3)
+    sums_us, sorted_us = _passes_us(load, experts, rates)
+    native_us = exchange_us + sorted_us + sums_us * (_DETERMINISTIC_SUM if deterministic else 1.0)
+    ours_us = _RETURN_US + load.copies * experts.row_bytes / (rates.link_gbps * 1e3)
     ours_us += pass_us((load.sent + experts.tokens) * experts.row_bytes, rates)
-    whole = Estimate(native_us, ours_us if span.nodes == 1 else native_us, 0.0, exchange_us)
-    return whole.at_least(rates.host_moe_us / 6, 0.0)
+    if span.network is not None:
+        ours_us = _by_rails_us(load, experts, span, span.network, rates)[1]
+    return Estimate(native_us, ours_us, 0.0, exchange_us).at_least(rates.host_moe_us / 6, 0.0)
+
+
+def _by_rails_us(
+    load: Load, experts: Experts, span: Span, network: NetworkRates, rates: MachineRates
+) -> tuple[float, float]:
+    """Dispatch and combine over nodes: a token crosses to a node once and is fanned out inside; every row of an expert
+    returns inside, crosses, and is added up by PyTorch's operators. What is sent or arrives is put in order."""
+    row, rows = experts.row_bytes, sum(load.rows)
+    inside, link = (span.per_node - 1) / span.per_node, rates.link_gbps * 1e3
+    others = experts.count - experts.count // span.nodes
+    missed = math.comb(others, experts.topk) / math.comb(experts.count, experts.topk)
+    crossing = experts.tokens * (1 - missed) * (span.nodes - 1) * row
+    ordered_us = pass_us(2 * rows * row, rates, reorders=True)
+    placed_us = _LAYOUT_US * experts.count + pass_us(rows * row, rates, reorders=True)
+    arriving_us = load.distinct * span.ranks / (span.ranks - 1) * inside * row / link
+    there_us = pass_us(2 * crossing, rates, reorders=True) + rail_us(crossing, network)
+    there_us += beside_us(placed_us, arriving_us, _PLACE_SHARE) + ordered_us
+    returned = load.sent * row
+    back_us = ordered_us + _RETURN_US + inside * rows * row / link + pass_us(2 * returned, rates, reorders=True)
+    back_us += rail_us(returned * (span.nodes - 1) / span.nodes, network) + pass_us(_ADDED * returned, rates)
+    return there_us, back_us
 
 
 def expert_product(
@@ -175,18 +216,24 @@ def moe_layer(
     *,
     backward: bool,
     fp8: Recipe | None = None,
+    deterministic: bool = False,
 ) -> Estimate:
     """Router, dispatch, both products with what stands between them, combine; with ``backward`` that alone. ``fp8`` is
-    the experts': tokens travel in 16 bits."""
+    the experts': tokens travel in 16 bits. ``deterministic``: as `dispatch`; products' results are filled, too."""
     (n1, k1), (n2, k2) = experts.products
     rows, num_rows = load.rows, sum(load.rows)
     router_us = _router_us(experts, rates)
     between = pass_us(num_rows * (n1 + k2) * _ITEMSIZE * (2 if backward else 1), rates)
-    sending = dispatch(load, experts, span, rates, host_is_ahead=True)
-    returning = combine(load, experts, span, rates)
+    if deterministic:
+        between += pass_us(num_rows * ((k1 + k2) if backward else (n1 + n2)) * _ITEMSIZE, rates)
+    sending = dispatch(load, experts, span, rates, host_is_ahead=True, deterministic=deterministic)
+    returning = combine(load, experts, span, rates, deterministic=deterministic)
     first = expert_product(rows, n1, k1, machine, rates, dgrad=backward, fp8=fp8)
     second = expert_product(rows, n2, k2, machine, rates, dgrad=backward, fp8=fp8)
-    whole = Estimate.alike(router_us + between) + sending + returning + first + second
+    moved = sending + returning
+    if span.nodes > 1 and moved.ditron_us > moved.native_us:
+        moved = moved.natively()
+    whole = Estimate.alike(router_us + between) + moved + first + second
     if backward:
         gradients = expert_product(rows, n1, k1, machine, rates, wgrad=True, fp8=fp8)
         gradients += expert_product(rows, n2, k2, machine, rates, wgrad=True, fp8=fp8)

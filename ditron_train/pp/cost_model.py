@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ditron_train.costs import Estimate, beside_us, message_us, send_us
+from ditron_train.costs import Estimate, beside_us, message_us, rail_us, send_us
 from ditron_train.runtime.rates import MachineRates, NetworkRates
 
 
@@ -11,7 +11,7 @@ def sent(
 ) -> Estimate:
     """A message that nothing covers; across nodes both are NCCL's, which ours leaves one block."""
     if network is not None:
-        exchange_us = network.latency_us + num_bytes / (network.gpu_gbps * network.reached * 1e3)
+        exchange_us = rail_us(num_bytes, network)
         return Estimate(exchange_us, exchange_us, 0.0, exchange_us)
     exchange_us = send_us(num_bytes, rates, ranks=ranks, both_ways=both_ways)
     return Estimate(exchange_us, message_us(num_bytes, rates), 0.0, exchange_us)

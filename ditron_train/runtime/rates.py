@@ -45,7 +45,8 @@ class MachineRates:
         memory_share: What grouped GEMMs lose to memory, of the time that their operands take there.
         p2p_large_gbps: Of NCCL's send of ``p2p_large_bytes`` and more, for which it takes more channels.
         p2p_large_bytes: From which size on.
-        gemm_job_throttle: As ``gemm_throttle``, in a job, whose GEMMs follow one another for minutes.
+        gemm_power: What a GEMM draws at the clock of a short one, as a multiple of the most that the GPU may draw for
+            long: a job, whose GEMMs follow one another for minutes, takes no less than its energy.
         attention_deterministic: What the deterministic backward of the attention takes, the other being 1.
         fp8_speed: Of a product of FP8 operands, as a multiple of one of 16 bits: one scale a tensor, added up fast.
         fp8_split_share: Of that speed where sums are added up in parts, as the gradients' are.
@@ -88,7 +89,7 @@ class MachineRates:
     memory_share: float = 0.5
     p2p_large_gbps: float = 325.0
     p2p_large_bytes: float = 2e8
-    gemm_job_throttle: float = 0.06
+    gemm_power: float = 1.3
     attention_deterministic: float = 1.2
     fp8_speed: float = 1.9
     fp8_split_share: float = 0.93

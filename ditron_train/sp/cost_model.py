@@ -7,14 +7,14 @@ A2A-GEMM  some push first, the others begin with rows that are there
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, pass_us
+from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, pass_us, rail_us
 from ditron_train.gemm.configs import choose_config
 from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.runtime.rates import MachineRates, NetworkRates
 from ditron_train.sp.transfer_sizes import deal_of, receive_programs
 
 _ITEMSIZE = 2
@@ -74,9 +74,26 @@ def _pushed_us(
     return max(gemm_us + push_us * num_push / machine.num_sms, push_us + waves_us) + rates.start_us
 
 
-def _of(native_us: float, ours_us: float, gemm_us: float, exchange_us: float, span: Span) -> Estimate:
-    """Fused inside a node; across nodes it takes what Megatron's path does."""
-    return Estimate(native_us, ours_us if span.nodes == 1 else native_us, gemm_us, exchange_us)
+def _along_rails_us(num_bytes: float, span: Span, network: NetworkRates, rates: MachineRates) -> float:
+    """Ours over nodes: all parts cross in one message of two passes, then go to their ranks by peer memory."""
+    shares = (span.nodes - 1) / span.nodes, (span.per_node - 1) / span.per_node
+    inside_us = rates.start_us + shares[1] * num_bytes / (rates.link_gbps * 1e3)
+    packed_us = _PASSES * pass_us(2 * num_bytes, rates, reorders=True)
+    return packed_us + rates.nccl_latency_us + rail_us(shares[0] * num_bytes, network) + inside_us
+
+
+def exchange(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) -> Estimate:
+    """An exchange that no projection covers; across nodes ours goes along rails where that is quicker."""
+    native_us = ours_us = exchanged_us(num_bytes, num_parts, span, rates)
+    if span.network is not None and span.per_node > 1:
+        ours_us = min(_along_rails_us(num_bytes, span, span.network, rates), native_us)
+    return Estimate(native_us, ours_us, 0.0, native_us)
+
+
+def _of(gemm_us: float, passes_us: float, moved: Estimate, ours_us: float, span: Span) -> Estimate:
+    """Fused inside a node; across nodes projections are Megatron's. ``passes_us``: natively around the exchange."""
+    unfused = Estimate(gemm_us + passes_us, gemm_us + passes_us, gemm_us) + moved
+    return unfused if span.nodes > 1 else replace(unfused, ditron_us=ours_us)
 
 
 def qkv_forward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
@@ -85,10 +102,9 @@ def qkv_forward(sizes: AttentionSizes, span: Span, machine: Machine, rates: Mach
     if span.ranks == 1:
         return Estimate.alike(gemm_us)
     num_bytes = sizes.tokens * sizes.columns * _ITEMSIZE
-    exchange_us = exchanged_us(num_bytes, 3, span, rates)
     split_us = pass_us(2 * num_bytes, rates) if sizes.groups < sizes.heads else 0.0  # q lies between k and v
     ours_us = _pulled_us(gemm_us, (sizes.tokens, sizes.columns, sizes.hidden), machine, rates)
-    return _of(gemm_us + split_us + exchange_us, ours_us, gemm_us, exchange_us, span)
+    return _of(gemm_us, split_us, exchange(num_bytes, 3, span, rates), ours_us, span)
 
 
 def output_forward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
@@ -96,10 +112,9 @@ def output_forward(sizes: AttentionSizes, span: Span, machine: Machine, rates: M
     gemm_us = cublas_us(sizes.tokens, sizes.hidden, sizes.width, machine, rates)
     if span.ranks == 1:
         return Estimate.alike(gemm_us)
-    exchange_us = exchanged_us(sizes.tokens * sizes.width * _ITEMSIZE, 1, span, rates)
+    moved = exchange(sizes.tokens * sizes.width * _ITEMSIZE, 1, span, rates)
     shape = (sizes.tokens, sizes.hidden, sizes.width)
-    ours_us = _pushed_us(gemm_us, shape, span.ranks, machine, rates)
-    return _of(gemm_us + exchange_us, ours_us, gemm_us, exchange_us, span)
+    return _of(gemm_us, 0.0, moved, _pushed_us(gemm_us, shape, span.ranks, machine, rates), span)
 
 
 def qkv_backward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
@@ -109,11 +124,10 @@ def qkv_backward(sizes: AttentionSizes, span: Span, machine: Machine, rates: Mac
     if span.ranks == 1:
         return Estimate.alike(dgrad_us + wgrad_us)
     num_bytes = sizes.tokens * sizes.columns * _ITEMSIZE
-    exchange_us = exchanged_us(num_bytes, 3, span, rates)
     shape = (sizes.tokens, sizes.hidden, sizes.columns)
     ours_us = _pushed_us(dgrad_us, shape, span.ranks, machine, rates) + wgrad_us
-    native_us = exchange_us + pass_us(2 * num_bytes, rates) + dgrad_us + wgrad_us
-    return _of(native_us, ours_us, dgrad_us + wgrad_us, exchange_us, span)
+    joined_us = pass_us(2 * num_bytes, rates)
+    return _of(dgrad_us + wgrad_us, joined_us, exchange(num_bytes, 3, span, rates), ours_us, span)
 
 
 def output_backward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
@@ -122,7 +136,6 @@ def output_backward(sizes: AttentionSizes, span: Span, machine: Machine, rates: 
     wgrad_us = cublas_us(sizes.hidden, sizes.width, sizes.tokens, machine, rates)
     if span.ranks == 1:
         return Estimate.alike(dgrad_us + wgrad_us)
-    exchange_us = exchanged_us(sizes.tokens * sizes.width * _ITEMSIZE, 1, span, rates)
-    shape = (sizes.tokens, sizes.width, sizes.hidden)
-    ours_us = _pulled_us(dgrad_us, shape, machine, rates) + wgrad_us
-    return _of(dgrad_us + exchange_us + wgrad_us, ours_us, dgrad_us + wgrad_us, exchange_us, span)
+    moved = exchange(sizes.tokens * sizes.width * _ITEMSIZE, 1, span, rates)
+    ours_us = _pulled_us(dgrad_us, (sizes.tokens, sizes.width, sizes.hidden), machine, rates) + wgrad_us
+    return _of(dgrad_us + wgrad_us, 0.0, moved, ours_us, span)

@@ -3,11 +3,12 @@
     column   forward: all-gather, GEMM. Backward: the gather anew beside dgrad, the reduce-scatter beside wgrad
     row      forward: GEMM, reduce-scatter. Backward: all-gather, dgrad, wgrad
 
-Megatron's path across nodes is NCCL's; the fused path runs inside a node, and across nodes Megatron's does.
+Across nodes Megatron's path is NCCL's, and the fused path goes along rails where that is quicker (`tp.nodes`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from ditron_train.costs import (
@@ -19,13 +20,15 @@ from ditron_train.costs import (
     beside_us,
     copied_us,
     cublas_us,
+    one_node,
     operands,
     pass_us,
     product_rates,
+    rail_us,
     ring_us,
 )
 from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.runtime.rates import MachineRates, NetworkRates
 from ditron_train.tp.choices import choose
 from ditron_train.tp.cost_model import predict
 from ditron_train.tp.problem import Layout, Op, Problem
@@ -63,7 +66,40 @@ def _op(
     passes = 2 if op == "gemm_ar" else 1  # scattered, then gathered
     num_bytes = m * k * dtype.itemsize if op == "ag_gemm" else passes * m * n * _ITEMSIZE
     exchange_us = ring_us(num_bytes, span, rates)
-    return Estimate(gemm_us + exchange_us, gemm_us + exchange_us, gemm_us, exchange_us)
+    native_us = ours_us = gemm_us + exchange_us
+    if span.network is not None and fp8 is None and op != "gemm_ar":
+        by_rails = _gathered_by_rails if op == "ag_gemm" else _summed_by_rails
+        ours_us = min(by_rails(m, n, k, layout, span, span.network, machine, rates), native_us)
+    return Estimate(native_us, ours_us, gemm_us, exchange_us)
+
+
+def _gathered_by_rails(
+    m: int, n: int, k: int, layout: Layout, span: Span, network: NetworkRates, machine: Machine, rates: MachineRates
+) -> float:
+    """AG-GEMM over nodes: each node's rows are multiplied when they have come, and one node's after another's; then
+    the products are put together, and, where dgrad leaves them to wgrad, the gathered rows, too."""
+    inside = _op("ag_gemm", m // span.nodes, n, k, layout, one_node(span.per_node), machine, rates)
+    border_us = rail_us(m // span.ranks * k * _ITEMSIZE, network)
+    done_us = 0.0
+    for node in range(span.nodes):
+        done_us = max(done_us, node * border_us) + inside.ditron_us
+    kept_us = 2 * pass_us(2 * m * k * _ITEMSIZE, rates) if layout == "nn" else 0.0
+    return done_us + pass_us(2 * m * n * _ITEMSIZE, rates) + kept_us
+
+
+def _summed_by_rails(
+    m: int, n: int, k: int, layout: Layout, span: Span, network: NetworkRates, machine: Machine, rates: MachineRates
+) -> float:
+    """GEMM-RS over nodes: each block's sums cross a border under the next block's product, and the first block's come
+    home last."""
+    block_us = cublas_us(m // span.nodes, n, k, machine, rates)
+    own_bytes = m // span.ranks * n * _ITEMSIZE
+    inside_us = copied_us(own_bytes * span.per_node, span.per_node, rates)
+    inside_us += pass_us((span.per_node + 2) * own_bytes, rates)
+    crossed_us = 0.0
+    for block in range(span.nodes):
+        crossed_us = max((block + 1) * block_us, crossed_us) + inside_us + rail_us(own_bytes, network)
+    return crossed_us + inside_us
 
 
 def linear_forward(
@@ -101,8 +137,12 @@ def linear_backward(
     gather_us, scatter_us = ring_us(gathered, span, rates), ring_us(summed, span, rates)
     native_us = beside_us(dgrad_us, gather_us, rates.nccl_share) + beside_us(wgrad_us, scatter_us, rates.nccl_share)
     estimate = Estimate(native_us, native_us, dgrad_us + wgrad_us, gather_us + scatter_us)
-    if span.nodes > 1:
-        return estimate
+    if span.network is not None:
+        if fp8 is not None:
+            return estimate
+        summed_us = _summed_by_rails(m, k, n // ranks, "nn", span, span.network, machine, rates)
+        ours_us = beside_us(summed_us, gather_us, rates.nccl_share) + wgrad_us
+        return replace(estimate, ditron_us=min(ours_us, native_us))
     fold_us = pass_us((ranks + 1) * m // ranks * k * _ITEMSIZE, rates)
     first_us = beside_us(dgrad_us, copied_us(gathered, ranks, rates), rates.copy_share)
     ours_us = first_us + beside_us(wgrad_us, copied_us(summed, ranks, rates), rates.copy_share) + fold_us

@@ -9,7 +9,7 @@ from ditron_train.tools.predict.step import Cluster, Step
 
 _COLORS = {
     "GEMMs": "#2a6fb0", "attention": "#6aa9d9", "passes": "#b9d4ea", "exchanges": "#c0392b", "bubbles": "#e8b4ae",
-    "gradients": "#d98e3f", "optimizer": "#7a9e5a", "host": "#9a9a9a",
+    "gradients": "#d98e3f", "optimizer": "#7a9e5a", "host": "#9a9a9a", "clock": "#5b4b8a",
 }  # fmt: skip
 _LEAST_SHARE = 0.03  # of the step: thinner parts have no room for a number
 

@@ -22,7 +22,7 @@ _ROUNDS = 3
 _DIGITS = 3
 # Where NCCL changes its ways is no rate; of the other no row is measured, a trace showed it.
 _NEVER = ("p2p_large_bytes", "attention_deterministic")
-_OF_JOBS = ("gemm_job_throttle", "host_microbatch_us", "host_step_us")
+_OF_JOBS = ("gemm_power", "host_microbatch_us", "host_step_us")
 # With a transfer beside it: there the exchange alone is timed by copy engine.
 _OTHER_EXCHANGE = ("gemm_beside", "gemm_and")
 _FARTHEST = 1.5  # from where the search starts: what few rows show is not to become absurd

@@ -27,7 +27,7 @@ from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.sp.cost_model import (
     AttentionSizes,
-    exchanged_us,
+    exchange,
     output_backward,
     output_forward,
     qkv_backward,
@@ -150,8 +150,7 @@ def attention_block(
         parts["proj"] = _linear("row", tokens, matrices["proj"], groups, machine, rates, backward)
         if groups.cp.ranks > 1 and groups.ulysses:
             num_bytes = tokens * (matrices["qkv"][0] + model.hidden) / groups.tp.ranks * _ITEMSIZE
-            exchange_us = exchanged_us(num_bytes, 4, groups.cp, rates)
-            parts["heads"] = Estimate(exchange_us, exchange_us, 0.0, exchange_us)
+            parts["heads"] = exchange(num_bytes, 4, groups.cp, rates)
     if rope:
         width = (model.heads + model.groups) * model.channels / groups.tp.ranks
         parts["rope"] = Estimate.alike(pass_us(_ROPE_PASSES * tokens * width * _ITEMSIZE, rates))
@@ -175,15 +174,20 @@ def layer_parts(
 ) -> Parts:
     """One pass of a whole layer by its parts; what is not in ``features`` runs by Megatron's path."""
     attention = attention_block(model, groups, machine, rates, backward=backward, rope=rope)
-    on = "sp" if groups.fuses_heads else "tp"
-    parts = attention if on in features else {name: one.natively() for name, one in attention.items()}
+    parts = {
+        name: one if ("sp" if groups.fuses_heads or name == "heads" else "tp") in features else one.natively()
+        for name, one in attention.items()
+    }
     tokens, num_rows = model.tokens // groups.cp.ranks, 0.0
     if model.experts is not None:
         experts = Experts(
             tokens // groups.shared, model.hidden, model.expert_ffn, model.experts, model.topk, model.swiglu
         )
         load = even_load(experts, groups.ep.ranks)
-        layer = moe_layer(load, experts, groups.ep, machine, rates, backward=backward, fp8=groups.fp8)
+        layer = moe_layer(
+            load, experts, groups.ep, machine, rates,
+            backward=backward, fp8=groups.fp8, deterministic=groups.deterministic,
+        )  # fmt: skip
         num_rows = sum(load.rows)
         parts["experts"] = layer if "ep" in features else layer.natively()
     else:
@@ -202,17 +206,14 @@ def layer_parts(
 
 
 def _filled_us(model: ModelSizes, groups: Groups, rates: MachineRates, backward: bool) -> float:
-    """Every result is filled before it is written: activations; backward twice as many, and the weights' gradients."""
+    """Every result is filled before it is written: activations; backward twice as many, and the weights' gradients;
+    experts' are a part of theirs."""
     matrices = model.matrices
     columns = (matrices["qkv"][0] + model.heads * model.channels) / groups.tp.ranks
     weights = matrices["qkv"][0] * model.hidden + model.hidden * model.heads * model.channels
     if model.experts is None:
         columns += (matrices["fc1"][0] + model.ffn) / groups.tp.ranks
         weights += (matrices["fc1"][0] + model.ffn) * model.hidden
-    else:
-        gated = 2 if model.swiglu else 1
-        columns += model.topk * ((gated + 1) * model.expert_ffn + 4 * model.hidden)
-        weights += (gated + 1) * model.expert_ffn * model.hidden * model.experts // groups.ep.ranks * groups.tp.ranks
     columns += 5 * model.hidden / groups.shared
     num_bytes = _ITEMSIZE * model.tokens / groups.cp.ranks * columns * (2 if backward else 1)
     return pass_us(num_bytes + (_ITEMSIZE * weights / groups.tp.ranks if backward else 0), rates)

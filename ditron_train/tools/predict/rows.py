@@ -33,7 +33,7 @@ from ditron_train.pp.cost_model import beside_message, pipeline_step, sent
 from ditron_train.runtime.profiles import Profile
 from ditron_train.sp.cost_model import (
     AttentionSizes,
-    exchanged_us,
+    exchange,
     output_backward,
     output_forward,
     qkv_backward,
@@ -109,8 +109,7 @@ def _heads(row: Row, profile: Profile) -> Estimate:
     sizes, itemsize = _attention_sizes(row), 2
     heads = sizes.heads + (2 * sizes.groups if row.op == "to_heads" else 0)
     num_bytes = sizes.tokens * heads * sizes.channels * itemsize
-    exchange_us = exchanged_us(num_bytes, 3 if row.op == "to_heads" else 1, one_node(row.world_size), profile.rates)
-    return Estimate(exchange_us, exchange_us, 0.0, exchange_us)
+    return exchange(num_bytes, 3 if row.op == "to_heads" else 1, one_node(row.world_size), profile.rates)
 
 
 def _attention_layer(row: Row, profile: Profile) -> Estimate:
@@ -140,7 +139,9 @@ def _experts(row: Row) -> tuple[Experts, Load]:
 
 def _movement(row: Row, profile: Profile) -> Estimate:
     experts, load = _experts(row)
-    return (dispatch if row.op == "dispatch" else combine)(load, experts, one_node(row.world_size), profile.rates)
+    movement = dispatch if row.op == "dispatch" else combine
+    where = (load, experts, one_node(row.world_size), profile.rates)
+    return movement(*where, deterministic="deterministic" in row.model)
 
 
 def _expert_product(row: Row, profile: Profile) -> Estimate:
@@ -154,8 +155,10 @@ def _expert_product(row: Row, profile: Profile) -> Estimate:
 def _moe_layer(row: Row, profile: Profile) -> Estimate:
     experts, load = _experts(row)
     where = (load, experts, one_node(row.world_size), profile.machine, profile.rates)
-    forward = moe_layer(*where, backward=False)
-    return forward if row.direction == "forward" else forward + moe_layer(*where, backward=True)
+    passes = [
+        moe_layer(*where, backward=backward, deterministic="deterministic" in row.model) for backward in (False, True)
+    ]
+    return passes[0] if row.direction == "forward" else passes[0] + passes[1]
 
 
 def _send(row: Row, profile: Profile) -> Estimate:

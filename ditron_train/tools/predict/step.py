@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ditron_train.costs import Estimate, Span, cublas_us, one_node, pass_us, quantised_us, ring_us
 from ditron_train.optim.cost_model import muon_step
@@ -51,8 +51,11 @@ class Cluster:
         return Span(ranks, per_node, self.network if per_node < ranks else None)
 
 
-#: What a step is made of. Exchanges are those that nothing covers, with what covering costs.
-COMPONENTS = ("GEMMs", "attention", "passes", "exchanges", "bubbles", "gradients", "optimizer", "host")
+#: What a step is made of. Exchanges are those that nothing covers, with what covering costs; the clock is what it takes
+#: longer because the GPU may not draw more.
+COMPONENTS = ("GEMMs", "attention", "passes", "exchanges", "bubbles", "gradients", "optimizer", "host", "clock")
+# Of the most that a GPU may draw for long: other computation, and waits, whose multiprocessors poll at full clock.
+_COMPUTING, _WAITING = 0.8, 0.6
 
 
 @dataclass(frozen=True)
@@ -201,8 +204,7 @@ def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> S
     """
     _check(job, cluster)
     profile = cluster.profile
-    rates = replace(profile.rates, gemm_throttle=profile.rates.gemm_job_throttle)
-    profile = replace(profile, rates=rates)
+    rates = profile.rates
     microbatches = job.microbatches(cluster.world_size)
     groups = _groups(job, cluster)
     rope = job.words.get("position_embedding_type") == "rope"
@@ -256,7 +258,21 @@ def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> S
     host_us = rates.host_step_us + microbatches * rates.host_microbatch_us
     for times in (native, ditron):
         _add(times, "host", host_us)
+        _add(times, "clock", _clock_us(times, rates.gemm_power, products="muon" in job.optimizer))
     return Step(_in_order(native), _in_order(ditron), (hidden_native, hidden_ours))
+
+
+def _clock_us(times: Mapping[str, float], gemm_power: float, *, products: bool) -> float:
+    """What a step takes longer than its parts alone: no less than its energy over the power that the GPU may draw.
+
+    So a wait that is covered gains its energy alone where that is what a step takes. ``products``: the optimizer's
+    time is mostly GEMMs.
+    """
+    power = dict.fromkeys(("attention", "passes", "optimizer"), _COMPUTING) | {"GEMMs": gemm_power}
+    if products:
+        power["optimizer"] = gemm_power
+    energy_us = sum(power.get(kind, _WAITING) * us for kind, us in times.items())
+    return max(energy_us - sum(times.values()), 0.0)
 
 
 def _in_order(times: Mapping[str, float]) -> dict[str, float]:
