@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,3 +132,32 @@ def test_a_gradient_that_fsdp_keeps_wider_is_written_as_newer_layers_do(monkeypa
     grad, x = torch.randn(5, 3).bfloat16(), torch.randn(5, 4).bfloat16()
     assert NativeWgrad(weight, fused=True)(grad, x) is None
     assert weight.main_grad is buffer and torch.equal(buffer, grad.t().matmul(x).float())
+
+
+def test_a_failed_op_never_reaches_the_weights_by_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--optimizer-cuda-graph`` replays the step, and torch's hooks do not run then."""
+    import ditron_train.megatron as plugin
+    from ditron_train import symm
+
+    class OptimizerCudaGraphWrapper:
+        steps = 0
+
+        def __call__(self) -> int:
+            self.steps += 1
+            return self.steps
+
+    def fail() -> None:
+        raise NotSupportedError("an op failed")
+
+    module = SimpleNamespace(OptimizerCudaGraphWrapper=OptimizerCudaGraphWrapper)
+    monkeypatch.setitem(sys.modules, "megatron.core.optimizer.optimizer_cuda_graph", module)
+    native, step = OptimizerCudaGraphWrapper.__call__, OptimizerCudaGraphWrapper()
+    try:
+        plugin.apply(features="pp")
+        assert step() == 1
+        monkeypatch.setattr(symm, "check_all", fail)
+        with pytest.raises(NotSupportedError, match="an op failed"):
+            step()
+    finally:
+        plugin.restore()
+    assert OptimizerCudaGraphWrapper.__call__ is native and step() == 2
