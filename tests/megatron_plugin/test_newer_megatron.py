@@ -58,12 +58,20 @@ def _experts(**changes: Any) -> Any:
         ({"use_transformer_engine_op_fuser": True}, "operation fuser"),
         ({"moe_use_grouped_tensor": True}, "moe_use_grouped_tensor"),
         ({"linear": {"single_grouped_weight": True}}, "one grouped weight"),
+        ({"linear": {"use_grouped_tensor": True}}, "cuBLAS's grouped GEMM"),
         ({"weight": {"gtp_remat_size": 2}}, "shared by 2 ranks"),
     ],
 )
 def test_experts_that_are_computed_otherwise_stay_megatrons(changes: dict, words: str) -> None:
     assert compat.why_not_experts(_experts()) is None
     assert words in str(compat.why_not_experts(_experts(**changes)))
+
+
+def test_a_grouped_gemm_that_a_variable_asks_for_stays_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since 2.17; what 2.20 was told when the layer was made counts more."""
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "1")
+    assert "cuBLAS's grouped GEMM" in str(compat.why_not_experts(_experts()))
+    assert compat.why_not_experts(_experts(linear={"use_grouped_tensor": False})) is None
 
 
 def test_a_dispatcher_that_adds_in_another_order_is_refused() -> None:
