@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,12 +58,20 @@ def _experts(**changes: Any) -> Any:
         ({"use_transformer_engine_op_fuser": True}, "operation fuser"),
         ({"moe_use_grouped_tensor": True}, "moe_use_grouped_tensor"),
         ({"linear": {"single_grouped_weight": True}}, "one grouped weight"),
+        ({"linear": {"use_grouped_tensor": True}}, "cuBLAS's grouped GEMM"),
         ({"weight": {"gtp_remat_size": 2}}, "shared by 2 ranks"),
     ],
 )
 def test_experts_that_are_computed_otherwise_stay_megatrons(changes: dict, words: str) -> None:
     assert compat.why_not_experts(_experts()) is None
     assert words in str(compat.why_not_experts(_experts(**changes)))
+
+
+def test_a_grouped_gemm_that_a_variable_asks_for_stays_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since 2.17; what 2.20 was told when the layer was made counts more."""
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "1")
+    assert "cuBLAS's grouped GEMM" in str(compat.why_not_experts(_experts()))
+    assert compat.why_not_experts(_experts(linear={"use_grouped_tensor": False})) is None
 
 
 def test_a_dispatcher_that_adds_in_another_order_is_refused() -> None:
@@ -131,3 +140,32 @@ def test_a_gradient_that_fsdp_keeps_wider_is_written_as_newer_layers_do(monkeypa
     grad, x = torch.randn(5, 3).bfloat16(), torch.randn(5, 4).bfloat16()
     assert NativeWgrad(weight, fused=True)(grad, x) is None
     assert weight.main_grad is buffer and torch.equal(buffer, grad.t().matmul(x).float())
+
+
+def test_a_failed_op_never_reaches_the_weights_by_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--optimizer-cuda-graph`` replays the step, and torch's hooks do not run then."""
+    import ditron_train.megatron as plugin
+    from ditron_train import symm
+
+    class OptimizerCudaGraphWrapper:
+        steps = 0
+
+        def __call__(self) -> int:
+            self.steps += 1
+            return self.steps
+
+    def fail() -> None:
+        raise NotSupportedError("an op failed")
+
+    module = SimpleNamespace(OptimizerCudaGraphWrapper=OptimizerCudaGraphWrapper)
+    monkeypatch.setitem(sys.modules, "megatron.core.optimizer.optimizer_cuda_graph", module)
+    native, step = OptimizerCudaGraphWrapper.__call__, OptimizerCudaGraphWrapper()
+    try:
+        plugin.apply(features="pp")
+        assert step() == 1
+        monkeypatch.setattr(symm, "check_all", fail)
+        with pytest.raises(NotSupportedError, match="an op failed"):
+            step()
+    finally:
+        plugin.restore()
+    assert OptimizerCudaGraphWrapper.__call__ is native and step() == 2

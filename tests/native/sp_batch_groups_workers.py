@@ -144,3 +144,9 @@ def padded_values_of_packed_sequences():
             with output_fused(attention, shape, torch.randn(length, 1, 32), packed):
                 assert (attend(values) - native).abs().max() <= sp_workers.LOSS_BOUND
         assert sp_workers.num_fused_shapes("output") == 1 and {one for one, _ in posed.asked} == {core._whole[0]}
+        posed.asked.clear()
+        other = torch.randn(2 * length, heads, 1, head_size)[
+            ..., 0, :
+        ]  # of another sequence, as cross attention has it
+        core(query[:, None], other[:, None], other[:, None, :, :value_size], None, AttnMaskType.no_mask)
+        assert posed.asked == [(core, groups.cp)]

@@ -51,3 +51,20 @@ def test_weights_that_are_not_there_yet_have_values() -> None:
     first, again, other = (values.own_or_normal(weight, seed) for seed in (3, 3, 4))
     assert first.shape == weight.shape and first.dtype == weight.dtype and not first.requires_grad
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_a_plan_tells_jobs_apart_whose_gradients_are_rounded_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal in bf16 is not yet equal in the fp32 of ``main_grad``."""
+    monkeypatch.setattr(pair_spec._PairRuns, "_data", property(lambda self: (None, {}, [], "sizes")))
+
+    def words(ragged: bool, fused: bool, dtype: torch.dtype | None) -> str:
+        weight = torch.empty(8, 8)
+        if dtype is not None:
+            weight.main_grad = torch.empty(8, 8, dtype=dtype)
+        linear = SimpleNamespace(weight0=weight, fuse_wgrad_accumulation=fused)
+        experts, layout = SimpleNamespace(linear_fc1=linear, linear_fc2=linear), SimpleNamespace(ragged=ragged)
+        return pair_spec._PairRuns(experts, layout, None, torch.empty(1, 8), "descending", None).words
+
+    jobs = [(False, False, None), (True, False, None), (False, True, torch.float32), (False, True, torch.bfloat16)]
+    assert len({words(*job) for job in jobs}) == len(jobs)
+    assert words(False, True, None) == words(False, True, torch.float32)

@@ -4,6 +4,7 @@ differently, and a reason for Megatron's path for what came later than 0.16 and 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -86,6 +87,13 @@ def rope_arguments(packed: Any) -> dict[str, Any]:
     return {"max_seqlen": max(longest)}
 
 
+def _multiplies_at_once(linear: Any) -> bool:
+    """Whether a grouped layer of Transformer Engine's calls one GEMM for all experts: since 2.17 where its variable
+    asks for it, since 2.20 also by its own argument."""
+    asked = getattr(linear, "use_grouped_tensor", None)
+    return os.environ.get("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "0") != "0" if asked is None else bool(asked)
+
+
 def why_not_experts(experts: torch.nn.Module) -> str | None:
     """Why experts of a newer Megatron-core run by its own path, or None."""
     config: Any = experts.config
@@ -97,6 +105,8 @@ def why_not_experts(experts: torch.nn.Module) -> str | None:
         linear = getattr(experts, name, None)
         if getattr(linear, "single_grouped_weight", False):
             return "the experts share one grouped weight"
+        if _multiplies_at_once(linear):
+            return "Transformer Engine multiplies by cuBLAS's grouped GEMM, whose bits may be others"
         reason = why_not_weight(getattr(linear, "weight0", None))
         if reason is not None:
             return reason

@@ -234,8 +234,10 @@ class _PairRuns:
 
     @property
     def words(self) -> str:
-        """Sizes of the layer."""
-        return self._data[3]
+        """Sizes of the layer, and what else a decision of another job, in a plan, is not for."""
+        fc2 = self._experts.linear_fc2
+        into = f", into main_grad of {_main_grad_dtype(fc2.weight0)}" if fc2.fuse_wgrad_accumulation else ""
+        return f"{self._data[3]}{', padded routing' if self._layout.ragged else ''}{into}"
 
     def run(self, pair: Pair, chosen: frozenset[Pair]) -> list[Any]:
         """The part of the layer that ``pair`` is about, with the pairs ``chosen`` as one kernel."""

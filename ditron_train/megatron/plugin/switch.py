@@ -13,6 +13,7 @@ and, where it needs them,
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -189,11 +190,33 @@ def _check_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     check_all()
 
 
+class _CheckBeforeReplays:
+    """A captured step (``--optimizer-cuda-graph``, since 0.17) is replayed without torch's hooks: the check comes in
+    front of the wrapper's calls."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper, self._native = wrapper, wrapper.__call__
+
+        @functools.wraps(self._native)
+        def step(this: Any, *args: Any, **kwargs: Any) -> Any:
+            _check_before_step(this, args, kwargs)
+            return self._native(this, *args, **kwargs)
+
+        wrapper.__call__ = step
+
+    def remove(self) -> None:
+        """The wrapper is as before."""
+        self._wrapper.__call__ = self._native
+
+
 def _hook_optimizers() -> None:
     if not _hook:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         _hook.append(register_optimizer_step_pre_hook(_check_before_step))
+        with contextlib.suppress(ImportError):
+            captured = importlib.import_module("megatron.core.optimizer.optimizer_cuda_graph")
+            _hook.append(_CheckBeforeReplays(captured.OptimizerCudaGraphWrapper))
 
 
 def wrap_model_provider(model_provider: Any) -> Any:
@@ -202,7 +225,6 @@ def wrap_model_provider(model_provider: Any) -> Any:
     For pretraining scripts that are edited: pass ``extra_args_provider=add_ditron_args`` and the wrapped provider to
     ``megatron.training.pretrain``.
     """
-    import functools
 
     @functools.wraps(model_provider)
     def provider(*args: Any, **kwargs: Any) -> Any:

@@ -136,7 +136,7 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         if self._whole:
             others = {"attention_bias": attention_bias, "num_splits": num_splits}
             others["packed_seq_params"] = None if self.takes_packed else packed
-            reason = self._why_not() or self._why_not_call(query, attn_mask_type, packed, others)
+            reason = self._why_not() or self._why_not_call(query, key, attn_mask_type, packed, others)
             if reason is not None:
                 log_native("sp attention", reason)
         if not self._whole or reason is not None:
@@ -159,11 +159,15 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         return exchange.to_sequence(attended)
 
     @staticmethod
-    def _why_not_call(query: torch.Tensor, attn_mask_type: Any, packed: Any, others: dict[str, Any]) -> str | None:
+    def _why_not_call(
+        query: torch.Tensor, key: torch.Tensor, attn_mask_type: Any, packed: Any, others: dict[str, Any]
+    ) -> str | None:
         given = sorted(name for name, value in others.items() if value is not None)
         if given:
             return f"the attention is called with {', '.join(given)}"
         reason = None if packed is None else why_not_packed(packed)
+        if reason is None and len(key) != len(query):  # cross attention
+            reason = f"q and k have {len(query)} and {len(key)} rows"
         if reason is None and packed is None and attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             reason = f"the mask is {attn_mask_type}"
         if reason is None and (
