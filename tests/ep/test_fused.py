@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_ep import compiling_alone, expert_functions, fused_forms  # noqa: E402
+from bodies_ep import compiling_alone, expert_functions, fused_forms, fused_forms_by_one_program  # noqa: E402
 
 from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
@@ -34,6 +34,11 @@ def test_fused_forms_without_a_host_sync():
 
 def test_fused_forms_padded_to_capacity():
     run_workers(2, fused_forms, "padded", (20, 20), 6, 2, 32, 48, torch.bfloat16, "ascending_rounded", 6, None, 10)
+
+
+def test_a_program_without_a_multiprocessor_leaves_its_tiles_to_others():
+    """NCCL may hold some until a peer has joined its collective, which waits for these tiles."""
+    run_workers(2, fused_forms_by_one_program, "random", (40, 55), 4, 2, 32, 48, torch.bfloat16, "ascending", 5)
 
 
 def test_expert_functions_and_their_gradients():
