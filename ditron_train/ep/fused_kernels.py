@@ -178,8 +178,8 @@ def gemm_combine_kernel(
     tile adds TILE_COUNT to its row tile's counter while the next one is being computed (``complete_stored``). Queues:
     shares of the tiles, one for each of those programs, row tiles to return (the other programs first, these when no
     tiles are left), tokens to sum (all). Nearly every token has a row in the last tiles, so a rank is told once, when
-    all of a peer's rows have left: one flag a source. A program that finds no multiprocessor, since NCCL holds it until
-    a peer has done its part, leaves its share to the others.
+    all of a peer's rows have left: one flag a source. A program that finds no multiprocessor, since NCCL holds it
+    until a peer has done its part, leaves its share to the others.
 
     Waits: returning programs for every rank's start signal, then for a row tile's counter (acquire; its tiles are
     stored through descriptors and waited for before they count); sums (acquire, system scope) for the flag of every
