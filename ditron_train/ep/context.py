@@ -25,6 +25,7 @@ from ditron_train.stream.op_context import OpContext
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.channel import Channel
 
+_NCCL_BLOCKS = 32  # of one collective, a multiprocessor each, unless NCCL_MIN_CTAS asks for more
 _HEADROOM = 1.125  # routing drifts from step to step: what must grow grows by a little more
 
 
@@ -148,6 +149,14 @@ class EPContext(OpContext):
             most = max(self.move.num_programs // 2, 1)
             self._senders[key] = self.move.num_senders if found is None else min(found, most)
         return self._senders[key]
+
+    def leave_room(self) -> None:
+        """Leaves multiprocessors to a collective of NCCL's, of other ranks on another stream.
+
+        All blocks of the ops here and of that collective then find one at once, whoever comes first. Else a rank could
+        wait with all of its own for rows of a peer, whose last programs wait for multiprocessors that NCCL holds until
+        that rank has joined its collective."""
+        self.move.num_programs = min(self.move.num_programs, max(self.num_sms - _NCCL_BLOCKS, 2))
 
     @property
     def moves(self) -> CallOrder:

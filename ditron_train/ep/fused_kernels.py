@@ -11,7 +11,7 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.ep.group_gemm_kernels import group_product, store_block, tile_at
 from ditron_train.ep.return_kernels import sum_tokens
-from ditron_train.ep.task_kernels import complete, complete_stored, need, serve
+from ditron_train.ep.task_kernels import complete, complete_stored, draw, need, serve
 from ditron_train.schedule.tiles import ordered_tile
 
 # Words of a board: a head for each queue, a counter of the whole, how many row tiles are there before the launch, then
@@ -204,10 +204,10 @@ def gemm_combine_kernel(
 
     All but the last NUM_SENDERS programs compute tiles, in one pipelined loop as the grouped GEMM alone; a finished
     tile adds TILE_COUNT to its row tile's counter while the next one is being computed (``complete_stored``). Queues:
-    row tiles to return (those programs first, the others when they have no tiles left), tokens to sum (all). Nearly
-    every token has a row in the last tiles, so a rank is told once, when all of a peer's rows have left: one flag a
-    source. Tiles are dealt out, not drawn: it ends as long as no more than NUM_SENDERS multiprocessors are withheld
-    for good.
+    shares of the tiles, one for each of those programs, row tiles to return (the other programs first, these when no
+    tiles are left), tokens to sum (all). Nearly every token has a row in the last tiles, so a rank is told once, when
+    all of a peer's rows have left: one flag a source. A program that finds no multiprocessor, since NCCL holds it
+    until a peer has done its part, leaves its share to the others.
 
     Waits: returning programs for every rank's start signal, then for a row tile's counter (acquire; its tiles are
     stored through descriptors and waited for before they count); sums (acquire, system scope) for the flag of every
@@ -226,16 +226,19 @@ def gemm_combine_kernel(
         num_k_tiles = tl.cdiv(K, GEMM.BLOCK_K)
         num_given = tl.load(tasks.board + GIVEN)
         order, num_computed = tasks.order + num_given, num_row_tiles - num_given
-        stored = tl.cast(0, tl.int64)  # counter of the tile before, whose stores are over when this one is computed
-        for tile in tl.range(program, num_computed * num_tiles_n, num_programs - SUM.NUM_SENDERS, flatten=True):
-            row_tile, col_tile = ordered_tile(tile, order, num_computed, num_tiles_n, GEMM.GROUP_M)
-            place, row, valid = tile_at(tasks.tiles, tasks.places, row_tile, GEMM.BLOCK_M)
-            col = col_tile * GEMM.BLOCK_N
-            acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)
+        share = draw(tasks.board + HEAD_FIRST)
+        while share < num_programs - SUM.NUM_SENDERS:
+            stored = tl.cast(0, tl.int64)  # counter of the tile before, whose stores end while this one is computed
+            for tile in tl.range(share, num_computed * num_tiles_n, num_programs - SUM.NUM_SENDERS, flatten=True):
+                row_tile, col_tile = ordered_tile(tile, order, num_computed, num_tiles_n, GEMM.GROUP_M)
+                place, row, valid = tile_at(tasks.tiles, tasks.places, row_tile, GEMM.BLOCK_M)
+                col = col_tile * GEMM.BLOCK_N
+                acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)
+                complete_stored(stored, SUM.TARGET)
+                store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
+                stored = (tasks.board + COUNTERS + row_tile).to(tl.int64)
             complete_stored(stored, SUM.TARGET)
-            store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
-            stored = (tasks.board + COUNTERS + row_tile).to(tl.int64)
-        complete_stored(stored, SUM.TARGET)
+            share = draw(tasks.board + HEAD_FIRST)
     for peer in tl.static_range(SUM.WORLD_SIZE):
         dl.await_ready(channel.ready, epoch, channel.control, peer, SUM.WORLD_SIZE, SUM.TARGET)
     serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from unittest import mock
 
 import numpy as np
 import torch
@@ -334,6 +335,15 @@ def fused_forms(
     for name, a, b in zip(("out", "dx", "grads"), *results):
         assert torch.equal(a, b), name
     return len(few), len(weights)
+
+
+def fused_forms_by_one_program(*case):
+    """Programs run one after another, the first to its end: the others find no multiprocessor."""
+    _, _, num_experts, topk, *_ = case
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
+    context.fused.num_senders = 0
+    with mock.patch.object(fused, "num_programs", lambda context: 3):
+        fused_forms(*case)
 
 
 def compiling_alone():

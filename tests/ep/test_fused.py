@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_ep import compiling_alone, expert_functions, fused_forms  # noqa: E402
+from bodies_ep import compiling_alone, expert_functions, fused_forms, fused_forms_by_one_program  # noqa: E402
 
 from ditron_train.ep.expert_functions import (  # noqa: E402
     FEWEST_ROWS,
@@ -49,6 +49,11 @@ def test_experts_of_few_rows_are_multiplied_before(fewest):
     counts = run_workers(2, fused_forms, *case)
     few, experts = (sum(values) for values in zip(*counts))
     assert 0 < few < experts if fewest < 1000 else few == experts, counts
+
+
+def test_a_program_without_a_multiprocessor_leaves_its_tiles_to_others():
+    """NCCL may hold some until a peer has joined its collective, which waits for these tiles."""
+    run_workers(2, fused_forms_by_one_program, "random", (40, 55), 4, 2, 32, 48, torch.bfloat16, "ascending", 5)
 
 
 def test_expert_functions_and_their_gradients():

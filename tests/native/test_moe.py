@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,3 +265,23 @@ def test_a_schedule_plan_without_its_flag_runs_natively(policy):
 def test_two_nodes():
     options = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_expert_capacity_factor": 0.8}
     assert run_workers(4, layers_agree_over_two_nodes, options, (8, 5, 1, 9), torch.bfloat16) == [{2}] * 4
+
+
+@pytest.mark.parametrize("num_sms", [108, 132, 148])
+@pytest.mark.parametrize("overlaps, tensor_parallel", [(True, 2), (True, 1), (False, 2)])
+def test_launches_beside_collectives_of_shared_experts_leave_room(monkeypatch, num_sms, overlaps, tensor_parallel):
+    """32 blocks of NCCL's and all programs that wait for peers are resident together."""
+    from ditron_train.ep.context import EPContext, MoveConfig
+    from ditron_train.megatron.ep import coverage
+
+    context = object.__new__(EPContext)
+    context.num_sms, context.move = num_sms, MoveConfig(num_programs=num_sms)
+    monkeypatch.setattr(coverage, "get_ep_context", lambda *arguments: context)
+    config = SimpleNamespace(
+        moe_router_topk=2, moe_shared_expert_overlap=overlaps, tensor_model_parallel_size=tensor_parallel
+    )
+    dispatcher = SimpleNamespace(config=config, ep_group=None, num_experts=8)
+    assert coverage.context_of_layer(dispatcher, torch.device("cpu")) is context
+    left = num_sms - context.move.num_programs
+    assert left == (32 if overlaps and tensor_parallel > 1 else 0)
+    assert context.move.num_senders < context.move.num_programs

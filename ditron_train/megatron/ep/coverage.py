@@ -131,6 +131,11 @@ def why_not_captured(*, is_decided: bool, is_sized: bool, slices: int) -> str | 
     return None
 
 
+def shares_with_collectives(config: Any) -> bool:
+    """Whether shared experts gather and reduce over tensor parallel ranks while tokens move."""
+    return bool(config.moe_shared_expert_overlap and config.tensor_model_parallel_size > 1)
+
+
 def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailContext:
     """The context of a dispatcher's group (collective at its first use): by peer memory where that reaches all ranks,
     else, or where ``DITRON_EP_RAILS=on``, by rails.
@@ -146,7 +151,10 @@ def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailC
         over_nodes = get_rail_context(*arguments)
     if over_nodes is None:
         try:
-            return get_ep_context(*arguments)
+            context = get_ep_context(*arguments)
+            if shares_with_collectives(config):
+                context.leave_room()
+            return context
         except (ArenaError, NotSupportedError):
             over_nodes = get_rail_context(*arguments) if rails == "auto" else None
             if over_nodes is None:

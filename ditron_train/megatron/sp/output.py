@@ -49,6 +49,17 @@ def output_fused(attention: Any, shape: AttentionShape, hidden_states: torch.Ten
         attention.core_attention.left_in_heads = None
 
 
+def why_not_left(attention: Any) -> str | None:
+    """Why an attention's output, by its options alone, is not left for the projection to exchange, or None."""
+    if attention.checkpoint_core_attention:
+        return "the attention is computed again in backward, apart from its projection"
+    if getattr(attention.config, "attention_output_gate", False) or getattr(attention, "cache_mla_latents", False):
+        return "an output gate stands between them, or latents are cached"
+    if attention.offload_core_attention or attention.offload_attn_proj:
+        return "activations are offloaded"
+    return None
+
+
 def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, packed: Any) -> SPContext | None:
     core, config = attention.core_attention, attention.config
     if not getattr(core, "can_attend", False):
@@ -63,12 +74,7 @@ def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, p
         or why_not_stand_in(core)
         or linears_of(attention.linear_proj).why_not_out(attention.linear_proj, hidden_states)
     )
-    if attention.checkpoint_core_attention:
-        reason = "the attention is computed again in backward, apart from its projection"
-    elif getattr(config, "attention_output_gate", False) or getattr(attention, "cache_mla_latents", False):
-        reason = "an output gate stands between them, or latents are cached"
-    elif attention.offload_core_attention or attention.offload_attn_proj:
-        reason = "activations are offloaded"
+    reason = why_not_left(attention) or reason
     if reason is not None:
         log_native("sp output projection", reason)
         return None

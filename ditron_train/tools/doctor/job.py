@@ -33,7 +33,7 @@ class JobReport:
 
     Attributes:
         parts: What the features that were asked for (all of them, without ``--ditron``) could accelerate.
-        idle: Features without anything to accelerate, in words.
+        idle: Features without anything to accelerate, and what could not be asked, in words.
     """
 
     parts: list[Part]
@@ -64,7 +64,9 @@ def examine_job(words: str) -> JobReport:
     features = tuple(available_features()) if asked is None else parse_features(asked)
     sizes = {"tp": job.tp, "sp": job.cp, "ep": job.ep, "pp": job.pp}
     options = Options(tuple(name for name in features if name != WGRAD), sizes=sizes, optimizer=job.optimizer)
-    idle = options.idle()
+    idle = list(options.idle())
+    if any(name.startswith("heterogeneous_layers_config") for name in vars(config)):
+        idle.append("--heterogeneous-layers-config-...: layers of the arguments' sizes were asked, not of their own")
     parts: list[Part] = []
     for name in options.overlapping:
         if any(line.startswith(f"{name}:") for line in idle):

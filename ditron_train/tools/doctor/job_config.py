@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ditron_train.tools.predict.megatron_arguments import words_by_name
+from ditron_train.tools.predict.megatron_arguments import hybrid_pattern, words_by_name
 
 __all__ = ["config_of"]
 
@@ -35,7 +35,11 @@ _ARGUMENTS_DEFAULTS = {
     "muon_tp_mode": "blockwise",
     "optimizer": "adam",
     "moe_token_dispatcher_type": "allgather",
+    "hierarchical_context_parallel_sizes": None,
+    "hybrid_attention_ratio": 0.0,
+    "hybrid_mlp_ratio": 0.0,
 }
+_OLD_GRAPHS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
 
 
 def _value(words: list[str]) -> Any:
@@ -67,6 +71,7 @@ def config_of(words: Sequence[str]) -> SimpleNamespace:
             values[_OFF.get(name, name[3:])] = False
         else:
             values[_FIELD_OF.get(name, name)] = value
+    values["hybrid_pattern"] = hybrid_pattern(words)
     _derive(values, given)
     return SimpleNamespace(**values)
 
@@ -91,6 +96,14 @@ def _derive(values: dict[str, Any], given: dict[str, Any]) -> None:
         values["activation_func"] = quick_gelu
     comm_type = values["cp_comm_type"] or "p2p"
     values["cp_comm_type"] = comm_type[0] if isinstance(comm_type, list) and len(comm_type) == 1 else comm_type
+    levels = values["hierarchical_context_parallel_sizes"]
+    values["hierarchical_context_parallel_sizes"] = levels if isinstance(levels, list) else [levels] if levels else []
+    if values["recompute_granularity"] == "selective" and not values["recompute_modules"]:
+        values["recompute_modules"] = ["core_attn"]
+    values["cpu_offloading"] |= bool(given.get("cpu_offloading_num_layers"))
+    for name, implementation in _OLD_GRAPHS.items():
+        if given.get(name):
+            values["cuda_graph_impl"] = implementation
     for name in ("recompute_modules", "offload_modules"):
         value = values.get(name) or []
         values[name] = value if isinstance(value, list) else [value]

@@ -5,10 +5,11 @@ No layer is built: they are asked about stand-ins with the attributes of layers,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -32,11 +33,13 @@ from ditron_train.megatron.sp.coverage import (
     why_not_fp8_norms,
     why_not_fp8_out,
     why_not_fp8_qkv,
+    why_not_levels,
     why_not_te_attention,
 )
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import LocalLinears
 from ditron_train.megatron.sp.norms import norms_of
+from ditron_train.megatron.sp.output import why_not_left
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
 from ditron_train.megatron.tp.routing import spec_of
 from ditron_train.megatron.tp.spec import LinearCall
@@ -51,6 +54,7 @@ from ditron_train.megatron.tp.te_coverage import (
 )
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp.head_norms import Norms
+from ditron_train.tools.doctor.job_layers import kinds_of, matrices_of
 from ditron_train.tools.predict.megatron_arguments import Job
 
 __all__ = ["Part", "parts_of"]
@@ -62,6 +66,8 @@ _RECIPES = {
     "mxfp8": "MXFP8BlockScaling",
     "blockwise": "Float8BlockScaling",
 }
+# Layers that normalise what the residual connection brings.
+_NORMED = ("attention: linear_qkv", "MLP: linear_fc1", "Mamba: in_proj", "gated delta net: in_proj")
 _PROBS_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -136,34 +142,26 @@ def _is_te(config: Any) -> bool:
     return bool(config.transformer_impl == "transformer_engine")
 
 
-def _matrices(job: Job, config: Any) -> Iterator[tuple[str, Literal["column", "row"], int, int, bool]]:
-    """Name, kind, whole N and K of the tensor parallel layers, and whether they add a bias themselves."""
-    model, hidden = job.model, int(config.hidden_size)
-    if config.multi_latent_attention:
-        heads, q_dim = model.heads, config.qk_head_dim + config.qk_pos_emb_head_dim
-        yield "attention: linear_q_up_proj", "column", heads * q_dim, config.q_lora_rank or hidden, False
-        kv_dim = config.qk_head_dim + config.v_head_dim
-        yield "attention: linear_kv_up_proj", "column", heads * kv_dim, config.kv_lora_rank, False
-        yield "attention: linear_proj", "row", hidden, heads * config.v_head_dim, False
-    else:
-        rows = (model.heads * (2 if config.attention_output_gate else 1) + 2 * model.groups) * model.channels
-        has_bias = bool(config.add_bias_linear or config.add_qkv_bias)
-        yield "attention: linear_qkv", "column", rows, hidden, has_bias
-        yield "attention: linear_proj", "row", hidden, model.heads * model.channels, False
-    gates = 2 if config.gated_linear_unit else 1
-    if model.experts is None or config.moe_layer_freq != 1:
-        yield "MLP: linear_fc1", "column", gates * model.ffn, hidden, False
-        yield "MLP: linear_fc2", "row", hidden, model.ffn, False
-    shared = config.moe_shared_expert_intermediate_size
-    if model.experts is not None and shared:
-        yield "shared experts: linear_fc1", "column", gates * shared, hidden, False
-        yield "shared experts: linear_fc2", "row", hidden, shared, False
-    yield "output_layer", "column", model.vocabulary or 0, hidden, False
+def _recipe(config: Any) -> str | None:
+    """The class of the recipe that Transformer Engine's layers compute in, None in 16 bits."""
+    if config.fp4:
+        return "NVFP4BlockScaling"
+    return _RECIPES.get(config.fp8_recipe, config.fp8_recipe) if config.fp8 else None
 
 
 def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
+    yield from _linears_of_a_layer(job, config)
+    if config.first_last_layers_bf16 and _recipe(config) is not None:
+        config = copy.copy(config)
+        config.fp8 = config.fp4 = None
+        for name, reason in _linears_of_a_layer(job, config):
+            if name != "output_layer":
+                yield f"{name}, first and last layers in 16 bits", reason
+
+
+def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     tp, sequence = job.tp, job.model.seq_length // job.cp
-    for name, kind, n, k, adds_bias in _matrices(job, config):
+    for name, kind, n, k, adds_bias in matrices_of(job, config):
         own = (n // tp, k) if kind == "column" else (n, k // tp)
         weight = _tensor(*own, dtype=config.params_dtype)
         rows = sequence // tp if kind == "column" and config.sequence_parallel else sequence
@@ -173,8 +171,9 @@ def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
             layer = _linear_layer(kind, config, weight, adds_bias=adds_bias)
             if name.startswith("shared") and config.moe_shared_expert_overlap:
                 layer.parallel_mode = None
-            reason = _why_not_te(layer, x, config)
-            if config.fp8:
+            wide = config.fp32_residual_connection and name in _NORMED
+            reason = _why_not_te(layer, x.float() if wide else x, config)
+            if _recipe(config) is not None:
                 has_blocks = config.fp8_recipe == "blockwise"
                 yield name, reason or why_not_fp8_sizes(kind, x, weight, tp, has_blocks=has_blocks)
                 continue
@@ -183,15 +182,15 @@ def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
 
 def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     """As ``te_layers`` ask."""
-    if config.fp8 and not config.sequence_parallel:
+    recipe = _recipe(config)
+    if recipe is not None and not config.sequence_parallel:
         return WITHOUT_SEQUENCE_PARALLEL
-    return _why_not_call(layer, x, config) or (why_not_delayed(layer) if config.fp8 else None)
+    return _why_not_call(layer, x, config) or (None if recipe is None else why_not_delayed(layer))
 
 
 def _why_not_call(layer: Any, x: torch.Tensor, config: Any) -> str | None:
-    reason = None
-    if config.fp8:
-        recipe = _RECIPES.get(config.fp8_recipe, config.fp8_recipe)
+    reason, recipe = None, _recipe(config)
+    if recipe is not None:
         reason = why_not_recipe_name(recipe)
         if reason is None and config.fp8_param:
             reason = why_not_parameters([recipe])
@@ -227,20 +226,45 @@ class _AskedInFp8(_Asked):
 
 
 def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
-    model, cp, is_te = job.model, job.cp, _is_te(config)
-    reason = why_not_comm_type(config.cp_comm_type)
+    if "*" not in kinds_of(job, config):
+        return
+    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    for kind in dict.fromkeys(kinds):
+        for name, reason in _attention_of(kind, job, config):
+            yield name if len(set(kinds)) == 1 else f"{name}, layers with {kind}", reason
+
+
+def _why_not_exchanged(kind: str, ranks: int, config: Any) -> str | None:
+    """Why the exchanges of attentions with this ``cp_comm_type`` are native, or None."""
+    reason = why_not_comm_type(kind)
+    if reason is None and kind == "a2a+p2p":
+        reason = why_not_levels(config.hierarchical_context_parallel_sizes)
+        if not _is_te(config):
+            reason = "Megatron's local attention has no a2a+p2p"
+    if reason is None and config.experimental_attention_variant == "dsa":
+        reason = "the attention of dsa is not Transformer Engine's"
+    if reason is None and config.hybrid_context_parallel:
+        reason = "the context parallel group changes from batch to batch"
     if reason is None:
         try:
-            config_of_one_rank(config, cp)
+            config_of_one_rank(config, ranks)
         except NotSupportedError as error:
             reason = str(error)
-    if reason is None and is_te:
+    if reason is None and _is_te(config):
         reason = why_not_te_attention(config, is_training=True)
+    return reason
+
+
+def _attention_of(kind: str, job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
+    model, is_te = job.model, _is_te(config)
+    sizes = config.hierarchical_context_parallel_sizes
+    cp = sizes[0] if kind == "a2a+p2p" and sizes else job.cp
+    reason = _why_not_exchanged(kind, cp, config)
     mla, tp = config.multi_latent_attention, job.tp
     head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim if mla else model.channels
     value_dim = config.v_head_dim if mla else model.channels
     shape = AttentionShape(model.heads // tp, (model.heads if mla else model.groups) // tp, head_dim, value_dim)
-    rows = (model.seq_length // cp, model.micro_batch_size)
+    rows = (model.seq_length // job.cp, model.micro_batch_size)
     like = _tensor(*rows, model.heads // tp, head_dim, dtype=config.params_dtype)
     yield "attention: exchanges", reason or EXCHANGE.why_not_tensors(UlyssesCall(_ranks(cp), shape, rows, like))
     if reason is not None:
@@ -258,15 +282,15 @@ def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     qkv_layer = _linear_layer("column", config, qkv, adds_bias=adds_bias, is_ours=is_ours)
     out_layer = _linear_layer("row", config, out, adds_bias=False, is_ours=is_ours)
     asked = (_AskedInFp8 if is_te and config.fp8 else _Asked)(config)
+    attention = _self_attention(config)
     if mla:
         fused: str | None = "multi-latent attention has its own projections"
     else:
-        attention = _self_attention(config)
         fused = DitronSelfAttention._why_not_fused(attention, (), {}) or asked.why_not_norms(norms_of(attention))
     reason = fused or asked.why_not(qkv_layer, out_layer, x)
     call = UlyssesCall(_ranks(cp), shape, rows, like, (qkv, out))
     yield "attention: QKV projection with its exchange", reason or PROJECTIONS.why_not_tensors(call)
-    reason = asked.why_not_out(out_layer, x)
+    reason = asked.why_not_out(out_layer, x) or (None if reason is None else why_not_left(attention))
     yield (
         "attention: output projection with its exchange",
         reason or OUTPUT.why_not_tensors(call._replace(weights=(out,))),
@@ -286,6 +310,10 @@ def _self_attention(config: Any) -> Any:
         world_size=config.tensor_model_parallel_size,
         q_layernorm=norm,
         k_layernorm=norm,
+        checkpoint_core_attention=(
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        ),
+        cache_mla_latents=False,
         offload_qkv_linear="qkv_linear" in offloads,
         offload_core_attention="core_attn" in offloads,
         offload_attn_proj="attn_proj" in offloads,
@@ -293,7 +321,7 @@ def _self_attention(config: Any) -> Any:
 
 
 def _experts(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
-    if job.model.experts is None:
+    if "E" not in kinds_of(job, config) or job.model.experts is None:
         return
     dispatcher = SimpleNamespace(config=config, ep_size=job.ep, tp_size=config.expert_tensor_parallel_size)
     tokens = job.model.seq_length // job.cp * job.model.micro_batch_size
@@ -310,14 +338,13 @@ def _experts(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     yield "experts: dispatch and combine", reason
     if reason is None:
         yield "experts: GEMMs in one kernel with them", _why_not_fused(config)
-        if config.fp8 and _is_te(config) and config.moe_grouped_gemm:
+        if _recipe(config) is not None and _is_te(config) and config.moe_grouped_gemm:
             yield "experts: products in FP8 as one kernel", _why_not_products(job, config)
 
 
 def _why_not_products(job: Job, config: Any) -> str | None:
     """As the grouped linear layers ask in FP8."""
-    recipe = _RECIPES.get(config.fp8_recipe, config.fp8_recipe)
-    reason = why_not_fp8_recipe([recipe], has_fp8_parameters=bool(config.fp8_param))
+    reason = why_not_fp8_recipe([str(_recipe(config))], has_fp8_parameters=bool(config.fp8_param))
     is_plain = config.quant_recipe is None and not config.add_bias_linear and not config.cpu_offloading
     reason = reason or why_not_fp8_options(is_plain=is_plain)
     ffn = job.model.expert_ffn // config.expert_tensor_parallel_size

@@ -37,6 +37,12 @@ _DEFAULTS: dict[str, Any] = {
     "fp8_recipe": "delayed", "moe_token_dispatcher_type": "allgather",
 }  # fmt: skip
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+_OTHER_NAMES = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
+# Stages have the layers that these say, not all as many.
+_UNEVEN = {
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,8 @@ def parse_job(words: Sequence[str]) -> Job:
     """
     known: dict[str, Any] = dict(_DEFAULTS)
     said, flags, ignored = {}, set(), []
-    for name, values in words_by_name(words):
+    for given, values in words_by_name(words):
+        name = _OTHER_NAMES.get(given, given)
         if name in _NUMBERS:
             known[name] = _number(name, values)
         elif name in _WORDS and values:
@@ -139,6 +146,9 @@ def parse_job(words: Sequence[str]) -> Job:
             flags.add(name)
         else:
             ignored.append("--" + name.replace("_", "-"))
+    pattern = hybrid_pattern(words)
+    if pattern is not None:
+        known.setdefault("num_layers", len(pattern.replace("|", "")))
     missing = ["--" + name.replace("_", "-") for name in _NEEDED if name not in known]
     if missing:
         raise SettingError(f"a step cannot be predicted without {', '.join(missing)}")
@@ -151,7 +161,7 @@ def parse_job(words: Sequence[str]) -> Job:
         pp=pp,
         cp=known["context_parallel_size"],
         ep=known["expert_model_parallel_size"],
-        chunks=_chunks(known, pp),
+        chunks=_chunks(known, pp, is_even=_UNEVEN.isdisjoint(name for name, _ in words_by_name(words))),
         optimizer=known["optimizer"],
         flags=frozenset(flags),
         words={name: known[name] for name in (*_WORDS,) if name in known},
@@ -185,8 +195,16 @@ def _model(known: dict[str, Any], flags: set[str], tp: int) -> ModelSizes:
     )
 
 
-def _chunks(known: dict[str, Any], pp: int) -> int:
-    if known["num_layers"] % pp:
+def hybrid_pattern(words: Sequence[str]) -> str | None:
+    """The kinds of a hybrid model's layers, a letter each, without those of multi-token prediction; or None."""
+    for name, values in words_by_name(words):
+        if name in ("hybrid_layer_pattern", "hybrid_override_pattern") and values:
+            return values[0].split("/")[0]
+    return None
+
+
+def _chunks(known: dict[str, Any], pp: int, *, is_even: bool) -> int:
+    if is_even and known["num_layers"] % pp:
         raise SettingError(f"{known['num_layers']} layers do not divide over {pp} stages")
     if "num_virtual_stages_per_pipeline_rank" in known:
         return int(known["num_virtual_stages_per_pipeline_rank"])

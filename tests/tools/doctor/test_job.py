@@ -202,6 +202,107 @@ def test_every_layer_of_a_model_with_shared_experts_and_latent_attention_is_aske
     assert "its communication is another's" in (found["shared experts: linear_fc1"] or "")
 
 
+DEEPSEEK = (
+    "pretrain_gpt.py --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    "--v-head-dim 128 --qk-layernorm --seq-length 4096 --num-experts 256 --moe-layer-freq '([0]*3+[1]*58)' "
+    "--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8 "
+    "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --mtp-num-layers 1 --bf16 "
+    "--swiglu --disable-bias-linear --vocab-size 129280 --expert-model-parallel-size 8"
+)
+DEEPSEEK_PP = "--pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 4"
+DEEPSEEK_LAYOUT = "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout 'Et*3|(tt|)*29,m|L'"
+MAMBA = (
+    "pretrain_mamba.py --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    "--seq-length 4096 --squared-relu --bf16 --disable-bias-linear --tensor-model-parallel-size 8 --sequence-parallel"
+)
+QWEN = f"{DENSE} --disable-bias-linear --qk-layernorm --attention-dropout 0 --context-parallel-size 8 --ditron sp"
+A2A_P2P = f"{QWEN} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes"
+MLA_SP = f"{DEEPSEEK.replace('--qk-layernorm', '')} --attention-dropout 0 --context-parallel-size 2 --cp-comm-type a2a"
+UP = {"attention: linear_q_up_proj", "attention: linear_kv_up_proj"}
+MLP = {"MLP: linear_fc1", "MLP: linear_fc2"}
+SHARED = {"shared experts: linear_fc1", "shared experts: linear_fc2"}
+EH_PROJ, HEAD, STAGES = "multi-token prediction: eh_proj", "output_layer", "messages between stages"
+IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: exchanges"
+
+
+@pytest.mark.parametrize(
+    ("words", "ours", "native"),
+    [
+        (
+            f"{DEEPSEEK} {DEEPSEEK_PP} --tensor-model-parallel-size 2 --sequence-parallel --ditron tp,pp",
+            {*UP, PROJ, *MLP, *SHARED, EH_PROJ, HEAD, STAGES},
+            {},
+        ),
+        (f"{DEEPSEEK} {DEEPSEEK_LAYOUT} --ditron ep,pp", {MOVED, FUSED, STAGES}, {}),
+        (f"{MLA_SP} --ditron sp", {EXCHANGES, OUT_A2A}, {QKV_A2A: "multi-latent attention"}),
+        (
+            f"{MLA_SP} --recompute-granularity selective --ditron sp",
+            {EXCHANGES},
+            {QKV_A2A: "multi-latent attention", OUT_A2A: "computed again in backward"},
+        ),
+        (f"{MLA_SP} --experimental-attention-variant dsa --ditron sp", set(), {EXCHANGES: "the attention of dsa"}),
+        (f"{A2A_P2P} 2 4", {EXCHANGES, QKV_A2A, OUT_A2A}, {}),
+        (f"{A2A_P2P} 1 8", set(), {EXCHANGES: "each exchange of a2a+p2p is of one rank"}),
+        (f"{A2A_P2P} 2 2 2", set(), {EXCHANGES: "over 3 levels"}),
+        (f"{A2A_P2P} 2 4 --transformer-impl local", set(), {EXCHANGES: "local attention has no a2a+p2p"}),
+        (f"{QWEN} --cp-comm-type a2a --hybrid-context-parallel", set(), {EXCHANGES: "from batch to batch"}),
+        (
+            f"{QWEN} --cp-comm-type p2p a2a p2p a2a a2a a2a a2a a2a",
+            {f"{name}, layers with a2a" for name in (EXCHANGES, QKV_A2A, OUT_A2A)},
+            {f"{EXCHANGES}, layers with p2p": "--cp-comm-type is p2p"},
+        ),
+        (
+            f"{MAMBA} --num-layers 56 --is-hybrid-model --hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5",
+            {IN_PROJ, OUT_PROJ, QKV, PROJ, *MLP, HEAD},
+            {},
+        ),
+        (f"{MAMBA} --hybrid-layer-pattern 'M-M-|M-M-/MM'", {IN_PROJ, OUT_PROJ, *MLP, HEAD}, {}),
+        (
+            f"{TP} --experimental-attention-variant gated_delta_net --linear-attention-freq 4",
+            {"gated delta net: in_proj", "gated delta net: out_proj", QKV, PROJ, *MLP, HEAD},
+            {},
+        ),
+        (f"{TP} --fp4-format e2m1", {HEAD}, dict.fromkeys(LINEARS, "NVFP4BlockScaling")),
+        (
+            f"{FP8} --fp8-recipe mxfp8 --first-last-layers-bf16",
+            {HEAD, *(f"{name}, first and last layers in 16 bits" for name in LINEARS)},
+            dict.fromkeys(LINEARS, "MXFP8BlockScaling"),
+        ),
+        (
+            f"{TP} --fp32-residual-connection",
+            {PROJ, "MLP: linear_fc2", HEAD},
+            dict.fromkeys((QKV, "MLP: linear_fc1"), "another type than the input"),
+        ),
+        (f"{TP} --cpu-offloading-num-layers 2", {HEAD}, dict.fromkeys(LINEARS, "offloaded")),
+        (f"{EP} --enable-cuda-graph", set(), {MOVED: "captured in a CUDA graph"}),
+        (f"{EP} --moe-layer-freq '[1]*8'", {MOVED, FUSED}, {}),
+        (
+            "pretrain_t5.py --encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768 "
+            "--num-attention-heads 12 --encoder-seq-length 512 --tensor-model-parallel-size 2 --bf16 --ditron tp",
+            {QKV, PROJ, *MLP, HEAD},
+            {},
+        ),
+    ],
+)
+def test_jobs_of_very_different_kinds(words: str, ours: set[str], native: dict[str, str]) -> None:
+    found = reasons(words)
+    assert {name for name, reason in found.items() if reason is None} == ours
+    assert found.keys() - ours == native.keys()
+    for name, says in native.items():
+        assert says in (found[name] or "")
+
+
+def test_what_could_not_be_asked_is_said() -> None:
+    report = examine_job(f"{TP} --ditron tp --heterogeneous-layers-config-path layers.json")
+    assert any("--heterogeneous-layers-config" in line for line in report.idle)
+
+
+def test_stages_of_uneven_sizes_have_to_be_asked_for() -> None:
+    with pytest.raises(SettingError, match="61 layers do not divide over 16 stages"):
+        examine_job(f"{DEEPSEEK} --pipeline-model-parallel-size 16")
+
+
 def test_the_configuration_is_megatrons() -> None:
     """Field by field, where Megatron builds it without a GPU from the same values."""
     from megatron.core.transformer.transformer_config import TransformerConfig
