@@ -2,9 +2,13 @@
 
     python scripts/jobs.py dense-70b-tp --megatron-lm ../Megatron-LM
     python scripts/jobs.py dense-70b-tp --megatron-lm ../Megatron-LM --compare "--within 600" -- --num-layers 4
+    python scripts/jobs.py dense-70b-tp-pp --megatron-lm ../Megatron-LM --posed
+    python scripts/jobs.py --list 2
 
 What stands behind ``--`` goes to Megatron behind the job's own arguments, and so replaces them. ``--show`` prints the
-command and trains nothing.
+command and trains nothing. ``--posed`` is for bits alone: ranks share whatever GPUs there are, each rank holds as few
+layers and experts as the job's kind allows, and nothing is timed or written to results. ``--list N`` says which jobs
+run whole on N GPUs, and which posed.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "jobs"
 COMMON = "common"
+#: Has ranks share GPUs where there are fewer of these.
+SHARED = ROOT / "tests" / "gpu" / "shared_pretrain.py"
+POSED_EXPERTS, POSED_STEPS = 32, 6
 #: Under which Megatron repeats itself, bit for bit.
 ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -76,7 +83,24 @@ def read_job(name: str) -> StandardJob:
     return StandardJob(name, head["about"], head["ditron"], int(head["gpus"]), words)
 
 
-def command_of(job: StandardJob, script: Path, compare: Sequence[str] = (), more: Sequence[str] = ()) -> list[str]:
+def _value(job: StandardJob, option: str) -> int | None:
+    """Of an option that stands in the job's arguments."""
+    return int(job.arguments[job.arguments.index(option) + 1]) if option in job.arguments else None
+
+
+def posed_arguments(job: StandardJob) -> list[str]:
+    """What replaces a job's arguments where it runs for bits alone: few steps, a layer a stage, few experts."""
+    layers, more = _value(job, "--pipeline-model-parallel-size") or 1, []
+    if _value(job, "--num-layers-per-virtual-pipeline-stage") is not None:
+        layers, more = 2 * layers, ["--num-layers-per-virtual-pipeline-stage", "1"]
+    if _value(job, "--num-experts") is not None:
+        more += ["--num-experts", str(POSED_EXPERTS)]
+    return ["--train-iters", str(POSED_STEPS), "--num-layers", str(layers), *more]
+
+
+def command_of(
+    job: StandardJob, script: Path, compare: Sequence[str] = (), more: Sequence[str] = (), *, posed: bool = False
+) -> list[str]:
     """The command that compares a job.
 
     Args:
@@ -84,10 +108,24 @@ def command_of(job: StandardJob, script: Path, compare: Sequence[str] = (), more
         script: Megatron-LM's ``pretrain_gpt.py``.
         compare: More options of ``compare``.
         more: More arguments of Megatron, which replace the job's.
+        posed: Whether it is for bits alone, on fewer GPUs than ranks: each path once, untraced.
     """
-    comparing = ["-m", "ditron_train", "compare", "--ditron", job.ditron, "--trace", "--model", job.name, *compare]
+    how = ["--order", "AB"] if posed else ["--trace", "--model", job.name]
+    comparing = ["-m", "ditron_train", "compare", "--ditron", job.ditron, *how, *compare]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.gpus)]
-    return [sys.executable, *comparing, sys.executable, *launcher, str(script), *job.arguments, *more]
+    scripts = [str(SHARED), str(script)] if posed else [str(script)]
+    own = [*job.arguments, *(posed_arguments(job) if posed else ())]
+    return [sys.executable, *comparing, sys.executable, *launcher, *scripts, *own, *more]
+
+
+def list_of(num_gpus: int) -> str:
+    """One line a job: whether it runs whole on so many GPUs, with times, or posed, for bits alone."""
+    lines = []
+    for name in job_names():
+        job = read_job(name)
+        how = "whole" if job.gpus <= num_gpus else f"posed, {job.gpus} ranks, bits alone"
+        lines.append(f"{name:26} {job.ditron:12} {how}")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -97,18 +135,27 @@ def main() -> int:
         place = words.index("--")
         words, more = words[:place], words[place + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=job_names())
+    parser.add_argument("job", nargs="?", choices=job_names())
     parser.add_argument("--megatron-lm", type=Path, default=Path(os.environ.get("MEGATRON_LM", "Megatron-LM")))
     parser.add_argument("--compare", default="", metavar="OPTIONS", help="more options of compare, in one word")
     parser.add_argument("--show", action="store_true", help="print the command and train nothing")
+    parser.add_argument("--posed", action="store_true", help="for bits alone, by ranks that share GPUs")
+    parser.add_argument("--list", type=int, metavar="GPUS", help="which jobs run on so many GPUs, and how")
     arguments = parser.parse_args(words)
-    job = read_job(arguments.job)
-    command = command_of(job, arguments.megatron_lm / "pretrain_gpt.py", shlex.split(arguments.compare), more)
+    if arguments.list is not None:
+        print(list_of(arguments.list))
+        return 0
+    if arguments.job is None:
+        parser.error("which job?")
+    job, script = read_job(arguments.job), arguments.megatron_lm / "pretrain_gpt.py"
+    command = command_of(job, script, shlex.split(arguments.compare), more, posed=arguments.posed)
     if arguments.show:
         print(shlex.join(command))
         return 0
     path = os.pathsep.join([str(ROOT), str(arguments.megatron_lm.resolve()), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(command, env={**ENVIRONMENT, **os.environ, "PYTHONPATH": path}, check=False).returncode
+    policy = {"DITRON_POLICY": "bits"} if arguments.posed else {}  # times of ranks that share a GPU decide nothing
+    env = {**ENVIRONMENT, **policy, **os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, env=env, check=False).returncode
 
 
 if __name__ == "__main__":

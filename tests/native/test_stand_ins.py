@@ -159,6 +159,42 @@ def test_experts_with_adapters_are_not_fused():
     assert why_not_fused(experts, cpu) == "DitronTEGroupedMLP has a forward of its own"
 
 
+@pytest.mark.parametrize("rows, fewest", [((257, 300), 0), ((20, 4000), 257), ((200, 300), None)])
+def test_experts_of_few_rows_keep_their_native_product_alone(monkeypatch, rows, fewest):
+    """``rows`` of this rank's two experts; None: more than a quarter of them are too few, so no pair is one kernel."""
+    from ditron_train.megatron.ep import experts as ep_experts
+    from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
+
+    def multiplied(weights, parts, out, dtype, layout, m_splits, **options):
+        for weight, part, into, count in zip(weights, parts, out, m_splits):
+            assert len(part) == len(into) == count
+            into.copy_(part @ (weight.t() if layout == "TN" else weight))
+
+    monkeypatch.setattr(ep_experts, "grouped_gemm", multiplied)
+    layer, dispatcher = torch.nn.Module(), DitronMoEAlltoAllTokenDispatcher.__new__(DitronMoEAlltoAllTokenDispatcher)
+    layer.experts = _experts()
+    dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity_factor = layer._modules, None, None
+    dispatcher._pairs, dispatcher._is_forced = frozenset({"gemm_combine"}), False
+    dispatcher._ep_context = dispatcher._order = None
+    dispatcher._layout = types.SimpleNamespace(
+        tokens_per_expert=torch.tensor(rows), expert_rows=torch.tensor(rows).numpy()
+    )
+    call = dispatcher._expert_call(torch.zeros(1))
+    if fewest is None:
+        assert call is None
+        return
+    assert call.fewest_rows == fewest and (call.few is None) == (fewest == 0)
+    x, weights = torch.randn(sum(rows), HIDDEN), [torch.randn(HIDDEN, HIDDEN) for _ in range(2)]
+    out = torch.full_like(x, 7.0)
+    if fewest:
+        for transpose in (True, False):
+            call.few(x, weights, transpose, out, [0])
+            weight = weights[0].t() if transpose else weights[0]
+            assert torch.equal(out[: rows[0]], x[: rows[0]] @ weight) and bool((out[rows[0] :] == 7.0).all())
+        call.few(x, weights, True, out.fill_(7.0), [])
+        assert bool((out == 7.0).all())
+
+
 @pytest.mark.parametrize("wrapped", ["layer", "experts", "recipe"])
 def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wrapped):
     """What was decided for them stands: were it still followed, a wrapper would get tokens for rows and an ExpertCall

@@ -116,6 +116,29 @@ def test_the_command(tmp_path: Path) -> None:
         jobs.read_job("dense")
 
 
+def test_posed_jobs_keep_their_kind() -> None:
+    """For bits alone, a job has as few layers and experts as its parallel sizes allow, and is not timed."""
+    for name in jobs.job_names():
+        job = jobs.read_job(name)
+        command = jobs.command_of(job, Path("pretrain_gpt.py"), posed=True)
+        assert "--trace" not in command and command[command.index("--order") + 1] == "AB"
+        assert command[command.index("pretrain_gpt.py") - 1] == str(jobs.SHARED) and jobs.SHARED.is_file()
+        values, posed = _values(job.arguments), _values(tuple(jobs.posed_arguments(job)))
+        virtual = 2 if "interleaved" in name else 1
+        assert posed["num_layers"] == values.get("pipeline_model_parallel_size", 1) * virtual
+        assert posed["num_layers"] <= values["num_layers"] and posed.keys() <= values.keys()
+        if "num_experts" in values:
+            assert posed["num_experts"] % (values.get("moe_router_num_groups", 1) * 2) == 0
+            assert values["moe_router_topk"] <= posed["num_experts"] < values["num_experts"]
+
+
+def test_the_list_says_what_runs_where() -> None:
+    whole = {num: {line.split()[0] for line in jobs.list_of(num).splitlines() if "whole" in line} for num in (1, 2, 4)}
+    assert not whole[1] and whole[4] == set(jobs.job_names())
+    assert whole[4] - whole[2] == {"dense-70b-tp-pp", "dense-70b-tp-pp-muon", "ulysses-32k-tp-sp"}
+    assert "posed, 4 ranks, bits alone" in jobs.list_of(2)
+
+
 PARSES = """
 import os, sys, types
 import torch
@@ -126,15 +149,16 @@ from megatron.training import arguments
 sys.path.insert(0, "scripts")
 import jobs
 
-for name in jobs.job_names():
+for name, posed in ((name, posed) for name in jobs.job_names() for posed in (True, False)):
     job = jobs.read_job(name)
     os.environ.update(WORLD_SIZE=str(job.gpus), RANK="0")
-    sys.argv = ["pretrain_gpt.py", *job.arguments]
+    sys.argv = ["pretrain_gpt.py", *job.arguments, *(jobs.posed_arguments(job) if posed else ())]
     args = arguments.parse_args()
     arguments.validate_args(args)
     args.apply_rope_fusion = args.moe_permute_fusion = False  # where Transformer Engine is not installed
     config = arguments.core_transformer_config_from_args(args)
-    print("TAKEN", name, config.gradient_accumulation_fusion, config.num_moe_experts, config.cp_comm_type)
+    seen = config.gradient_accumulation_fusion, config.num_moe_experts, config.cp_comm_type
+    print("POSED" if posed else "TAKEN", name, *seen)
 """
 
 
@@ -147,4 +171,6 @@ def test_megatron_takes_the_arguments() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for name in jobs.job_names():
         experts = name.split("-")[1] if name.startswith("moe") else None
-        assert f"TAKEN {name} True {experts} {'a2a' if name.startswith('ulysses') else 'p2p'}" in done.stdout
+        kind = "a2a" if name.startswith("ulysses") else "p2p"
+        assert f"TAKEN {name} True {experts} {kind}" in done.stdout
+        assert f"POSED {name} True {experts and jobs.POSED_EXPERTS} {kind}" in done.stdout
