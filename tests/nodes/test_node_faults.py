@@ -1,4 +1,4 @@
-"""A node that dies, comes late or has a slow link, and a single rank of one: every survivor names it within deadline + 5 s."""
+"""A node that dies, comes late or has a slow link, and a single rank: every survivor names it in deadline + 5 s."""
 
 from __future__ import annotations
 
