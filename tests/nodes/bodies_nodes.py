@@ -106,32 +106,49 @@ def _outcome(call, is_late, timeout_s):
     return first.waiting_rank, {error.missing_rank for error, _ in errors}, taken_s, len(errors)
 
 
-def _ep_call(group):
-    """Dispatch and combine over nodes by rails."""
+def link_chokes(op, folder, timeout_s):
+    """What this rank gets of a second call of ``op``, while a node's link carries hardly anything: ``choked`` in
+    ``folder`` says that it does, behind ``ready`` of rank 0. ``done`` of a rank says that it has an answer."""
+    os.environ["DITRON_TIMEOUT_S"] = str(timeout_s)
+    call, folder, rank = _CALLS[op](dist.group.WORLD, 256), Path(folder), dist.get_rank()
+    call()
+    dist.barrier()
+    if rank == 0:
+        (folder / "ready").touch()
+    while not (folder / "choked").exists():
+        time.sleep(0.01)
+    try:
+        return _outcome(call, False, timeout_s)
+    finally:
+        (folder / f"done{rank}").touch()
+
+
+def _ep_call(group, factor=1):
+    """Dispatch and combine over nodes by rails; ``factor``: how many times as much is sent, as of the other calls."""
     from ditron_train.ep import get_rail_context, rails
 
     context = get_rail_context(group, torch.device("cpu"), 8, 2)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    x, scores = torch.randn(12, 16, generator=generator), torch.rand(12, 8, generator=generator)
+    x, scores = torch.randn(12, 16 * factor, generator=generator), torch.rand(12, 8, generator=generator)
     routed = torch.zeros(12, 8, dtype=torch.bool).scatter_(1, scores.topk(2).indices, True)
 
     def call():
-        layout = rails.begin_layout(routed, scores * routed, 16, torch.float32, context).finish()
+        layout = rails.begin_layout(routed, scores * routed, x.shape[1], torch.float32, context).finish()
         rows, _ = rails.dispatch(x, layout, context)
         rails.combine(rows, layout, context, order="ascending")
 
     return call
 
 
-def _sp_call(group):
+def _sp_call(group, factor=1):
     """Ulysses' exchanges over nodes by rails."""
     from ditron_train.megatron.sp.nodes import get_nodes_context
     from ditron_train.sp import qkv_layout
 
     world = dist.get_world_size()
     context = get_nodes_context(group, torch.device("cpu"))
-    layout = qkv_layout(2 * world, world, 8, world)
-    parts = [torch.randn(4, 1, heads, 8) for heads in (2 * world, world, world)]
+    layout = qkv_layout(2 * world, world, 8 * factor, world)
+    parts = [torch.randn(4, 1, heads, 8 * factor) for heads in (2 * world, world, world)]
     return lambda: context.to_heads(parts, layout, None)
 
 
@@ -264,14 +281,14 @@ def sums_along_rings(cases):
     return found
 
 
-def _tp_call(group):
+def _tp_call(group, factor=1):
     """A GEMM-RS over nodes, then an AG-GEMM."""
     from ditron_train.tp.nodes import ag_gemm_over_nodes
     from ditron_train.tp.nodes_context import get_nodes_tp_context
     from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
 
     context = get_nodes_tp_context(group, torch.device("cpu"))
-    x, weight = torch.ones(16, 16), torch.ones(8, 16)
+    x, weight = torch.ones(16, 16), torch.ones(8 * factor, 16)
 
     def call():
         rows = gemm_rs_over_nodes(x, weight, context=context)

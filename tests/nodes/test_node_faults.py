@@ -1,8 +1,9 @@
-"""A node that dies or comes late, and a single rank of one: every survivor names it within deadline + 5 s."""
+"""A node that dies, comes late or has a slow link, and a single rank: every survivor names it in deadline + 5 s."""
 
 from __future__ import annotations
 
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_nodes as bodies  # noqa: E402
 
-from tests.support.nodes import nodes_pool  # noqa: E402
+from tests.support.nodes import RATE_MBIT, nodes_pool  # noqa: E402
 from tests.support.patience import HANG_S  # noqa: E402
 
-TIMEOUT_S = 3.0
+TIMEOUT_S, CHOKED_MBIT = 3.0, 0.064
 NODE, RANK = (2, 3), (3,)
 OPS = ("ep", "sp", "tp")
 CASES = [("late", NODE), ("late", RANK), ("killed", RANK), ("killed", NODE)]  # who dies is not there for the next
@@ -46,3 +47,29 @@ def test_survivors_name_the_missing_rank(op, case, outcomes):
         assert (waiting, missing) == (rank, {failing[0]})
         if rank not in failing:  # the missing rank itself hears of it when it comes, at its next call at last
             assert num_errors == 2 and taken_s < TIMEOUT_S + 5
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_link_too_slow_for_the_deadline(op, tmp_path):
+    """All ranks run, and a node's link carries 8 kB/s from some moment on: all hear of the same rank. Which one it is
+    says little, as nobody is missing."""
+    named = set()
+    with nodes_pool(2, 2) as pool, ThreadPoolExecutor(1) as thread:
+        told = thread.submit(pool.values, bodies.link_chokes, (op, str(tmp_path), TIMEOUT_S), HANG_S)
+        _await(tmp_path / "ready", told)
+        pool.nodes.limit(1, CHOKED_MBIT)
+        (tmp_path / "choked").touch()
+        for rank in (0, 1):
+            _await(tmp_path / f"done{rank}", told)
+        pool.nodes.limit(1, RATE_MBIT)  # its ranks hear of it now
+        for rank, (waiting, missing, taken_s, num_errors) in enumerate(told.result()):
+            assert (waiting, num_errors) == (rank, 2)
+            named |= missing
+            assert rank in NODE or taken_s < TIMEOUT_S + 5
+    assert len(named) == 1, "all name the same rank"
+
+
+def _await(path, told):
+    while not path.exists():
+        assert not told.done(), told.result()
+        time.sleep(0.01)

@@ -181,6 +181,7 @@ def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> I
     """The layer, forward and backward; its product with sums over ranks alone; and a column layer's forward."""
     from megatron.core import parallel_state
 
+    from ditron_train.tp.nodes_context import NodesTPContext
     from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
 
     group = parallel_state.get_tensor_model_parallel_group()
@@ -218,6 +219,9 @@ def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> I
         function = spec.megatron(call) if context is None else spec.fused(call, context)
         return torch.no_grad()(lambda: list(function(*spec.inputs(call))))
 
+    if not isinstance(context, NodesTPContext):  # memory reaches all nodes: nothing goes along rails
+        yield _Case(spec, call, Shape("posed", sizes), pass_of(None), pass_of(context))
+        return
     one, whole, sum_by_rails = partial(_Case, spec, call), by_rails(pass_of(context)), by_rails(fused)
 
     def strict_sum() -> Callable[[], Any]:

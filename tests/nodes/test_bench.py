@@ -1,0 +1,50 @@
+"""``bench nodes``: rows of posed nodes with one rank each, by namespaces and by the loopback device alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.nodes import why_no_nodes
+from tests.support.patience import HANG_S
+
+ROOT = Path(__file__).parents[2]
+OPS = {"tp": ["column_linear", "ag_gemm", "gemm_rs", "row_linear", "gemm_rs"], "sp": ["attention_exchange"]}
+OPS |= {"pp": ["send_recv", "send_recv"], "muon": ["muon_step"]}
+
+
+def _rows(tmp_path, posed, parts):
+    words = [*posed, "--ranks", "1", "-m", "ditron_train", "bench", "nodes", "--divide", "4", "--repetitions", "1"]
+    words += ["--output", str(tmp_path), *(word for part in parts for word in ("--part", part))]
+    command = [sys.executable, str(ROOT / "scripts" / "posed_nodes.py"), *words]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*/nodes.json")
+    found = json.loads(path.read_text())
+    assert "2 nodes of 1 ranks" in found["stamp"]["settings"]["summary"]
+    rows = found["rows"]
+    assert [row["op"] for row in rows] == [op for part in parts for op in OPS[part]]
+    assert all(row["bitwise_equal"] for row in rows)
+    return rows
+
+
+def test_nodes_of_one_rank(tmp_path):
+    if why_no_nodes() is not None:
+        pytest.skip(why_no_nodes())
+    for row in _rows(tmp_path, ["--rate-mbit", "1400"], OPS):
+        has_path = row["op"] != "attention_exchange"  # nodes of one rank have no rails to share
+        assert (row["fused_sends"] > 0) is has_path is ("peer_us" in row)
+        if "Megatron's path" in row["plan"][0]:
+            assert row["ditron_us"] == row["native_us"]
+        elif row["op"] != "muon_step":
+            assert row["plan"] == ["strict: the fused path"]
+
+
+def test_nodes_by_the_loopback_device(tmp_path):
+    assert all(row["fused_sends"] > 0 for row in _rows(tmp_path, ["--loopback"], ["pp", "muon"]))
