@@ -82,7 +82,7 @@ _RULES: Sequence[Rule] = (
     (lambda one: "deterministic" in one.row.model, "native: another kernel under PyTorch's deterministic mode"),
     (
         lambda one: one.row.op in ("dispatch", "combine"),
-        "the layout grows with experts; rows written on the own rank are not all hidden; native passes differ by run",
+        "natively 3.4 and 3.8 ms in two runs on 4 GPUs; ours took less on 2 than the host elsewhere (0.8 and 0.9 ms)",
     ),
     (
         lambda one: one.row.op == "pipeline_step",
