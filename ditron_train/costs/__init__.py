@@ -15,7 +15,17 @@ from ditron_train.costs.exchanges import (
     ring_us,
     send_us,
 )
-from ditron_train.costs.fp8 import Product, Recipe, amax_bytes, operands, product_rates, quantised_us, transposed_us
+from ditron_train.costs.fp8 import (
+    CAST_BYTES,
+    Product,
+    Recipe,
+    amax_bytes,
+    cast_us,
+    operands,
+    product_rates,
+    quantised_us,
+    transposed_us,
+)
 from ditron_train.costs.products import (
     FP8_TARGETS,
     attention_us,
@@ -29,6 +39,7 @@ from ditron_train.costs.products import (
 )
 
 __all__ = [
+    "CAST_BYTES",
     "FP8_TARGETS",
     "Estimate",
     "Product",
@@ -38,6 +49,7 @@ __all__ = [
     "amax_bytes",
     "attention_us",
     "beside_us",
+    "cast_us",
     "copied_us",
     "cublas_us",
     "gemm_us",

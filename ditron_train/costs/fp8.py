@@ -15,7 +15,7 @@ Recipe = Literal["tensorwise", "delayed", "blockwise"]
 Product = Literal["forward", "dgrad", "wgrad"]
 # Bytes of memory traffic of an element: read in 16 bits, written twice, the second time transposed; one scale a tensor
 # of the tensor's own values takes another read.
-_CAST_BYTES: dict[Recipe, int] = {"tensorwise": 6, "delayed": 4, "blockwise": 4}
+CAST_BYTES: dict[Recipe, int] = {"tensorwise": 6, "delayed": 4, "blockwise": 4}
 _AMAX_BYTES = 4
 
 
@@ -38,12 +38,17 @@ def product_rates(rates: MachineRates, recipe: Recipe | None, product: Product) 
 
 def quantised_us(num_elements: float, recipe: Recipe, rates: MachineRates) -> float:
     """To cast so many elements, row-wise and transposed."""
-    return pass_us(_CAST_BYTES[recipe] * num_elements, rates)
+    return cast_us(CAST_BYTES[recipe] * num_elements, rates)
 
 
 def transposed_us(num_elements: float, rates: MachineRates) -> float:
     """To transpose what was gathered in FP8."""
-    return pass_us(2 * num_elements, rates)
+    return cast_us(2 * num_elements, rates)
+
+
+def cast_us(num_bytes: float, rates: MachineRates) -> float:
+    """One kernel that casts to FP8, or transposes in it, and reads and writes ``num_bytes`` together."""
+    return pass_us(num_bytes * rates.memory_gbps / rates.cast_gbps, rates)
 
 
 def amax_bytes(recipe: Recipe) -> int:

@@ -51,10 +51,9 @@ def tile_us(k: int, config: GemmConfig, num_sms: int, rates: MachineRates) -> fl
 
 def _config(m: int, n: int, k: int, dtype: torch.dtype, machine: Machine) -> GemmConfig:
     """Tiles as of ours; those of FP8 where ours has none: of 16 bits."""
-    if dtype.itemsize > 1 or machine.target in FP8_TARGETS:
-        return choose_config(m, n, k, dtype, machine.target, machine.num_sms)
-    config = choose_config(m, n, k, torch.bfloat16, machine.target, machine.num_sms)
-    return replace(config, operand_bytes=1)
+    is_known = dtype.itemsize > 1 or machine.target in FP8_TARGETS
+    config = choose_config(m, n, k, dtype if is_known else torch.bfloat16, machine.target, machine.num_sms)
+    return config if dtype.itemsize > 1 else replace(config, operand_bytes=1)
 
 
 def cublas_us(

@@ -48,6 +48,7 @@ class MachineRates:
         gemm_power: What a GEMM draws at the clock of a short one, as a multiple of the most that the GPU may draw for
             long: a job, whose GEMMs follow one another for minutes, takes no less than its energy.
         attention_deterministic: What the deterministic backward of the attention takes, the other being 1.
+        cast_gbps: Of device memory where values are cast to FP8, or transposed in it, reads and writes together.
         fp8_speed: Of a product of FP8 operands, as a multiple of one of 16 bits: one scale a tensor, added up fast.
         fp8_split_share: Of that speed where sums are added up in parts, as the gradients' are.
         fp8_block_share: Of that speed with scales of blocks.
@@ -91,6 +92,7 @@ class MachineRates:
     p2p_large_bytes: float = 2e8
     gemm_power: float = 1.3
     attention_deterministic: float = 1.2
+    cast_gbps: float = 3000.0
     fp8_speed: float = 1.9
     fp8_split_share: float = 0.93
     fp8_block_share: float = 0.87

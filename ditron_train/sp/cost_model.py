@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, pass_us, rail_us
+from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, num_waves, pass_us, rail_us
 from ditron_train.gemm.configs import choose_config
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates, NetworkRates
-from ditron_train.sp.transfer_sizes import deal_of, receive_programs
+from ditron_train.sp.transfer_sizes import NUM_PUSH, Pace, receive_programs, weighed_deal
 
 _ITEMSIZE = 2
+_PUSH_OF_LINK = 0.865  # of a copy engine's rate is the most that the programs of a GEMM push together
 _PASSES = 2  # of what is exchanged: packed before, put in order behind
 
 
@@ -67,11 +68,15 @@ def _pushed_us(
 ) -> float:
     """A2A-GEMM [m, k] @ [k, n], whose rows come from all ranks."""
     m, n, k = sizes
-    config = choose_config(m, n, k, torch.bfloat16, machine.target, machine.num_sms)
-    num_push, _ = deal_of(m, n, k, ranks, config, machine.num_sms, _ITEMSIZE)
-    push_us = rates.start_us + m * k * _ITEMSIZE / (num_push * rates.gemm_push_sm_gbps * 1e3)
-    waves_us = gemm_us / max(config.num_tiles(m, n) / machine.num_sms, 1.0)
-    return max(gemm_us + push_us * num_push / machine.num_sms, push_us + waves_us) + rates.start_us
+    config, programs = choose_config(m, n, k, torch.bfloat16, machine.target, machine.num_sms), machine.num_sms
+    wave_us = gemm_us / num_waves(m, n, config, programs)
+    pace = Pace(
+        flop_per_us=2 * config.block_m * config.block_n * k * programs / wave_us,
+        push_bytes_per_us=rates.gemm_push_sm_gbps * 1e3,
+        link_bytes_per_us=_PUSH_OF_LINK * rates.link_gbps * 1e3,
+        start_us=rates.start_us,
+    )
+    return weighed_deal(m, n, k, ranks, config, programs, _ITEMSIZE, NUM_PUSH, pace)[2] + rates.start_us
 
 
 def _along_rails_us(num_bytes: float, span: Span, network: NetworkRates, rates: MachineRates) -> float:

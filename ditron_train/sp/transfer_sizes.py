@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ditron_train.gemm.configs import GemmConfig
 
@@ -27,11 +28,22 @@ PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole
 _GRANULE_BYTES = 1 << 18  # a notify costs a program as much as sending half of it
 _GEMM_FLOP_PER_US = 750e6
 NUM_PUSH = 16  # programs of an A2A-GEMM that push: the best of 8, 16, 24 and 32 at three of four shapes
-_PUSH_BYTES_PER_US = 14e3  # one program of a GEMM, which has 8 warps
 _PULL_BYTES_PER_US = 24e3
 _GATHER_BYTES_PER_US = GATHER_PROGRAMS * 12.7e3
-_LINK_BYTES_PER_US = 340e3
-_START_US = 20.0  # start signals, and the first granules' way
+
+
+class Pace(NamedTuple):
+    """What a deal is weighed with: of the whole GPU's GEMM, of one program that pushes (of a GEMM, with 8 warps), of
+    all of them on the links, and the start signals with the first granules' way."""
+
+    flop_per_us: float
+    push_bytes_per_us: float
+    link_bytes_per_us: float
+    start_us: float
+
+
+# Kernels deal by these on every machine, so that all ranks deal alike.
+_KERNELS_PACE = Pace(_GEMM_FLOP_PER_US, 14e3, 340e3, 20.0)
 
 
 def _gemm_us(m: int, n: int, k: int) -> float:
@@ -64,17 +76,32 @@ def deal_of(
     element_bytes: int,
     num_push: int = NUM_PUSH,
 ) -> tuple[int, int]:
-    """(programs that push first, tiles dealt to the others alone) of an A2A-GEMM [m, k] @ [k, n].
+    """(programs that push first, tiles dealt to the others alone) of an A2A-GEMM [m, k] @ [k, n]."""
+    return weighed_deal(m, n, k, world_size, config, num_programs, element_bytes, num_push, _KERNELS_PACE)[:2]
+
+
+def weighed_deal(
+    m: int,
+    n: int,
+    k: int,
+    world_size: int,
+    config: GemmConfig,
+    num_programs: int,
+    element_bytes: int,
+    num_push: int,
+    pace: Pace,
+) -> tuple[int, int, float]:
+    """As `deal_of`, at another pace, and when the last tile is done, in us.
 
     The programs that push come to the GEMM when the push is done. All numbers of whole waves without them are weighed:
     the last tile should be done early.
     """
     num_tiles = config.num_tiles(m, n)
     row_bytes = m * k * element_bytes
-    wave_us = 2 * config.block_m * config.block_n * k / (_GEMM_FLOP_PER_US / num_programs)
+    wave_us = 2 * config.block_m * config.block_n * k / (pace.flop_per_us / num_programs)
     group_share = min(config.group_m * config.block_m / m, 1.0)  # of the rows: a group of row tiles is walked together
-    link_us = row_bytes * (world_size - 1) / world_size / _LINK_BYTES_PER_US
-    push_us = _START_US + max(row_bytes / (num_push * _PUSH_BYTES_PER_US), link_us)
+    link_us = row_bytes * (world_size - 1) / world_size / pace.link_bytes_per_us
+    push_us = pace.start_us + max(row_bytes / (num_push * pace.push_bytes_per_us), link_us)
     num_early = num_programs - num_push
     best = None
     early_us, early_tiles = 0.0, 0
@@ -84,7 +111,7 @@ def deal_of(
         if best is None or end_us < best[0]:
             best = end_us, early_tiles
         if early_tiles == num_tiles or num_early <= 0:  # nobody is left to work early
-            return num_push, best[1]
+            return num_push, best[1], best[0]
         early_tiles = min(early_tiles + num_early, num_tiles)
         needed_share = min(early_tiles / num_tiles + group_share, 1.0)
         early_us = max(early_us, needed_share * push_us) + wave_us

@@ -79,10 +79,9 @@ _RULES: Sequence[Rule] = (
         lambda one: one.row.op in ("group_gemm", "group_dgrad", "group_wgrad", "moe_layer"),
         "last waves of few large experts, and what memory takes beside them, differ by product; timed after few calls",
     ),
-    (lambda one: "deterministic" in one.row.model, "native: another kernel under PyTorch's deterministic mode"),
     (
         lambda one: one.row.op in ("dispatch", "combine"),
-        "the layout grows with experts; rows written on the own rank are not all hidden; native passes differ by run",
+        "natively 3.4 and 3.8 ms in two runs on 4 GPUs; ours took less on 2 than the host elsewhere (0.8 and 0.9 ms)",
     ),
     (
         lambda one: one.row.op == "pipeline_step",
@@ -109,10 +108,6 @@ _RULES: Sequence[Rule] = (
         "narrow: with 16 heads links and the GEMM take alike, and how they share the GPU is one number here",
     ),
     (lambda one: one.row.op == "layer_under_strict", "timed with the host's work in it"),
-    (
-        lambda one: one.row.op == "gemm_rs" and one.row.world_size == 8,
-        "eight short GEMMs behind one another: launches and flags count for more than a chunk's rate says",
-    ),
     (lambda one: one.row.op in ("gemm_nt", "gemm_nn"), "the same product took 171 and 196 us in one run"),
 )
 

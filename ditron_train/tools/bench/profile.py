@@ -1,7 +1,7 @@
 """Measures what estimates need of this machine and writes a profile for ``predict`` (under torchrun).
 
-GEMMs, attention, passes over memory, NCCL's collectives and messages, copy engines: a minute or two. The rates that
-they show are fitted; the others stay those of the nearest profile.
+GEMMs, attention, passes over memory, products and casts in FP8, NCCL's collectives and messages, copy engines: a
+minute or two. The rates that they show are fitted; the others stay those of the nearest profile.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.nvidia_driver import driver_version
 from ditron_train.runtime.profiles import Machine, Profile, known_rates, profile_of_device
 from ditron_train.runtime.provenance import nccl_version
+from ditron_train.tools.bench.profile_fp8 import fp8_calls, fp8_library
 from ditron_train.tools.predict.fit import fit_profile
 from ditron_train.tools.predict.rows import estimate_of
 from ditron_train.tools.results import Row
@@ -34,6 +35,7 @@ from ditron_train.tp import get_tp_context, start_all_gather
 _GEMMS = ((8192, 1792, 4096), (8192, 3584, 8192), (8192, 8192, 4096), (4096, 4096, 4096), (8192, 14336, 8192))
 _ATTENTION = ((4096, 16), (8192, 8), (16384, 8))
 _CHANNELS = 128
+_FP8_TENSORS = ((8192, 8192), (8192, 28672))
 _MB = (8, 64, 256)
 _SMALL_GEMMS, _SMALL_ATTENTION, _SMALL_MB = ((64, 64, 64), (64, 64, 128)), ((64, 2),), (0.125, 0.25)  # on the CPU
 
@@ -98,6 +100,10 @@ def _start(session: BenchSession) -> Profile:
 def _rows(session: BenchSession) -> list[Row]:
     on_gpu = session.device.type == "cuda"
     calls = _products(session, on_gpu) | _passes(session, on_gpu)
+    library = fp8_library(session.device)
+    if library is not None:
+        shapes = (_GEMMS, _FP8_TENSORS) if on_gpu else (((64, 64, 128),), ((64, 128), (128, 128)))
+        calls |= fp8_calls(session, library, *shapes)
     if session.world_size > 1:
         calls |= _exchanges(session, on_gpu)
     rows = []

@@ -8,12 +8,16 @@ import torch
 
 from ditron_train.costs import (
     Estimate,
+    Product,
+    Recipe,
     all_to_all_us,
     attention_us,
+    cast_us,
     copied_us,
     cublas_us,
     one_node,
     pass_us,
+    product_rates,
     ring_us,
     send_us,
 )
@@ -213,6 +217,8 @@ def _part(row: Row, profile: Profile) -> Estimate:
     times = {
         "memory_pass": lambda: pass_us(num_bytes, rates),
         "memory_reorder": lambda: pass_us(num_bytes, rates, reorders=True),
+        "fp8_cast": lambda: cast_us(num_bytes, rates),
+        "fp8_transpose": lambda: cast_us(num_bytes, rates),
         "all_gather": lambda: ring_us(num_bytes, one_node(ranks), rates),
         "reduce_scatter": lambda: ring_us(num_bytes, one_node(ranks), rates),
         "all_to_all": lambda: all_to_all_us(num_bytes, one_node(ranks), rates),
@@ -222,12 +228,26 @@ def _part(row: Row, profile: Profile) -> Estimate:
     return Estimate.alike(times[row.op]())
 
 
+def _fp8_product(row: Row, profile: Profile) -> Estimate:
+    """Of ``bench profile``."""
+    m, n, k = (row.shape[name] for name in "mnk")
+    rates = product_rates(profile.rates, *_FP8_PRODUCTS[row.op])
+    return Estimate.alike(cublas_us(m, n, k, profile.machine, rates, torch.float8_e4m3fn))
+
+
+_FP8_PRODUCTS: dict[str, tuple[Recipe, Product]] = {
+    "fp8_forward": ("tensorwise", "forward"),
+    "fp8_gradient": ("tensorwise", "dgrad"),
+    "fp8_block": ("blockwise", "forward"),
+    "fp8_block_wgrad": ("blockwise", "wgrad"),
+}
 _PARTS = (
     "attention", "memory_pass", "memory_reorder", "all_gather", "reduce_scatter", "all_to_all", "nccl_send",
-    "copied_gather",
+    "copied_gather", "fp8_cast", "fp8_transpose",
 )  # fmt: skip
 _BY_OP: dict[str, Modelled] = {
     **dict.fromkeys(_PARTS, _part),
+    **dict.fromkeys(_FP8_PRODUCTS, _fp8_product),
     "gemm_nt": _gemm,
     "gemm_nn": _gemm,
     "ag_gemm": _op,

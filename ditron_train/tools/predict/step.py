@@ -51,8 +51,8 @@ class Cluster:
         return Span(ranks, per_node, self.network if per_node < ranks else None)
 
 
-#: What a step is made of. Exchanges are those that nothing covers, with what covering costs; the clock is what it takes
-#: longer because the GPU may not draw more.
+#: What a step is made of. Exchanges are those that nothing covers, with what covering costs; the clock is what a step
+#: takes longer because the GPU may not draw more.
 COMPONENTS = ("GEMMs", "attention", "passes", "exchanges", "bubbles", "gradients", "optimizer", "host", "clock")
 # Of the most that a GPU may draw for long: other computation, and waits, whose multiprocessors poll at full clock.
 _COMPUTING, _WAITING = 0.8, 0.6
