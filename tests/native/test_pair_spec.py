@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-from ditron_train.megatron.ep import pair_spec  # noqa: E402
+from ditron_train.megatron.ep import pair_spec, spec  # noqa: E402
 from ditron_train.megatron.shared import values  # noqa: E402
 
 
@@ -68,3 +68,16 @@ def test_a_plan_tells_jobs_apart_whose_gradients_are_rounded_otherwise(monkeypat
     jobs = [(False, False, None), (True, False, None), (False, True, torch.float32), (False, True, torch.bfloat16)]
     assert len({words(*job) for job in jobs}) == len(jobs)
     assert words(False, True, None) == words(False, True, torch.float32)
+
+
+def test_a_plan_tells_routers_of_other_types_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allgather dispatcher adds results up over ranks in the type of the probabilities."""
+    monkeypatch.setattr(spec, "num_nodes", lambda group: 1)
+
+    def words(dtype: torch.dtype) -> str:
+        tokens, routed = torch.empty(2, 4, 8, dtype=torch.bfloat16), torch.empty(8, 4, dtype=torch.bool)
+        call = spec.MovementCall(lambda native: None, tokens, routed, routed.to(dtype), 2, False, None)
+        return spec._words(call, 8, None)
+
+    assert words(torch.bfloat16) == "ep 8 tokens x 8, top-2 of 4, torch.bfloat16"
+    assert words(torch.float32) == f"{words(torch.bfloat16)}, probabilities torch.float32"
