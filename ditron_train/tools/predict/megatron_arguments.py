@@ -36,6 +36,8 @@ _DEFAULTS: dict[str, Any] = {
     "transformer_impl": "transformer_engine", "position_embedding_type": "learned_absolute",
     "fp8_recipe": "delayed", "moe_token_dispatcher_type": "allgather",
 }  # fmt: skip
+_MOST = 1 << 20  # of other sizes: what is estimated tile by tile takes its time
+_MOST_OF = {"seq_length": 1 << 22, "global_batch_size": 1 << 24, "num_experts": 1 << 14}
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _OTHER_NAMES = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
 # Stages have the layers that these say, not all as many.
@@ -123,8 +125,9 @@ def _number(name: str, values: list[str]) -> int:
         number = int(value)
     except ValueError:
         raise SettingError(f"{option} takes one number, not {' '.join(values) or 'nothing'}") from None
-    if number < 1:
-        raise SettingError(f"{option} has to be above 0")
+    most = _MOST_OF.get(name, _MOST)
+    if not 1 <= number <= most:
+        raise SettingError(f"{option} has to be from 1 to {most}")
     return number
 
 
@@ -179,18 +182,29 @@ def _model(known: dict[str, Any], flags: set[str], tp: int) -> ModelSizes:
     for what, size, parts in (("heads", heads, tp), ("query groups", groups, 1), ("FFN", ffn, tp)):
         if size % parts:
             raise SettingError(f"{size} {what} do not divide over --tensor-model-parallel-size {parts}")
+    channels, experts, topk = (
+        known.get("kv_channels", hidden // heads),
+        known.get("num_experts"),
+        known["moe_router_topk"],
+    )
+    if not channels or not ffn:
+        raise SettingError(f"--hidden-size {hidden} is too small for {heads} heads or its feed-forward layer")
+    if heads * channels > _MOST:
+        raise SettingError(f"{heads} heads of {channels} channels are more than {_MOST} features")
+    if experts is not None and topk > experts:
+        raise SettingError(f"--moe-router-topk {topk} is more than --num-experts {experts}")
     return ModelSizes(
         hidden=hidden,
         ffn=ffn,
         heads=heads,
         groups=groups,
-        channels=known.get("kv_channels", hidden // heads),
+        channels=channels,
         seq_length=known["seq_length"],
         micro_batch_size=known["micro_batch_size"],
         swiglu=swiglu,
         vocabulary=vocabulary,
-        experts=known.get("num_experts"),
-        topk=known["moe_router_topk"],
+        experts=experts,
+        topk=topk,
         expert_ffn=known.get("moe_ffn_hidden_size", ffn),
     )
 

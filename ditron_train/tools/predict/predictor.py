@@ -24,6 +24,7 @@ from ditron_train.tools.predict.step import Cluster, Step, predict_step
 from ditron_train.tools.tables import terminal
 
 _MOST_GPUS = 128
+_MOST_OF_A_JOB = 1 << 16
 _WORTH = 1.002  # less is within the model's own error
 _GIB = 2.0**30
 #: What Megatron has to be told, too, for a feature to have something to do.
@@ -69,8 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     options = argparse.ArgumentParser(prog="python -m ditron_train predict", allow_abbrev=False, add_help=False)
     _add_options(options)
     arguments, words = options.parse_known_args([word for word in arguments.job if word != "--"], arguments)
-    if arguments.nodes < 1 or arguments.gpus_per_node < 1:
+    if min(arguments.nodes, arguments.gpus_per_node) < 1:
         raise SettingError("--nodes and --gpus-per-node have to be above 0")
+    if arguments.nodes * arguments.gpus_per_node > _MOST_OF_A_JOB:
+        raise SettingError(f"no more than {_MOST_OF_A_JOB} GPUs are estimated")
     if arguments.picture is not None:
         check_matplotlib()
         check_folder(arguments.picture.parent)

@@ -9,26 +9,41 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditron_train.costs import cublas_us, one_node, pass_us, ring_us, send_us
+from ditron_train.costs import (
+    FP8_TARGETS,
+    Product,
+    Recipe,
+    cublas_us,
+    one_node,
+    operands,
+    pass_us,
+    product_rates,
+    quantised_us,
+    ring_us,
+    send_us,
+)
 from ditron_train.policy.plan import fingerprint, load_plan
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.flight_recorder import CAPACITY, HEADER_BYTES, MAGIC, SLOT
-from ditron_train.runtime.profiles import profile_named, read_profile
+from ditron_train.runtime.profiles import network_named, profile_named, read_profile
 from ditron_train.runtime.tuning_table import parse_table
 from ditron_train.symm.plain import from_plain, to_plain
 from ditron_train.tools.compare.steps import differences, read_job
 from ditron_train.tools.faults.campaign import read_rows
 from ditron_train.tools.postmortem.diverge import find_divergence
 from ditron_train.tools.postmortem.files import read_folder
+from ditron_train.tools.predict.megatron_arguments import parse_job
+from ditron_train.tools.predict.step import Cluster, predict_step
 from ditron_train.tools.results import read_results
 from ditron_train.tools.trace.timeline import read_chrome_trace
 
@@ -97,9 +112,13 @@ def _answers(read: Callable[[], Any]) -> None:
 
 
 def _plan() -> dict[str, Any]:
-    key = "tp column 8x8 8x8 float32 on 2 ranks (bits)"
+    keys = (
+        "tp column 8x8 8x8 float32 on 2 ranks (bits)",
+        "tp column 8x8 8x8 bfloat16 with bias on 2 ranks (strict)",
+        "tp column fp8 8x8 8x8 gradients e5m2, frozen, bias on 2 ranks, ring (strict; batch invariant)",
+    )
     entry = {"use_ditron": True, "reason": "equal", "bits_equal": True, "native_us": 3.0, "ditron_us": 2.0}
-    return {"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": {key: entry}}
+    return {"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": dict.fromkeys(keys, entry)}
 
 
 def _read_plan(path: Path) -> None:
@@ -113,6 +132,10 @@ def _read_profile(path: Path) -> None:
     rates = profile.rates
     times = (cublas_us(256, 512, 128, profile.machine, rates), ring_us(1e6, one_node(4), rates), pass_us(1e6, rates),
              send_us(1e6, rates, ranks=2, both_ways=True))  # fmt: skip
+    for recipe in get_args(Recipe) if profile.machine.target in FP8_TARGETS else ():
+        of_fp8 = [product_rates(rates, recipe, product) for product in get_args(Product)]
+        times += tuple(cublas_us(256, 512, 128, profile.machine, one, operands(recipe)) for one in of_fp8)
+        times += (quantised_us(1e6, recipe, rates),)
     assert all(0 < time < float("inf") for time in times)
     assert json.loads(profile.to_text())["device"] == profile.machine.device
 
@@ -169,6 +192,32 @@ def test_any_file_is_read_or_refused(name: str) -> None:
             _answers(lambda: read(path))
 
     check()
+
+
+def _job_words(draw: Callable[..., Any]) -> list[str]:
+    """A job's arguments, some of them with other numbers behind them, or left out."""
+    path = draw(st.sampled_from(sorted((ROOT / "benchmarks/jobs").glob("*-*.txt"))))
+    common = (ROOT / "benchmarks/jobs/common.txt").read_text()
+    words = shlex.split(common + path.read_text(), comments=True)
+    sizes = st.integers(0, 9).map(lambda power: 1 << power) | st.sampled_from([0, 3, 65536, 1 << 20, 10**400])
+    for _ in range(draw(st.integers(0, 3))):
+        name = draw(st.sampled_from([word for word in words if word.startswith("--")]) | st.text(max_size=9))
+        words += [name, str(draw(sizes))] if draw(st.booleans()) else [name]
+    if draw(st.booleans()):
+        del words[draw(st.integers(0, len(words) - 1))]
+    return words
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+def test_any_job_is_estimated_or_refused(data: st.DataObject) -> None:
+    words = _job_words(data.draw)
+    cluster = Cluster(profile_named("h200"), 1, data.draw(st.sampled_from([1, 2, 4, 8])), network_named("ib-400"))
+
+    def estimate() -> None:
+        assert 0 < predict_step(parse_job(words), cluster).ditron_us < float("inf")
+
+    _answers(estimate)
 
 
 HEADER = {
