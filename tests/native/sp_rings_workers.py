@@ -4,6 +4,7 @@ attention."""
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import sp_workers
 import te_posed
@@ -42,10 +43,10 @@ def _rows(length, group):
 def _posed():
     """An attention without softmax, causal over the sequence that its group holds, with sums in fp64: it has the same
     bits however heads and rows are dealt out. It is told of its group as Transformer Engine's is, and ``asked`` how
-    often which kind attended with how many heads."""
+    often which kind attended with how many heads. With ``rounds`` it returns whole numbers."""
 
     class Attention(torch.nn.Module):
-        asked = []
+        asked, rounds = [], False
 
         def __init__(
             self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
@@ -74,6 +75,8 @@ def _posed():
             scores = torch.einsum("sbhd,tbhd->bhst", query.double(), key)
             seen = torch.arange(len(key)) <= rows[:, None]
             attended = torch.einsum("bhst,tbhd->sbhd", scores * seen, value)
+            if self.rounds:
+                attended = attended + (attended.round() - attended).detach()
             return attended.to(query.dtype).flatten(-2)
 
     te_posed.pose_transformer_engine(Attention)
@@ -202,3 +205,52 @@ def stays_native(sizes):
             core(q.unsqueeze(1), kv.unsqueeze(1), kv.unsqueeze(1), None, None)
         assert posed.asked == [("a2a+p2p", ranks, 8)]
     return reasons
+
+
+def latents_agree(sizes, kind, q_lora_rank, output_fused):
+    """Multi-latent attention, heads of two sizes and RoPE on a part of them: bits of the attention that exchanges by
+    itself. Fused with its exchange the output projection gets whole numbers, whose sums are exact."""
+    posed = _posed()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from ditron_train.megatron.sp.attention import DitronMLASelfAttention
+    from ditron_train.megatron.sp.te_attention import DitronTEDotProductAttention
+
+    with _levels(*sizes) as ranks:
+        config = MLATransformerConfig(
+            **{
+                **megatron_cpu.CPU_CONFIG, "num_layers": 1, "hidden_size": 32, "num_attention_heads": 8,
+                "attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False,
+                "params_dtype": torch.float32, "context_parallel_size": ranks, "cp_comm_type": kind,
+                "q_lora_rank": q_lora_rank, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8,
+                "v_head_dim": 8, "rope_type": "rope", "apply_rope_fusion": False,
+            }
+        )  # fmt: skip
+        submodules = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention.submodules
+        submodules = copy.copy(submodules)
+        submodules.core_attention = DitronTEDotProductAttention
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        megatron_cpu.seed(11)
+        attention = DitronMLASelfAttention(
+            config, submodules, 1, AttnMaskType.causal, cp_comm_type=kind, pg_collection=groups
+        )
+        assert type(attention.core_attention) is DitronTEDotProductAttention
+        posed.rounds = output_fused
+        generator = torch.Generator().manual_seed(5)
+        drawn = torch.randint(-1, 2, attention.linear_proj.weight.shape, generator=generator).float()
+        attention.linear_proj.weight.data.copy_(drawn)
+        with sp_workers.without(*(() if output_fused else ("output",))):
+            ours = _results(attention, DitronMLASelfAttention.forward, 32, True, False)
+        assert sp_workers.num_fused_shapes("exchange") == 1
+        assert sp_workers.num_fused_shapes("output") == int(output_fused)
+        attention.core_attention.__class__ = posed
+        native = _results(attention, MLASelfAttention.forward, 32, True, False)
+        assert posed.asked[-1] == (kind, ranks, 8)
+        sp_workers.assert_same_bits((ours[0], None, ours[2]), (native[0], None, native[2]))
+        assert torch.equal(ours[1], native[1])
+        assert parallel_state.get_context_parallel_world_size() == ranks

@@ -12,6 +12,7 @@ def pose_transformer_engine(attention):
     """Has megatron-core find Transformer Engine, and the class ``attention`` as its own wrapper of its attention."""
     import megatron.core.extensions.transformer_engine as native
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401  looks for Transformer Engine, which is not to be there yet
+    from megatron.core.transformer import multi_latent_attention
 
     attention.forward.__module__ = native.__name__
     for name in ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.cpu_offload", ".pytorch.export", ".pytorch.fp8",
@@ -20,3 +21,4 @@ def pose_transformer_engine(attention):
     for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
         setattr(native, name, type(name, (torch.nn.Module,), {}))
     native.TEDotProductAttention = attention
+    multi_latent_attention.TELinear = native.TEColumnParallelLinear  # without Transformer Engine it is no class

@@ -46,3 +46,12 @@ def test_each_level_has_its_own_table_of_positions():
 )
 def test_what_is_not_covered_is_native_and_said(sizes, says):
     assert run(2, sp_rings_workers.stays_native, sizes) == [[says]] * 2
+
+
+@pytest.mark.parametrize("output_fused", [True, False], ids=["output", "exchanges"])
+@pytest.mark.parametrize("q_lora_rank", [24, None])
+@pytest.mark.parametrize("sizes, kind", [((2, 1), "a2a"), ((2, 2), "a2a+p2p")])
+def test_multi_latent_attention_has_the_bits_of_the_attention_that_exchanges_itself(
+    sizes, kind, q_lora_rank, output_fused
+):
+    run(sizes[0] * sizes[1], sp_rings_workers.latents_agree, sizes, kind, q_lora_rank, output_fused)
