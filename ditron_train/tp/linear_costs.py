@@ -39,8 +39,7 @@ _ITEMSIZE = 2
 
 def op_estimate(problem: Problem, machine: Machine, rates: MachineRates) -> Estimate:
     """AG-GEMM or GEMM-RS inside a node, as `tp.choices` runs it."""
-    seen = predict(problem, choose(problem, machine), machine, rates)
-    return Estimate(seen.native_us, seen.ditron_us, seen.gemm_us, seen.comm_us)
+    return predict(problem, choose(problem, machine), machine, rates)
 
 
 def _op(
@@ -86,8 +85,8 @@ def _by_rails(
 ) -> float:
     """AG-GEMM or GEMM-RS over nodes, one node's rows, or the block of rows of one node, after another.
 
-    Rows that have come are gathered inside and multiplied; products, and gathered rows where it ``keeps`` them, are put
-    together last. A block's sums cross a border under the next block's product, and the first one's come home last.
+    Rows that have come are gathered inside and multiplied; products, and gathered rows where it ``keeps`` them, are
+    put together last. A block's sums cross a border under the next block's product; the first one's come home last.
     """
     done_us, rows, own_rows = 0.0, m // span.nodes, m // span.ranks
     if op == "ag_gemm":
