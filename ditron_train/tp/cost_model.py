@@ -17,11 +17,11 @@ at every shape (``docs/measurements/tp.md``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from ditron_train.costs import cublas_us, num_waves, one_node, ring_us, throttled_us, tile_us
+from ditron_train.costs import Estimate, cublas_us, num_waves, one_node, ring_us, throttled_us, tile_us
 from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig
 from ditron_train.runtime.profiles import Machine, known_rates
 from ditron_train.runtime.rates import MachineRates
@@ -50,25 +50,6 @@ def rates_of(machine: Machine) -> MachineRates:
     return known_rates(machine)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Estimated times of one op at one shape, in us.
-
-    Attributes:
-        gemm_us: The GEMM alone, by cuBLAS.
-        comm_us: The collective alone, by NCCL.
-        native_us: Both.
-        ditron_us: Ours.
-        limit_us: What no overlap can beat.
-    """
-
-    gemm_us: float
-    comm_us: float
-    native_us: float
-    ditron_us: float
-    limit_us: float
-
-
 def wire_bytes(problem: Problem) -> float:
     """Bytes that each rank receives over the links."""
     columns = problem.k if problem.op == "ag_gemm" else problem.n
@@ -88,17 +69,13 @@ def _cublas_us(problem: Problem, machine: Machine, rates: MachineRates) -> float
     return cublas_us(problem.m, problem.n, problem.k, machine, rates, problem.dtype)
 
 
-def native_us(problem: Problem, machine: Machine, rates: MachineRates) -> float:
-    """GEMM and collective one after the other."""
-    return _cublas_us(problem, machine, rates) + collective_us(problem, rates)
-
-
-def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> Prediction:
-    """All estimates of ``problem`` run as ``choice`` says."""
+def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> Estimate:
+    """``problem`` natively, GEMM and collective one after the other, and run as ``choice`` says: at best as long as
+    the GEMM, or as the bytes on the wire."""
     gemm, comm = _cublas_us(problem, machine, rates), collective_us(problem, rates)
     limit = max(gemm, wire_bytes(problem) / (rates.link_gbps * 1e3))
     ours = {"ag_gemm": _ag_gemm_us, "gemm_rs": _gemm_rs_us, "gemm_ar": _gemm_ar_us}[problem.op]
-    return Prediction(gemm, comm, gemm + comm, max(ours(problem, choice, machine, rates), limit), limit)
+    return Estimate(gemm + comm, max(ours(problem, choice, machine, rates), limit), gemm, comm)
 
 
 def is_short(problem: Problem, choice: Choice, machine: Machine) -> bool:

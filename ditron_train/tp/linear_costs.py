@@ -39,8 +39,7 @@ _ITEMSIZE = 2
 
 def op_estimate(problem: Problem, machine: Machine, rates: MachineRates) -> Estimate:
     """AG-GEMM or GEMM-RS inside a node, as `tp.choices` runs it."""
-    seen = predict(problem, choose(problem, machine), machine, rates)
-    return Estimate(seen.native_us, seen.ditron_us, seen.gemm_us, seen.comm_us)
+    return predict(problem, choose(problem, machine), machine, rates)
 
 
 def _op(
@@ -68,38 +67,40 @@ def _op(
     exchange_us = ring_us(num_bytes, span, rates)
     native_us = ours_us = gemm_us + exchange_us
     if span.network is not None and fp8 is None and op != "gemm_ar":
-        by_rails = _gathered_by_rails if op == "ag_gemm" else _summed_by_rails
-        ours_us = min(by_rails(m, n, k, layout, span, span.network, machine, rates), native_us)
+        by_rails_us = _by_rails(op, m, n, k, span, span.network, machine, rates, keeps=layout == "nn")
+        ours_us = min(by_rails_us, native_us)
     return Estimate(native_us, ours_us, gemm_us, exchange_us)
 
 
-def _gathered_by_rails(
-    m: int, n: int, k: int, layout: Layout, span: Span, network: NetworkRates, machine: Machine, rates: MachineRates
+def _by_rails(
+    op: Op,
+    m: int,
+    n: int,
+    k: int,
+    span: Span,
+    network: NetworkRates,
+    machine: Machine,
+    rates: MachineRates,
+    keeps: bool,
 ) -> float:
-    """AG-GEMM over nodes: each node's rows are multiplied when they have come, and one node's after another's; then
-    the products are put together, and, where dgrad leaves them to wgrad, the gathered rows, too."""
-    inside = _op("ag_gemm", m // span.nodes, n, k, layout, one_node(span.per_node), machine, rates)
-    border_us = rail_us(m // span.ranks * k * _ITEMSIZE, network)
-    done_us = 0.0
-    for node in range(span.nodes):
-        done_us = max(done_us, node * border_us) + inside.ditron_us
-    kept_us = 2 * pass_us(2 * m * k * _ITEMSIZE, rates) if layout == "nn" else 0.0
-    return done_us + pass_us(2 * m * n * _ITEMSIZE, rates) + kept_us
+    """AG-GEMM or GEMM-RS over nodes, one node's rows, or the block of rows of one node, after another.
 
-
-def _summed_by_rails(
-    m: int, n: int, k: int, layout: Layout, span: Span, network: NetworkRates, machine: Machine, rates: MachineRates
-) -> float:
-    """GEMM-RS over nodes: each block's sums cross a border under the next block's product, and the first block's come
-    home last."""
-    block_us = cublas_us(m // span.nodes, n, k, machine, rates)
-    own_bytes = m // span.ranks * n * _ITEMSIZE
+    Rows that have come are gathered inside and multiplied; products, and gathered rows where it ``keeps`` them, are
+    put together last. A block's sums cross a border under the next block's product; the first one's come home last.
+    """
+    done_us, rows, own_rows = 0.0, m // span.nodes, m // span.ranks
+    if op == "ag_gemm":
+        inside_us = _op(op, rows, n, k, "nt", one_node(span.per_node), machine, rates).ditron_us
+        for node in range(span.nodes):
+            done_us = max(done_us, node * rail_us(own_rows * k * _ITEMSIZE, network)) + inside_us
+        kept_us = 2 * pass_us(2 * m * k * _ITEMSIZE, rates) if keeps else 0.0
+        return done_us + pass_us(2 * m * n * _ITEMSIZE, rates) + kept_us
+    block_us, own_bytes = cublas_us(rows, n, k, machine, rates), own_rows * n * _ITEMSIZE
     inside_us = copied_us(own_bytes * span.per_node, span.per_node, rates)
     inside_us += pass_us((span.per_node + 2) * own_bytes, rates)
-    crossed_us = 0.0
     for block in range(span.nodes):
-        crossed_us = max((block + 1) * block_us, crossed_us) + inside_us + rail_us(own_bytes, network)
-    return crossed_us + inside_us
+        done_us = max((block + 1) * block_us, done_us) + inside_us + rail_us(own_bytes, network)
+    return done_us + inside_us
 
 
 def linear_forward(
@@ -140,7 +141,7 @@ def linear_backward(
     if span.network is not None:
         if fp8 is not None:
             return estimate
-        summed_us = _summed_by_rails(m, k, n // ranks, "nn", span, span.network, machine, rates)
+        summed_us = _by_rails("gemm_rs", m, k, n // ranks, span, span.network, machine, rates, keeps=False)
         ours_us = beside_us(summed_us, gather_us, rates.nccl_share) + wgrad_us
         return replace(estimate, ditron_us=min(ours_us, native_us))
     fold_us = pass_us((ranks + 1) * m // ranks * k * _ITEMSIZE, rates)
