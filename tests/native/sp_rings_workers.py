@@ -227,6 +227,7 @@ def latents_agree(sizes, kind, q_lora_rank, output_fused):
                 **megatron_cpu.CPU_CONFIG, "num_layers": 1, "hidden_size": 32, "num_attention_heads": 8,
                 "attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False,
                 "params_dtype": torch.float32, "context_parallel_size": ranks, "cp_comm_type": kind,
+                "transformer_impl": "local",
                 "q_lora_rank": q_lora_rank, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8,
                 "v_head_dim": 8, "rope_type": "rope", "apply_rope_fusion": False,
             }
