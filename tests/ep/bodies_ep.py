@@ -380,7 +380,8 @@ def expert_functions(tokens_by_rank, dtype, order):
     grad = torch.randn(x.shape, generator=generator).to(dtype)
     leaves = [x.requires_grad_(), probs.requires_grad_(), *weights, *back]
     results = []
-    for pairs in (None, PAIRS, ("beside_wgrad",)):
+    called = []
+    for pairs, fewest in ((None, 0), (PAIRS, 0), (PAIRS, 7), (("beside_wgrad",), 0)):
         layout = begin_layout(maps[rank], probs, 16, dtype, context).finish()
         if pairs is None:
             rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
@@ -388,12 +389,23 @@ def expert_functions(tokens_by_rank, dtype, order):
             z = group_linear((torch.tanh(y) * row_probs[:, None]).to(dtype), back, fused.layout_tiles(layout))
             out = combine_rows(z, layout, context, order)
         else:
-            call = ExpertCall(layout, context, order, frozenset(pairs))
+            ends = layout.tokens_per_expert.cumsum(0).tolist()
+
+            def few(x, weights, transpose, out, experts, ends=ends, layout=layout):
+                product = group_gemm(x, weights, fused.layout_tiles(layout), transpose=transpose)
+                for expert in experts:
+                    rows = slice(ends[expert] - int(layout.tokens_per_expert[expert]), ends[expert])
+                    out[rows] = product[rows]
+                called.append((transpose, len(experts)))
+
+            options = dict(fewest_rows=fewest, few=few) if fewest else {}
+            call = ExpertCall(layout, context, order, frozenset(pairs), **options)
             y, row_probs = dispatch_linear(x, probs, weights, call)
             out = linear_combine((torch.tanh(y) * row_probs[:, None]).to(dtype), back, call)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     for others in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], others))
+    return called
 
 
 def error_of_scattered_nodes():

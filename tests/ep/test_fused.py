@@ -57,7 +57,9 @@ def test_a_program_without_a_multiprocessor_leaves_its_tiles_to_others():
 
 
 def test_expert_functions_and_their_gradients():
-    run_workers(2, expert_functions, (9, 14), torch.bfloat16, "descending")
+    calls = run_workers(2, expert_functions, (9, 14), torch.bfloat16, "descending")
+    assert all([transpose for transpose, _ in one] == [True, False] for one in calls)
+    assert 0 < sum(one[0][1] for one in calls) < 6
 
 
 def test_gemms_stay_native_where_cublas_may_split_their_sums():
