@@ -65,6 +65,7 @@ def _number(kind: Callable[[str], Any], allowed: Callable[[Any], bool], words: s
 # The largest leave room for a product of two of them: what is counted in nanoseconds, bytes or rows stays a number.
 _MOST, _MOST_COUNT = 1e30, 2**31 - 1
 _positive_float = _number(float, lambda value: 0 < value <= _MOST, f"a number above 0, at most {_MOST:g}")
+_seconds = _number(float, lambda value: 0.001 <= value <= _MOST, f"a number of seconds from 0.001 to {_MOST:g}")
 _positive_int = _number(int, lambda value: 0 < value <= _MOST_COUNT, f"a whole number from 1 to {_MOST_COUNT}")
 _count = _number(int, lambda value: 0 <= value <= _MOST_COUNT, f"a whole number from 0 to {_MOST_COUNT}")
 
@@ -98,7 +99,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "timeout_s",
         "DITRON_TIMEOUT_S",
-        _positive_float,
+        _seconds,
         100.0,
         "seconds",
         "Deadline of every wait on a peer; past it PeerTimeoutError is raised on every surviving rank. What ranks "

@@ -43,7 +43,7 @@ def test_good_values(variable: str, text: str, field: str, value: object, monkey
     ("variable", "texts"),
     [
         ("DITRON_TRANSPORT", ["tcp"]),
-        ("DITRON_TIMEOUT_S", ["soon", "0", "-1", "inf", "nan", "1e308"]),
+        ("DITRON_TIMEOUT_S", ["soon", "0", "-1", "inf", "nan", "1e308", "1e-9"]),
         ("DITRON_ARENA_BYTES", ["much", "0", "-5M", "1T", "inf", "nan"]),
         ("DITRON_PP_SLOTS", ["0", "two", "99999999999999999999"]),
         ("DITRON_PP_LOANS", ["-1", "1.5"]),
@@ -56,6 +56,15 @@ def test_bad_values_are_refused_by_name(variable: str, texts: list[str], monkeyp
         monkeypatch.setenv(variable, text)
         with pytest.raises(SettingError, match=f"{variable}='{text}': "):
             get_settings()
+
+
+@pytest.mark.parametrize("variable", [one.variable for one in SETTINGS if one.parse is not str])
+@pytest.mark.parametrize("text", ["\N{COLLISION SYMBOL}", "-1", "nan", "1e400", "9" * 5000, " ", "[/bold]"])
+def test_no_setting_takes_what_it_cannot_be(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that name files say so where they are read."""
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(SettingError, match=f"^{variable}='"):
+        get_settings()
 
 
 def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
