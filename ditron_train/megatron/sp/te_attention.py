@@ -26,6 +26,8 @@ from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
+_VALUE_SIZE = "hidden_size_per_attention_head_v"  # since 0.18 that of padded values in one call, another after it
+
 
 @outside_compile
 class DitronTEDotProductAttention(TEDotProductAttention):
@@ -112,8 +114,9 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         rank * d]; of ``packed`` ones without b."""
         whole = self._whole[0]
         whole.train(self.training)
-        if hasattr(self, "hidden_size_per_attention_head_v"):  # since 0.18 of padded values in one call, another after
-            whole.hidden_size_per_attention_head_v = self.hidden_size_per_attention_head_v
+        value_size = getattr(self, _VALUE_SIZE, None)
+        if value_size != getattr(whole, _VALUE_SIZE, None):
+            setattr(whole, _VALUE_SIZE, value_size)
         mask_type = attn_mask_type or AttnMaskType[self.attn_mask_type]
         _hand_over_fp8(self, whole)
         try:
