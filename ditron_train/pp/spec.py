@@ -75,7 +75,7 @@ def limited_groups(group: dist.ProcessGroup, device: torch.device) -> dict[str, 
 def start_natively(
     call: MessageCall, data: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """``batch_isend_irecv`` of ``data``, as megatron-core calls it."""
+    """``batch_isend_irecv`` of ``data``, as megatron-core calls it; nothing where this stage has no part."""
     context, operations = call.context, []
     if call.sends:
         target = dist.get_global_rank(context.group, context.next_rank)
@@ -83,7 +83,7 @@ def start_natively(
     if call.receives:
         source = dist.get_global_rank(context.group, context.previous_rank)
         operations.append(dist.P2POp(dist.irecv, received, source, group))
-    return dist.batch_isend_irecv(operations)
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def start_fused(call: MessageCall, data: torch.Tensor) -> dict[str, Any]:
@@ -115,13 +115,19 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
         if context.device.type == "cuda":
             # All ranks make NCCL's communicator: a message alone may be its first use later.
             dist.barrier(context.group)
-        return super().decide(call, context)
+        decision = super().decide(call, context)
+        if decision.use_ditron and context.network is not None and call.sends and call.receives:
+            # One block of NCCL's keeps up with more of them where both directions share a link, not in one alone.
+            is_first, has_next = context.rank % 2 == 0, context.rank + 1 < context.world_size
+            one_way = call._replace(sends=is_first and has_next, receives=not is_first)
+            decision = super().decide(one_way, context)
+        return decision
 
     def where(self, call: MessageCall) -> str:
         return f"messages of {call.num_bytes} bytes: "
 
     def words(self, call: MessageCall, context: PipelineContext) -> str:
-        return f"{self.name} {call.num_bytes} bytes"
+        return f"{self.name} {call.num_bytes} bytes" + ("" if call.sends and call.receives else " one way")
 
     def inputs(self, call: MessageCall) -> Sequence[torch.Tensor]:
         """See `OpSpec`: values of their own, so that the user's random state does not move."""
