@@ -29,15 +29,17 @@ def world(device):
 
 def attention_of(spec, config, ours):
     """Built, with random parameters, which are the same whoever's it is."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
 
     import ditron_train.megatron as plugin
 
     if ours:
         spec = plugin.apply(spec, "sp", policy="bits")
-    attention = (
-        build_module(spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type).cuda().to(torch.bfloat16)
-    )
+    names = ["tp", "cp", *(["hcp"] if config.cp_comm_type == "a2a+p2p" else [])]
+    options = dict(layer_number=1, cp_comm_type=config.cp_comm_type)
+    options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups(required_pgs=names)
+    attention = build_module(spec, config=config, **options).cuda().to(torch.bfloat16)
     generator = torch.Generator(device="cuda").manual_seed(5)
     for parameter in attention.parameters():
         parameter.data.normal_(std=0.05, generator=generator)
