@@ -126,7 +126,7 @@ def _compared_us(
 def _most_of_ranks(mine: Sequence[float], device: torch.device, group: dist.ProcessGroup) -> list[float]:
     worst = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    return worst.tolist()  # type: ignore[no-any-return]
+    return worst.tolist()
 
 
 def same_bits(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
