@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -35,6 +35,15 @@ _BACKWARD_LOANS = 3  # a gradient is let go of when the next one arrives
 _ALIGNMENT_BYTES = 256
 
 
+def first_of_crossings(nodes: Sequence[int]) -> frozenset[int]:
+    """Of the stages' nodes: stages whose next one is on another node, no stage in two of these pairs."""
+    firsts: set[int] = set()
+    for stage in range(len(nodes) - 1):
+        if nodes[stage] != nodes[stage + 1] and stage - 1 not in firsts:
+            firsts.add(stage)
+    return frozenset(firsts)
+
+
 class PipelineContext:
     """Senders and receivers to the neighbours in a pipeline group (collective to make).
 
@@ -45,6 +54,7 @@ class PipelineContext:
         next_rank, previous_rank: Group ranks of the neighbours.
         local_senders, local_receivers: By lane, ends through symmetric memory; None for those through ``network``.
         network: Lanes through ``torch.distributed``; None where nothing needs them.
+        first_of_crossings: As the function of this name says of the group's stages.
         slot_bytes: Bytes of the largest message that fits into a slot, the same on every rank; 0 before the first
             ``reserve``.
 
@@ -82,6 +92,7 @@ class PipelineContext:
         settings = get_settings()
         asked, nodes = paths.asked_by_all(group, settings, node_of_process())
         self._nodes = [nodes.index(node) for node in nodes]
+        self.first_of_crossings = first_of_crossings(self._nodes)
         self._inter_node_path = paths.inter_node_path(asked, settings.transport)
         self._intra_node_path = asked if asked in (paths.NVSHMEM, paths.NCCL) else paths.COPY
         self.network = None

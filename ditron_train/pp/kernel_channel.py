@@ -115,5 +115,5 @@ class KernelChannel(PipelineChannel):
         if self._record_view[RECORD_STATE] and not self.mailbox.failed:
             words = [int(word) for word in self._record_words]
             assert words[RECORD_KIND] == KIND_TIMEOUT
-            self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, *words[RECORD_PEER : RECORD_PEER + 4]])
+            self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, *words[RECORD_PEER : RECORD_PEER + 4], 1])
         super().check()

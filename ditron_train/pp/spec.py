@@ -116,11 +116,10 @@ class MessageSpec(OpSpec[MessageCall, PipelineContext]):
             # All ranks make NCCL's communicator: a message alone may be its first use later.
             dist.barrier(context.group)
         decision = super().decide(call, context)
-        if decision.use_ditron and context.network is not None and call.sends and call.receives:
+        if decision.use_ditron and context.first_of_crossings and call.sends and call.receives:
             # One block of NCCL's keeps up with more of them where both directions share a link, not in one alone.
-            is_first, has_next = context.rank % 2 == 0, context.rank + 1 < context.world_size
-            one_way = call._replace(sends=is_first and has_next, receives=not is_first)
-            decision = super().decide(one_way, context)
+            firsts, rank = context.first_of_crossings, context.rank
+            decision = super().decide(call._replace(sends=rank in firsts, receives=rank - 1 in firsts), context)
         return decision
 
     def where(self, call: MessageCall) -> str:

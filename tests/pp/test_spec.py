@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from ditron_train.policy import Decision, OpSpec
+from ditron_train.pp import kernel_channel
+from ditron_train.pp.channel import PipelineChannel
+from ditron_train.pp.context import first_of_crossings
 from ditron_train.pp.spec import MESSAGE, MessageCall
 
 
-def ways_asked(monkeypatch, answers, *, network=None, rank=0, world_size=4):
+def ways_asked(monkeypatch, answers, *, nodes=(0, 0, 1, 1), rank=0):
     """(use_ditron, [(sends, receives) of each call that the policy is asked about])."""
-    context = SimpleNamespace(
-        device=torch.device("cpu"), network=network, rank=rank, world_size=world_size, group=None
-    )
+    firsts = first_of_crossings(nodes)
+    context = SimpleNamespace(device=torch.device("cpu"), first_of_crossings=firsts, rank=rank, group=None)
     asked = []
 
     def decide(_spec, call, _context):
@@ -27,22 +31,45 @@ def ways_asked(monkeypatch, answers, *, network=None, rank=0, world_size=4):
     return decision.use_ditron, asked
 
 
+_IDLE, _SENDS, _RECEIVES = (False, False), (True, False), (False, True)
+
+
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_one_way_messages_are_asked_about_between_nodes(monkeypatch, is_faster):
-    asked = [ways_asked(monkeypatch, [True, is_faster], network=object(), rank=rank) for rank in range(4)]
-    assert [use for use, _ in asked] == [is_faster] * 4
-    assert [calls[1:] for _, calls in asked] == [[(True, False)], [(False, True)]] * 2
+@pytest.mark.parametrize(
+    "nodes, ways",
+    [
+        ((0, 0, 1, 1), [_IDLE, _SENDS, _RECEIVES, _IDLE]),
+        ((0, 1, 2, 3), [_SENDS, _RECEIVES, _SENDS, _RECEIVES]),
+        ((0, 1, 2), [_SENDS, _RECEIVES, _IDLE]),
+        ((0, 0, 1), [_IDLE, _SENDS, _RECEIVES]),
+    ],
+)
+def test_one_way_messages_are_asked_about_where_nodes_meet(monkeypatch, is_faster, nodes, ways):
+    asked = [ways_asked(monkeypatch, [True, is_faster], nodes=nodes, rank=rank) for rank in range(len(nodes))]
+    assert [use for use, _ in asked] == [is_faster] * len(nodes)
+    assert [calls[1:] for _, calls in asked] == [[way] for way in ways]
 
 
-def test_a_last_stage_without_a_pair_takes_part_all_the_same(monkeypatch):
-    assert ways_asked(monkeypatch, [True, True], network=object(), rank=2, world_size=3)[1][1:] == [(False, False)]
-
-
-@pytest.mark.parametrize("answer, network", [(False, object()), (True, None)])
-def test_otherwise_the_ring_decides(monkeypatch, answer, network):
-    assert ways_asked(monkeypatch, [answer], network=network) == (answer, [(True, True)])
+@pytest.mark.parametrize("answer, nodes", [(False, (0, 1)), (True, (0, 0))])
+def test_otherwise_the_ring_decides(monkeypatch, answer, nodes):
+    assert ways_asked(monkeypatch, [answer], nodes=nodes) == (answer, [(True, True)])
 
 
 def test_plans_tell_both_apart():
     ring = MessageCall(None, 4096)
     assert MESSAGE.words(ring, None) != MESSAGE.words(ring._replace(receives=False), None)
+
+
+def test_a_kernels_timeout_is_told_as_one_deadline():
+    posted = []
+    channel = SimpleNamespace(
+        _record_view={kernel_channel.RECORD_STATE: 1},
+        _record_words=[kernel_channel.KIND_TIMEOUT] * 16,
+        mailbox=SimpleNamespace(failed=False, post_fault=posted.append),
+        arena=SimpleNamespace(rank=3),
+    )
+    channel.check = kernel_channel.KernelChannel.check.__get__(channel)
+    with mock.patch.object(PipelineChannel, "check"), contextlib.suppress(TypeError):  # super() of what is no channel
+        channel.check()
+    (words,) = posted
+    assert words[1] == 3 and len(words) == 7 and words[-1] == 1
