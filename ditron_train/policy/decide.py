@@ -120,7 +120,8 @@ def decide(
         elif order is not None and not order.is_ours:
             decision = Decision(False, str(order.reason), None, None, None)
         else:
-            decision = _judge(mode, probe(native, ours, group=group, device=device, timed=mode != "bits", also=also))
+            asked = dict(timed=mode != "bits", needs_bits=mode != "fast")
+            decision = _judge(mode, probe(native, ours, group=group, device=device, also=also, **asked))
     if decision.use_ditron:  # what stays native is logged by who asked, with reasons that are not the policy's
         log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")
     if plan is not None and known is None and mode != "force":

@@ -99,7 +99,7 @@ def _low_median_high(times: list[float], part: int) -> tuple[float, float, float
 
 
 def _compared_us(
-    native: Run, ours: Run, device: torch.device, group: dist.ProcessGroup, is_equal: bool
+    native: Run, ours: Run, device: torch.device, group: dist.ProcessGroup, is_equal: bool, needs_bits: bool
 ) -> tuple[bool, float, float, bool]:
     """Whether bits are equal on all ranks; median times of both, of the slowest rank; whether they are clearly apart.
 
@@ -118,7 +118,7 @@ def _compared_us(
         # The slowest rank counts; a difference on one rank is a difference.
         different, low, native_us, high, ours_low, ours_us, ours_high = _most_of_ranks(mine, device, group)
         is_clear = ours_high < low or high < ours_low
-        if is_clear or different:
+        if is_clear or (different and needs_bits):
             break
     return different == 0.0, native_us, ours_us, is_clear
 
@@ -152,6 +152,7 @@ def probe(
     group: dist.ProcessGroup,
     device: torch.device,
     timed: bool = True,
+    needs_bits: bool = True,
     also: Sequence[tuple[Run, Run]] = (),
 ) -> Observation:
     """Runs both (collective over `group`) and returns what all ranks saw; times only if `timed`.
@@ -159,6 +160,7 @@ def probe(
     In the interpreter ours runs once, to see that it can; there its GEMMs are NumPy's, and no time is worth comparing.
 
     Args:
+        needs_bits: Whether ours is of no use where its bits differ, whatever its time: it is timed once then.
         also: More of native and ours, on other data: compared, not timed.
 
     Raises:
@@ -169,7 +171,7 @@ def probe(
         return Observation(None, None, None)
     equal = all([_compare(*pair, device) for pair in ((native, ours), *also)])  # all of them: they are collective
     if timed:
-        observation = Observation(*_compared_us(native, ours, device, group, equal))
+        observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits))
     else:
         observation = Observation(_most_of_ranks([float(not equal)], device, group) == [0.0], None, None)
     if device.type == "cuda":

@@ -53,7 +53,7 @@ class _FakeDevice:
     type = "cuda"
 
 
-def _observe(wrong_on, slow_on, also_wrong_on=None, times=None):
+def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True):
     """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is
     slow; ``times``: of each turn, over and over."""
     rank = dist.get_rank()
@@ -72,9 +72,8 @@ def _observe(wrong_on, slow_on, also_wrong_on=None, times=None):
     torch.cuda.synchronize = lambda device=None: None
     torch.tensor = lambda data, device=None, **options: saved[2](data, **options)
     try:
-        return probe_module.probe(
-            lambda: native, lambda: ours, group=dist.group.WORLD, device=_FakeDevice(), also=[also]
-        )
+        options = dict(group=dist.group.WORLD, device=_FakeDevice(), also=[also], needs_bits=needs_bits)
+        return probe_module.probe(lambda: native, lambda: ours, **options)
     finally:
         probe_module.times_us, torch.cuda.synchronize, torch.tensor = saved
 
@@ -103,6 +102,15 @@ def test_native_stays_where_times_differ_by_no_more_than_calls_do(name):
     seen = run_workers(2, _observe, None, None, None, {"native": _NATIVE, "ours": ours})
     assert [_judge("strict", one).use_ditron for one in seen] == [is_faster] * 2
     assert seen[0].is_clear is (is_faster or name == "slower")
+
+
+def test_fast_asks_as_often_where_bits_differ():
+    """Of times that lie apart by the last round alone: the first has late calls on both sides."""
+    ours = [[12.0, 90.0], [14.0, 80.0], *([[10.0, 12.0]] * 6)]
+    times = {"native": _NATIVE, "ours": ours}
+    once, often = (run_workers(2, _observe, 1, None, None, times, needs)[0] for needs in (True, False))
+    assert not once.bits_equal and not _judge("fast", once).use_ditron
+    assert not often.bits_equal and _judge("fast", often).use_ditron
 
 
 def test_equal_bits_of_a_jobs_data():
