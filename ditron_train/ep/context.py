@@ -198,6 +198,7 @@ class EPContext(OpContext):
         key = (name, row_shape, dtype)
         kept = self.prepared.get(key)
         if kept is None or kept.shape[0] < num_rows:
+            kept = None  # the old memory is free before more is asked for
             row_bytes = max(math.prod(row_shape) * dtype.itemsize, 1)
             if self.arena.capacity_bytes(name) < max(num_rows, 1) * row_bytes:
                 num_rows = max(min(int(num_rows * _HEADROOM) + 1, max(most_rows, num_rows)), 1)

@@ -214,7 +214,7 @@ def _hook_optimizers() -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         _hook.append(register_optimizer_step_pre_hook(_check_before_step))
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, AttributeError):
             captured = importlib.import_module("megatron.core.optimizer.optimizer_cuda_graph")
             _hook.append(_CheckBeforeReplays(captured.OptimizerCudaGraphWrapper))
 

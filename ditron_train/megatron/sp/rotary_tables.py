@@ -22,7 +22,8 @@ def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     dist.all_gather(gathered, local.contiguous(), group=group)
     halves = [table.chunk(2, dim=0) for table in gathered]
     whole = torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=0)
-    if not is_capturing(local.device):  # a graph's own: it is filled by replays
+    # In a graph it is the graph's own, which replays fill; nobody knows when an inference tensor was written to.
+    if not is_capturing(local.device) and not local.is_inference():
         _TablesOf.put(local, group, whole)
     return whole
 
@@ -37,19 +38,14 @@ class _TablesOf:
     @classmethod
     def get(cls, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
         entry = cls._entries.get((id(local), group))
-        is_known = entry is not None and entry[0]() is local and entry[1] == cls._version(local)
+        is_known = entry is not None and entry[0]() is local and entry[1] == local._version
         return entry[2].get() if entry is not None and is_known else None
 
     @classmethod
     def put(cls, local: torch.Tensor, group: dist.ProcessGroup, whole: torch.Tensor) -> None:
         key = id(local), group
         reference = weakref.ref(local, lambda _: cls._entries.pop(key, None))
-        cls._entries[key] = (reference, cls._version(local), CachedTensor(whole))
-
-    @staticmethod
-    def _version(local: torch.Tensor) -> int:
-        """How often it was written to; of an inference tensor nobody knows."""
-        return 0 if local.is_inference() else local._version
+        cls._entries[key] = (reference, local._version, CachedTensor(whole))
 
     @classmethod
     def clear(cls) -> None:
