@@ -222,7 +222,9 @@ def decision_with(room: str, fault: str, device: torch.device, mode: str, folder
         forget_plans()
 
 
-def probe_on_cpu(native: Run, ours: Run, *, group, device: torch.device, timed: bool = True, also=()) -> Observation:
+def probe_on_cpu(
+    native: Run, ours: Run, *, group, device: torch.device, timed: bool = True, needs_bits: bool = True, also=()
+) -> Observation:
     """``probe`` where GPUs would be: bits count, and the host's times."""
     equal = all([same_bits(one(), other()) for one, other in ((native, ours), *also)])
     times = [min(_seconds(run) for _ in range(3)) for run in (native, ours)]
