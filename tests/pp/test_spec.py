@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 from ditron_train.policy import Decision, OpSpec
 from ditron_train.pp import kernel_channel
-from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.context import first_of_crossings
 from ditron_train.pp.spec import MESSAGE, MessageCall
 
@@ -69,7 +67,7 @@ def test_a_kernels_timeout_is_told_as_one_deadline():
         arena=SimpleNamespace(rank=3),
     )
     channel.check = kernel_channel.KernelChannel.check.__get__(channel)
-    with mock.patch.object(PipelineChannel, "check"), contextlib.suppress(TypeError):  # super() of what is no channel
+    with contextlib.suppress(TypeError):  # what comes behind is asked of a real channel's base
         channel.check()
     (words,) = posted
     assert words[1] == 3 and len(words) == 7 and words[-1] == 1
