@@ -44,20 +44,13 @@ _WAVE_TILES = 132
 _MOST_FEW = 0.25
 
 
-def pairs_of_native_bits(pairs: frozenset[Pair], fewest_rows: int | None) -> frozenset[Pair]:
-    """Those of ``pairs`` whose GEMMs add up as native's do where the smallest expert has ``fewest_rows``.
-
-    Where that is not known (None: a fixed capacity) all of them: the user is warned afterwards.
-    """
-    return pairs if fewest_rows is None or fewest_rows >= FEWEST_ROWS else pairs - frozenset(PAIRS)
-
-
 def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None) -> tuple[frozenset[Pair], int]:
     """The pairs of a step, and below how many rows an expert is multiplied natively in it: at all ranks alike.
 
     Args:
         pairs: That were chosen for the layer.
-        expert_rows: Of each expert of any rank; None where the host does not know.
+        expert_rows: Of each expert of any rank; None where the host does not know (a fixed capacity): all pairs stay,
+            and the user is warned afterwards.
     """
     if expert_rows is None or not pairs & frozenset(PAIRS):
         return pairs, 0

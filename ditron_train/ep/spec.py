@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.data import load_workloads
-from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_native_bits
+from ditron_train.ep.expert_functions import FEWEST_ROWS, own_wgrad_has_native_bits
 from ditron_train.ep.group_choices import GroupOp, default_group_config, group_class
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.row_tiles import row_tiles
@@ -303,9 +303,9 @@ def _fewest_rows(counts: torch.Tensor, device: torch.device) -> int | None:
 def products_of_native_bits(fewest_rows: int | None, n: int, k: int) -> tuple[Product, ...]:
     """Those products of experts ``[n, k]`` that a layer leaves to ours where its smallest expert has ``fewest_rows``.
 
-    The gate is the layer's own, ``pairs_of_native_bits``; None: sums are exact in any order.
+    A layer multiplies experts of fewer than ``FEWEST_ROWS`` natively; None: sums are exact in any order.
     """
-    if pairs_of_native_bits(frozenset(PAIRS), fewest_rows):
+    if fewest_rows is None or fewest_rows >= FEWEST_ROWS:
         return tuple(_NAMES)
     return ("wgrad",) if own_wgrad_has_native_bits(n, k) else ()
 

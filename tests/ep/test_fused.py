@@ -12,13 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import compiling_alone, expert_functions, fused_forms, fused_forms_by_one_program  # noqa: E402
 
-from ditron_train.ep.expert_functions import (  # noqa: E402
-    FEWEST_ROWS,
-    PAIRS,
-    own_wgrad_has_native_bits,
-    pairs_of_native_bits,
-    pairs_of_step,
-)
+from ditron_train.ep.expert_functions import FEWEST_ROWS, PAIRS, own_wgrad_has_native_bits, pairs_of_step  # noqa: E402
+from ditron_train.ep.spec import products_of_native_bits  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 
@@ -63,10 +58,9 @@ def test_expert_functions_and_their_gradients():
 
 
 def test_gemms_stay_native_where_cublas_may_split_their_sums():
-    pairs = frozenset([*PAIRS, "beside_wgrad", "own_wgrad"])
-    assert pairs_of_native_bits(pairs, 256) == {"beside_wgrad", "own_wgrad"}
-    assert pairs_of_native_bits(pairs, 377) == pairs_of_native_bits(pairs, None) == pairs
     assert own_wgrad_has_native_bits(7168, 2048) and not own_wgrad_has_native_bits(512, 256)
+    assert products_of_native_bits(256, 7168, 2048) == ("wgrad",) and products_of_native_bits(256, 512, 256) == ()
+    assert len(products_of_native_bits(257, 512, 256)) == len(products_of_native_bits(None, 512, 256)) == 3
 
 
 def test_a_step_keeps_its_pairs_where_few_rows_are_apart():
