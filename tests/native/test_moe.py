@@ -128,6 +128,24 @@ def test_experts_split_over_tensor_parallel_ranks(options):
     run_workers(4, sliced_layers_agree, {**SLICED, **options}, (8, 5, 1, 9), torch.bfloat16)
 
 
+def test_routing_that_a_kernel_of_megatron_pads(monkeypatch):
+    """Megatron's experimental kernel gives integers; the layout is made of bools."""
+    from megatron.core.fusions.fused_pad_routing_map import fused_pad_routing_map
+    from megatron.core.transformer.moe.moe_utils import pad_routing_map
+
+    from ditron_train.megatron.compat import padded_routing
+
+    monkeypatch.setattr("megatron.core.config.ENABLE_EXPERIMENTAL", True)
+    names = dict(moe_permute_fusion=True, moe_router_padding_for_quantization=True, fp8="hybrid", fp4=None)
+    config = SimpleNamespace(**names, fp8_recipe="delayed")
+    routing = torch.rand(40, 8, generator=torch.Generator().manual_seed(1)) < 0.2
+    with torch.compiler.set_stance("force_eager"):
+        assert fused_pad_routing_map(routing, 16).dtype == torch.int32
+        padded, most = padded_routing(config, routing)
+    assert padded.dtype == torch.bool and torch.equal(padded, pad_routing_map(routing, 16))
+    assert most == 8 * 15
+
+
 def test_split_experts_padded_for_quantization():
     options = {"moe_router_padding_for_quantization": True, "num_moe_experts": 6, "moe_router_topk": 3}
     env = {"DITRON_POLICY": "force"}

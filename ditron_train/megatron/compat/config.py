@@ -70,7 +70,8 @@ def padded_routing(config: Any, routing_map: torch.Tensor) -> tuple[torch.Tensor
     multiple: int = get_align_size_for_quantization(config)
     is_fused = config.moe_permute_fusion and is_experimental_enabled()
     pad = fused_pad_routing_map if is_fused else pad_routing_map
-    return pad(routing_map, multiple), routing_map.shape[1] * (multiple - 1)
+    padded = pad(routing_map, multiple).bool()  # the fused kernel gives int32
+    return padded, routing_map.shape[1] * (multiple - 1)
 
 
 @cache

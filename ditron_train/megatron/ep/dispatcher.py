@@ -82,7 +82,6 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._has_warned = False
         self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
         self._pairs: frozenset[Pair] | None = None
-        self._is_forced = False
         self._call: ExpertCall | None = None
         self._slices: ExpertSlices | None = None
         self._slices_agree = self.tp_size == 1
@@ -304,13 +303,13 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self._slices is not None:
             return None
         if self._pairs is None:
-            self._pairs, self._is_forced = self._fused_pairs(hidden_states), get_settings().policy == "force"
+            self._pairs = self._fused_pairs(hidden_states)
         pairs, changed = self._pairs, why_not_called(self._experts) if self._pairs else None
         if changed is not None:
             self._log_apart(changed)
             return None
         fewest = 0
-        if pairs and not self._is_forced:  # the same on every rank, as the counts are
+        if pairs:  # the same on every rank, as the counts are
             pairs, fewest = logged_pairs_of_step(pairs, self._layout.expert_rows)
         if not pairs:
             return None
