@@ -36,30 +36,29 @@ Pair = Literal["gemm_combine", "dgrad_combine", "beside_wgrad", "own_wgrad"]
 PAIRS: tuple[Pair, ...] = ("gemm_combine", "dgrad_combine")
 
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
-#: Rows that every expert must have for our GEMMs of its rows to add up as native's do.
-FEWEST_ROWS = 257
 _WAVE_TILES = 132
 #: Part of all rows that may belong to such experts: their products stand in front of the kernel, where nothing is
 #: returned yet.
 _MOST_FEW = 0.25
 
 
-def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None) -> tuple[frozenset[Pair], int]:
+def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest: int) -> tuple[frozenset[Pair], int]:
     """The pairs of a step, and below how many rows an expert is multiplied natively in it: at all ranks alike.
 
     Args:
         pairs: That were chosen for the layer.
         expert_rows: Of each expert of any rank; None where the host does not know (a fixed capacity): all pairs stay,
             and the user is warned afterwards.
+        fewest: Rows that an expert must have for our GEMMs of these pairs to add up as native's do (``few_rows``).
     """
     if expert_rows is None or not pairs & frozenset(PAIRS):
         return pairs, 0
-    few = expert_rows[expert_rows < FEWEST_ROWS]
+    few = expert_rows[expert_rows < fewest]
     if not few.any():
         return pairs, 0
     if few.sum() > _MOST_FEW * expert_rows.sum():
         return pairs - frozenset(PAIRS), 0
-    return pairs, FEWEST_ROWS
+    return pairs, fewest
 
 
 def own_wgrad_has_native_bits(rows: int, columns: int) -> bool:

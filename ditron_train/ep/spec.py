@@ -8,25 +8,24 @@ They are timed with the host ahead: for 15 experts a call costs the host more na
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.data import load_workloads
-from ditron_train.ep.expert_functions import FEWEST_ROWS, own_wgrad_has_native_bits
+from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
+from ditron_train.ep.few_rows import RowProduct, fewest_rows_here
 from ditron_train.ep.group_choices import GroupOp, default_group_config, group_class
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad
+from ditron_train.ep.native_products import Product, native_products
 from ditron_train.ep.row_tiles import row_tiles
 from ditron_train.gemm.configs import GemmConfig, config_entry, config_variants
 from ditron_train.policy import Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.policy.spec import Call, Context
 from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.transformer_engine import grouped_gemm
 
-Product = Literal["forward", "dgrad", "wgrad"]
 _NAMES: dict[Product, GroupOp] = {"forward": "group_gemm", "dgrad": "group_dgrad", "wgrad": "group_wgrad"}
 _SKEWED = 1.0  # exponent of the skewed routing
 
@@ -212,7 +211,13 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
 
     def why_no_row(self, call: GroupCall) -> str | None:
         """See `OpSpec`: what a layer leaves native."""
-        if self.product in products_of_native_bits(call.fewest_rows, *call.weights[0].shape):
+        weight = call.weights[0]
+        if call.fewest_rows is None or (self.product == "wgrad" and own_wgrad_has_native_bits(*weight.shape)):
+            return None
+        products = [RowProduct(tuple(weight.shape), transpose) for transpose in (True, False)]
+        if self.product != "wgrad":
+            products = products[:1] if self.product == "forward" else products[1:]
+        if call.fewest_rows >= max(fewest_rows_here(product, weight.dtype, weight.device) for product in products):
             return None
         return f"an expert has {call.fewest_rows} rows, where a layer leaves it native"
 
@@ -298,63 +303,6 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
 def _fewest_rows(counts: torch.Tensor, device: torch.device) -> int | None:
     """What decides whether a layer takes our GEMMs; None on CPU, where the values are integers and every sum exact."""
     return None if device.type == "cpu" else int(counts[counts > 0].min())
-
-
-def products_of_native_bits(fewest_rows: int | None, n: int, k: int) -> tuple[Product, ...]:
-    """Those products of experts ``[n, k]`` that a layer leaves to ours where its smallest expert has ``fewest_rows``.
-
-    A layer multiplies experts of fewer than ``FEWEST_ROWS`` natively; None: sums are exact in any order.
-    """
-    if fewest_rows is None or fewest_rows >= FEWEST_ROWS:
-        return tuple(_NAMES)
-    return ("wgrad",) if own_wgrad_has_native_bits(n, k) else ()
-
-
-def native_products(
-    counts: list[int], n: int, k: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Callable]:
-    """Forward, dgrad and wgrad of experts ``[n, k]`` as the native layer runs them: functions of (rows, gradient,
-    weights), written into outputs of their own."""
-    rows = sum(counts)
-    y, dx = (torch.empty(rows, columns, dtype=dtype, device=device) for columns in (n, k))
-    dw = [torch.empty(n, k, dtype=dtype, device=device) for _ in counts]
-    if find_spec("transformer_engine") is None:
-        return _loops(counts, y, dx, dw)
-
-    def run(
-        layout: str,
-        grad: bool,
-        a: Sequence[torch.Tensor],
-        b: Sequence[torch.Tensor],
-        out: list[torch.Tensor],
-        single: bool,
-    ) -> Any:
-        grouped_gemm(a, b, out, dtype, layout=layout, m_splits=counts, grad=grad, single_output=single)
-
-    return {
-        "forward": lambda x, g, ws: (run("TN", False, ws, x.split(counts), [y], True), y)[1],
-        "dgrad": lambda x, g, ws: (run("NN", True, ws, g.split(counts), [dx], True), dx)[1],
-        "wgrad": lambda x, g, ws: (run("NT", True, x.split(counts), g.split(counts), dw, False), dw)[1],
-    }
-
-
-def _loops(counts: list[int], y: torch.Tensor, dx: torch.Tensor, dw: list[torch.Tensor]) -> dict[str, Callable]:
-    def forward(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
-        for part, out, w in zip(x.split(counts), y.split(counts), ws):
-            torch.matmul(part, w.t(), out=out)
-        return y
-
-    def dgrad(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
-        for part, out, w in zip(g.split(counts), dx.split(counts), ws):
-            torch.matmul(part, w, out=out)
-        return dx
-
-    def wgrad(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> list[torch.Tensor]:
-        for g_part, x_part, out in zip(g.split(counts), x.split(counts), dw):
-            torch.matmul(g_part.t(), x_part, out=out)
-        return dw
-
-    return {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
 
 
 SPECS: Sequence[OpSpec[Any, Any]] = tuple(GroupGemmSpec(product) for product in _NAMES)

@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import compiling_alone, expert_functions, fused_forms, fused_forms_by_one_program  # noqa: E402
 
-from ditron_train.ep.expert_functions import FEWEST_ROWS, PAIRS, own_wgrad_has_native_bits, pairs_of_step  # noqa: E402
-from ditron_train.ep.spec import products_of_native_bits  # noqa: E402
+from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_step  # noqa: E402
+from ditron_train.ep.few_rows import NEVER  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 
@@ -59,16 +59,16 @@ def test_expert_functions_and_their_gradients():
 
 def test_gemms_stay_native_where_cublas_may_split_their_sums():
     assert own_wgrad_has_native_bits(7168, 2048) and not own_wgrad_has_native_bits(512, 256)
-    assert products_of_native_bits(256, 7168, 2048) == ("wgrad",) and products_of_native_bits(256, 512, 256) == ()
-    assert len(products_of_native_bits(257, 512, 256)) == len(products_of_native_bits(None, 512, 256)) == 3
 
 
 def test_a_step_keeps_its_pairs_where_few_rows_are_apart():
-    pairs, fewest = frozenset([*PAIRS, "own_wgrad"]), FEWEST_ROWS
-    assert pairs_of_step(pairs, None) == pairs_of_step(pairs, np.array([0, 257, 9000])) == (pairs, 0)
-    assert pairs_of_step(pairs, np.array([0, 256, 9000])) == (pairs, fewest)
-    assert pairs_of_step(pairs, np.array([200, 256, 600])) == ({"own_wgrad"}, 0)
-    assert pairs_of_step(frozenset(["own_wgrad"]), np.array([1, 256])) == ({"own_wgrad"}, 0)
+    pairs, fewest = frozenset([*PAIRS, "own_wgrad"]), 385
+    assert pairs_of_step(pairs, None, fewest) == pairs_of_step(pairs, np.array([0, 385, 9000]), fewest) == (pairs, 0)
+    assert pairs_of_step(pairs, np.array([0, 384, 9000]), fewest) == (pairs, fewest)
+    assert pairs_of_step(pairs, np.array([0, 384, 9000]), 1) == (pairs, 0)
+    assert pairs_of_step(pairs, np.array([200, 384, 600]), fewest) == ({"own_wgrad"}, 0)
+    assert pairs_of_step(pairs, np.array([9000, 9000]), NEVER) == ({"own_wgrad"}, 0)
+    assert pairs_of_step(frozenset(["own_wgrad"]), np.array([1, 384]), fewest) == ({"own_wgrad"}, 0)
 
 
 def test_compiling_launches_nothing():

@@ -142,11 +142,11 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
     """Experts of fewer than 257 rows are Transformer Engine's, the others ours, in the same kernel: out and gradients
     are those of Transformer Engine's products of all experts, and it multiplies some experts as it does among all."""
     pytest.importorskip("transformer_engine")
-    from ditron_train.ep.expert_functions import FEWEST_ROWS, pairs_of_step
+    from ditron_train.ep.expert_functions import pairs_of_step
     from ditron_train.megatron.ep.experts import TEGemm
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    local, topk, hidden, ffn, tokens = 16, 2, 7168, 2048, 4096
+    local, topk, hidden, ffn, tokens, needed = 16, 2, 7168, 2048, 4096, 257
     context = get_ep_context(dist.group.WORLD, torch.device("cuda"), local * world, topk)
     weights, back = (
         [normals(*shape, dtype=torch.bfloat16, seed=1000 * rank + first + i) * 0.02 for i in range(local)]
@@ -163,14 +163,14 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
         probs = routed * torch.rand(routed.shape, device="cuda", generator=generator)
         x = normals(tokens, hidden, dtype=torch.bfloat16, seed=step)
         layout = begin_layout(routed, probs, hidden, x.dtype, context).finish()
-        few = layout.experts_below(FEWEST_ROWS)
-        pairs, fewest = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows)
+        few = layout.experts_below(needed)
+        pairs, fewest = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows, needed)
         total = torch.tensor([len(few)], device="cuda")
         dist.all_reduce(total)
         assert 0 < int(total) < local * world, "some experts, not all"
-        assert not pairs or fewest == FEWEST_ROWS
+        assert not pairs or fewest == needed
         rows, row_probs = ops.dispatch(x, layout, context)
-        gemm, options = TEGemm(layout.tokens_per_expert.tolist()), dict(fewest_rows=FEWEST_ROWS)
+        gemm, options = TEGemm(layout.tokens_per_expert.tolist()), dict(fewest_rows=needed)
         y = gemm(rows, weights, True)
         z, dx = gemm(y, back, True), gemm(y, weights, False)
         for product, args in ((z, (y, back, True)), (dx, (y, weights, False))):

@@ -26,7 +26,6 @@ from ep_workers import (  # noqa: E402
     sliced_layers_agree,
 )
 
-from ditron_train.ep.expert_functions import FEWEST_ROWS  # noqa: E402
 from ditron_train.runtime import logs  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
@@ -174,11 +173,11 @@ def test_few_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
     from ditron_train.megatron.ep import spec as ep_policy
 
     monkeypatch.setattr(logs, "_seen", {})
-    seen = iter([None, FEWEST_ROWS, FEWEST_ROWS - 1])
+    seen = iter([None, 385, 384])
     monkeypatch.setattr(ep_policy, "fewest_rows_before", lambda context: next(seen))
-    assert [ep_policy.warns_of_few_rows(None) for _ in range(3)] == [False, False, True]
+    assert [ep_policy.warns_of_few_rows(None, 385) for _ in range(3)] == [False, False, True]
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
-    assert f"an expert had {FEWEST_ROWS - 1} rows" in record.message and "DITRON_EP_CAPACITY" in record.message
+    assert "an expert had 384 rows" in record.message and "DITRON_EP_CAPACITY" in record.message
 
 
 def test_rows_of_split_experts_in_the_places_of_native():

@@ -174,7 +174,7 @@ def test_experts_of_few_rows_keep_their_native_product_alone(monkeypatch, rows, 
     layer, dispatcher = torch.nn.Module(), DitronMoEAlltoAllTokenDispatcher.__new__(DitronMoEAlltoAllTokenDispatcher)
     layer.experts = _experts()
     dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity_factor = layer._modules, None, None
-    dispatcher._pairs = frozenset({"gemm_combine"})
+    dispatcher._pairs, dispatcher._fewest_rows = frozenset({"gemm_combine"}), 257
     dispatcher._ep_context = dispatcher._order = None
     dispatcher._layout = types.SimpleNamespace(
         tokens_per_expert=torch.tensor(rows), expert_rows=torch.tensor(rows).numpy()
@@ -206,6 +206,7 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     layer.experts = _experts()
     dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity_factor = layer._modules, None, 2.0
     dispatcher._pairs, dispatcher._layout = frozenset({"gemm_combine"}), types.SimpleNamespace(expert_rows=None)
+    dispatcher._fewest_rows = 257
     dispatcher._ep_context = dispatcher._order = None
     assert isinstance(dispatcher._expert_call(torch.zeros(1)), ExpertCall)
     dispatcher._look_at_experts()

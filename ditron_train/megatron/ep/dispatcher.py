@@ -40,7 +40,7 @@ from ditron_train.megatron.ep.coverage import (
 )
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
-from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step
+from ditron_train.megatron.ep.pair_spec import fewest_rows_of, fused_pairs_here, logged_pairs_of_step
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_few_rows
 from ditron_train.policy import gate, log_native
@@ -82,6 +82,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._has_warned = False
         self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
         self._pairs: frozenset[Pair] | None = None
+        self._fewest_rows = 0  # of an expert in a step, for its products to be ours
         self._call: ExpertCall | None = None
         self._slices: ExpertSlices | None = None
         self._slices_agree = self.tp_size == 1
@@ -281,7 +282,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if reason is not None:
             return self._dispatch_natively(hidden_states, probs, reason)
         if self._capacity_factor is not None and not self._has_warned:
-            self._has_warned = warns_of_few_rows(self._ep_context)
+            self._has_warned = warns_of_few_rows(self._ep_context, self._fewest_rows)
         self._call = self._expert_call(hidden_states)
         if self._call is not None:
             return hidden_states, probs  # the experts dispatch them
@@ -304,13 +305,15 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return None
         if self._pairs is None:
             self._pairs = self._fused_pairs(hidden_states)
+            ours = self._pairs if self._capacity_factor is None else None
+            self._fewest_rows = fewest_rows_of(ours, self._experts, hidden_states, self.ep_group)
         pairs, changed = self._pairs, why_not_called(self._experts) if self._pairs else None
         if changed is not None:
             self._log_apart(changed)
             return None
         fewest = 0
         if pairs:  # the same on every rank, as the counts are
-            pairs, fewest = logged_pairs_of_step(pairs, self._layout.expert_rows)
+            pairs, fewest = logged_pairs_of_step(pairs, self._layout.expert_rows, self._fewest_rows)
         if not pairs:
             return None
         gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity_factor is None else None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-from ditron_train.ep.expert_functions import FEWEST_ROWS
+from ditron_train.ep.few_rows import MOST_ROWS, NEVER, fewest_rows, tried_rows
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.megatron.ep.coverage import why_not_fp8_weight
 from ditron_train.megatron.ep.te_fp8 import ExpertProduct, multiply
@@ -24,7 +24,7 @@ from ditron_train.runtime.values import normal_values
 
 _STEP = 16  # rows of an expert are padded to multiples of it
 _MOST_TRIED = 8  # experts: more cost memory, and show nothing else
-_MOST_ROWS = 4096  # of one
+_LEAST_TRIED = 128  # rows of an expert: our kernel has tiles of as many
 
 
 class Fp8ExpertsCall(NamedTuple):
@@ -64,7 +64,11 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
 
     def why_not(self, call: Fp8ExpertsCall) -> str | None:
         reason = why_not_fp8_weight(call.x.dtype, call.weight)
-        return why_not_fp8_on_device(call.x.device) if reason is None else reason
+        if reason is None:
+            reason = why_not_fp8_on_device(call.x.device)
+        if reason is None and fewest_rows_of(call) == NEVER:
+            reason = f"cuBLAS adds up in another order, seen of experts of more than {MOST_ROWS // 2} rows"
+        return reason
 
     def context(self, call: Fp8ExpertsCall) -> object:
         """See `OpSpec`: a mark, the op has no memory of its own."""
@@ -80,9 +84,9 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
     def trial(self, call: Fp8ExpertsCall, context: object) -> Trial:
         """See `OpSpec`: random values, which are timed, and values that show the order of sums, for experts of several
         sizes."""
-        count = min(call.num_experts, _MOST_TRIED)
-        fewest = -(-FEWEST_ROWS // _STEP) * _STEP
-        mean = max(fewest, min(call.x.shape[:-1].numel() // call.num_experts // _STEP * _STEP, _MOST_ROWS))
+        count, most = min(call.num_experts, _MOST_TRIED), MOST_ROWS
+        fewest = -(-fewest_rows_of(call) // _STEP) * _STEP
+        mean = max(fewest, min(call.x.shape[:-1].numel() // call.num_experts // _STEP * _STEP, most))
         sizes = [fewest + (mean - fewest) * index // count // _STEP * _STEP for index in range(count)]
         pairs = [self.pair(call, [mean] * count, reveals=False)]
         pairs += [self.pair(call, sizes, reveals=reveals) for reveals in (False, True)]
@@ -91,30 +95,13 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
     def pair(self, call: Fp8ExpertsCall, splits: list[int], *, reveals: bool) -> tuple[Run, Run]:
         """Transformer Engine's products and ours of experts with so many rows; ``reveals``: of values that show the
         order of sums. Ours are Transformer Engine's where an expert has too few rows."""
-        (n, k), device, is_dgrad = call.weight.shape, call.x.device, call.product == "dgrad"
-
-        def made(shape: tuple[int, int], seed: int, signed: Any) -> torch.Tensor:
-            if reveals:
-                return revealing_matrix(shape, torch.bfloat16, device, seed=seed, signed=signed)
-            return normal_values(shape, torch.bfloat16, device, seed)
-
-        # The sum's index is signed in one operand alone: the other way round of a weight that is taken transposed.
-        values = made((sum(splits), n if is_dgrad else k), 1, "columns" if is_dgrad else "rows")
-        quantizers = [_quantizer(call, call.row_format, columnwise=False) for _ in splits]
-        rows = tex.split_quantize(values, splits, quantizers)
-        weights = [
-            _quantizer(call, "E4M3", columnwise=is_dgrad)(made((n, k), 2 + i, "columns")) for i in range(len(splits))
-        ]
+        rows = _quantised_rows(call, _values(call, sum(splits), 1, reveals), splits)
+        weights = [_quantised_weight(call, 2 + index, reveals) for index in range(len(splits))]
+        fewest = fewest_rows_of(call)
 
         def run(is_ours: bool) -> list[torch.Tensor]:
-            with torch.no_grad():
-                out = torch.empty(len(values), k if is_dgrad else n, dtype=torch.bfloat16, device=device)
-                options: dict[str, Any] = dict(single_output=True, use_split_accumulator=is_dgrad)
-                if is_dgrad:
-                    options.update(layout="NN", grad=True)
-                if not (is_ours and multiply(call.product, weights, rows, out, split_accumulator=is_dgrad)):
-                    grouped_gemm(weights, rows, [out], out.dtype, m_splits=splits, **options)
-            return [out]
+            out = _own_product(call, weights, rows, splits, fewest) if is_ours else None
+            return [_native_product(call, weights, rows, splits) if out is None else out]
 
         return lambda: run(False), lambda: run(True)
 
@@ -128,6 +115,77 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
     def fused(self, call: Fp8ExpertsCall, context: object) -> Function:
         """See `OpSpec`: on operands of its own."""
         return lambda x, weight: self.trial(call, context).fused()
+
+
+_known: dict[tuple[Hashable, ...], int] = {}
+
+
+def fewest_rows_of(call: Fp8ExpertsCall) -> int:
+    """How many rows each expert must have for this product to add up as Transformer Engine's does; measured once."""
+    key = (tuple(call.weight.shape), call.product, call.row_format, call.x.device)
+    if key not in _known:
+        weight = _quantised_weight(call, 2, True)
+
+        def native(batch: torch.Tensor, splits: list[int]) -> torch.Tensor:
+            return _native_product(call, [weight] * len(splits), _quantised_rows(call, batch, splits), splits)
+
+        def own(batch: torch.Tensor, splits: list[int]) -> torch.Tensor:
+            out = _own_product(call, [weight] * len(splits), _quantised_rows(call, batch, splits), splits, 0)
+            return batch.new_full((1, 1), float("nan")) if out is None else out  # equal to nothing
+
+        with torch.no_grad():
+            tried = tried_rows(_LEAST_TRIED, _STEP)
+            _known[key] = max(fewest_rows(native, own, _values(call, MOST_ROWS, 1, True), tried), _LEAST_TRIED)
+    return _known[key]
+
+
+def _values(call: Fp8ExpertsCall, num_rows: int, seed: int, reveals: bool) -> torch.Tensor:
+    """Rows to multiply. The sum's index is signed in one operand alone: the other way round of a weight that is taken
+    transposed."""
+    is_dgrad, device = call.product == "dgrad", call.x.device
+    shape = (num_rows, call.weight.shape[0 if is_dgrad else 1])
+    if not reveals:
+        return normal_values(shape, torch.bfloat16, device, seed)
+    return revealing_matrix(shape, torch.bfloat16, device, seed=seed, signed="columns" if is_dgrad else "rows")
+
+
+def _quantised_rows(call: Fp8ExpertsCall, values: torch.Tensor, splits: list[int]) -> list[Any]:
+    quantizers = [_quantizer(call, call.row_format, columnwise=False) for _ in splits]
+    rows: list[Any] = tex.split_quantize(values, splits, quantizers)
+    return rows
+
+
+def _quantised_weight(call: Fp8ExpertsCall, seed: int, reveals: bool) -> Any:
+    n, k = call.weight.shape
+    if reveals:
+        values = revealing_matrix((n, k), torch.bfloat16, call.x.device, seed=seed, signed="columns")
+    else:
+        values = normal_values((n, k), torch.bfloat16, call.x.device, seed)
+    return _quantizer(call, "E4M3", columnwise=call.product == "dgrad")(values)
+
+
+def _result(call: Fp8ExpertsCall, splits: list[int]) -> torch.Tensor:
+    columns = call.weight.shape[1 if call.product == "dgrad" else 0]
+    return torch.empty(sum(splits), columns, dtype=torch.bfloat16, device=call.x.device)
+
+
+def _native_product(call: Fp8ExpertsCall, weights: Any, rows: Any, splits: list[int]) -> torch.Tensor:
+    out, is_dgrad = _result(call, splits), call.product == "dgrad"
+    options: dict[str, Any] = dict(layout="NN", grad=True) if is_dgrad else {}
+    with torch.no_grad():
+        grouped_gemm(
+            weights, rows, [out], out.dtype, m_splits=splits, single_output=True, use_split_accumulator=is_dgrad,
+            **options,
+        )  # fmt: skip
+    return out
+
+
+def _own_product(call: Fp8ExpertsCall, weights: Any, rows: Any, splits: list[int], fewest: int) -> torch.Tensor | None:
+    """None where it is left to Transformer Engine."""
+    out, is_dgrad = _result(call, splits), call.product == "dgrad"
+    with torch.no_grad():
+        is_ours = multiply(call.product, weights, rows, out, split_accumulator=is_dgrad, fewest_rows=fewest)
+    return out if is_ours else None
 
 
 def _quantizer(call: Fp8ExpertsCall, name: str, *, columnwise: bool) -> Any:

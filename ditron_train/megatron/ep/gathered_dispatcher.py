@@ -166,7 +166,7 @@ class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
         assert self._order is not None, "the context was asked for"
         call = self._call = GatheredCall(layout, self._gathered_context, self._order, probs.dtype, started)
         # Ranks may differ in this: what they send is alike.
-        self._is_fused = bool(self._fuses) and fewest_suit(self._layer_modules.get("experts"), layout)
+        self._is_fused = bool(self._fuses) and fewest_suit(self._layer_modules.get("experts"), layout, hidden_states)
         if self._is_fused:
             return hidden_states, call, self.local_probs
         return gather_to_rows(hidden_states, call), layout.tokens_per_expert, self.local_probs

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from ditron_train.ep.expert_functions import FEWEST_ROWS
+from ditron_train.ep.few_rows import fewest_rows_here
 from ditron_train.ep.gathered import RowLayout
 from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.orders import SumOrder
 from ditron_train.megatron.ep.experts import why_not_called, why_not_fused
+from ditron_train.megatron.ep.few_rows import products_of
 from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS, ExpertsCall
 from ditron_train.megatron.shared.values import own_or_normal
 from ditron_train.policy import gate
@@ -58,11 +59,18 @@ def fuses_here(
         x = hidden_states.detach()
         grad = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(1))
         seen = ExpertsCall(x, first, second, local_map, context.group, order, sum_dtype, is_fused, grad)
-        return gate.context_for(GATHERED_EXPERTS, seen) is not None
+        return gate.context_for(GATHERED_EXPERTS, seen) is not None and _fewest_rows(experts, x) > 0
 
 
-def fewest_suit(experts: Any, layout: RowLayout) -> bool:
-    """Whether the GEMMs of this call add up as native's do; an adapter may have come since the layer was built."""
+def _fewest_rows(experts: Any, like: torch.Tensor) -> int:
+    """How many rows each expert must have for our products to add up as native's do; measured the first time."""
+    products = products_of(experts.linear_fc1.weight0, experts.linear_fc2.weight0)
+    return max(fewest_rows_here(product, like.dtype, like.device) for product in products)
+
+
+def fewest_suit(experts: Any, layout: RowLayout, like: torch.Tensor) -> bool:
+    """Whether the GEMMs of this call, of rows ``like`` these, add up as native's do; an adapter may have come since
+    the layer was built."""
     if why_not_called(experts) is not None:
         return False
-    return get_settings().policy == "force" or layout.fewest_rows >= FEWEST_ROWS
+    return get_settings().policy == "force" or layout.fewest_rows >= _fewest_rows(experts, like)

@@ -17,10 +17,11 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-from ditron_train.ep.expert_functions import FEWEST_ROWS
 from ditron_train.ep.gathered import GatheredLayout
+from ditron_train.ep.native_products import native_products
 from ditron_train.ep.orders import SumOrder, deterministic, index_add_order
-from ditron_train.ep.spec import MoeSpec, native_products, routing_of
+from ditron_train.ep.spec import MoeSpec, routing_of
+from ditron_train.megatron.ep.few_rows import agreed_fewest_rows, products_of
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
 from ditron_train.megatron.ep.movement_spec import repeating
 from ditron_train.megatron.ep.spec import MovementCall, MovementSpec
@@ -179,7 +180,9 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         counts = call.local_map.sum(0)
         fewest = torch.where(counts > 0, counts, torch.full_like(counts, 1 << 30)).min()
         dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=call.group)
-        if call.x.device.type == "cpu" or int(fewest) >= FEWEST_ROWS:
+        if call.x.device.type == "cpu" or int(fewest) >= agreed_fewest_rows(
+            products_of(call.firsts[0], call.seconds[0]), call.x.dtype, call.x.device, call.group
+        ):
             return None
         return f"an expert has {int(fewest)} rows, where a layer leaves its GEMMs native"
 

@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder, begin_layout, dispatch
 from ditron_train.ep import expert_functions as pairs_of
+from ditron_train.ep.few_rows import RowProduct
 from ditron_train.ep.group_gemm import group_wgrad_into
 from ditron_train.ep.launch import compiling
 from ditron_train.ep.row_tiles import RowTiles
+from ditron_train.megatron.ep.few_rows import agreed_fewest_rows, products_of
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.megatron.shared.values import own_or_normal
 from ditron_train.policy import Function, OpSpec, gate
@@ -123,13 +125,32 @@ def fused_pairs_here(
     return chosen
 
 
-def logged_pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None) -> tuple[frozenset[Pair], int]:
+def fewest_rows_of(pairs: frozenset[Pair] | None, experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> int:
+    """How many rows an expert must have in a step for our products of rows ``like`` these to add up as native's do:
+    those of ``pairs`` that are one kernel, None: all of the layer. 0 where there are none (collective the first time).
+    """
+    if not like.is_cuda or not (pairs is None or pairs & frozenset(pairs_of.PAIRS)):
+        return 0
+    first, second = experts.linear_fc1.weight0, experts.linear_fc2.weight0
+    products = products_of(first, second)
+    if pairs is not None:
+        of_pairs = {
+            "gemm_combine": RowProduct(tuple(second.shape), True),
+            "dgrad_combine": RowProduct(tuple(first.shape), False),
+        }
+        products = frozenset(product for pair, product in of_pairs.items() if pair in pairs)
+    return agreed_fewest_rows(products, like.dtype, like.device, group)
+
+
+def logged_pairs_of_step(
+    pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest_rows: int
+) -> tuple[frozenset[Pair], int]:
     """``pairs_of_step``, which the log says the first time that it leaves something native."""
-    left, fewest = pairs_of.pairs_of_step(pairs, expert_rows)
+    left, fewest = pairs_of.pairs_of_step(pairs, expert_rows, fewest_rows)
     if expert_rows is not None and (fewest or left != pairs):
-        few = expert_rows[(expert_rows > 0) & (expert_rows < pairs_of.FEWEST_ROWS)]
+        few = expert_rows[(expert_rows > 0) & (expert_rows < fewest_rows)]
         message = (
-            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {pairs_of.FEWEST_ROWS} rows in a step, "
+            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {fewest_rows} rows in a step, "
             f"{few.sum() / expert_rows.sum():.0%} of all rows: "
         )
         message += "their GEMMs" if fewest else "all GEMMs of such a step"

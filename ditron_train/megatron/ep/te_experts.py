@@ -30,8 +30,8 @@ from ditron_train.megatron.ep.experts import (
     why_not_called,
     why_not_options,
 )
-from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
-from ditron_train.megatron.ep.te_fp8 import ExpertProduct, grouped_base, multiplying_at_once, why_not_code
+from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall, fewest_rows_of
+from ditron_train.megatron.ep.te_fp8 import AtOnce, ExpertProduct, grouped_base, multiplying_at_once, why_not_code
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
@@ -55,9 +55,9 @@ class DeviceCounts:
         return layout_tiles(self._layout)
 
 
-def _products_at_once(linear: Any, x: torch.Tensor) -> frozenset[ExpertProduct]:
+def _products_at_once(linear: Any, x: torch.Tensor) -> AtOnce:
     """Which products of a layer in FP8 are one kernel for all experts: covered, with the bits of Transformer Engine's
-    calls, and faster."""
+    calls, and faster; and from how many rows of each expert on."""
     group = experts_group()
     if group is None:
         return frozenset()
@@ -68,7 +68,8 @@ def _products_at_once(linear: Any, x: torch.Tensor) -> frozenset[ExpertProduct]:
     grad_format = "E5M2" if FP8GlobalStateManager.get_fp8_recipe().fp8_format.name == "HYBRID" else "E4M3"
     asked: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
     calls = [Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group, product, grad_format) for product in asked]
-    return frozenset(call.product for call in calls if gate.context_for(FP8_EXPERTS, call) is not None)
+    chosen = [call for call in calls if gate.context_for(FP8_EXPERTS, call) is not None]
+    return frozenset((call.product, fewest_rows_of(call)) for call in chosen)
 
 
 def _why_not_fp8(linear: Any) -> str | None:

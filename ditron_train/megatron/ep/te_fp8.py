@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 import transformer_engine_torch as tex
 
-from ditron_train.ep.expert_functions import FEWEST_ROWS
 from ditron_train.ep.group_gemm_fp8 import ExpertRows, group_gemm_fp8
 from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.policy import log_native
@@ -36,13 +35,22 @@ _LAYOUTS: dict[str, ExpertProduct] = {"TN": "forward", "NN": "dgrad"}
 _KNOWN = {"layout", "m_splits", "grad", "single_output", "use_split_accumulator", "out_dtype"}
 _OFF = {"bias", "use_bias", "accumulate", "gelu", "D_dtype"}
 
-_active: ContextVar[frozenset[ExpertProduct]] = ContextVar("ditron_train_experts_products", default=frozenset())
+#: Products that are one kernel, each with the rows that every expert must have for it.
+AtOnce = frozenset[tuple[ExpertProduct, int]]
+_active: ContextVar[AtOnce] = ContextVar("ditron_train_experts_products", default=frozenset())
 
 
 def multiply(
-    product: ExpertProduct, weights: Sequence[Any], rows: Sequence[Any], out: torch.Tensor, *, split_accumulator: bool
+    product: ExpertProduct,
+    weights: Sequence[Any],
+    rows: Sequence[Any],
+    out: torch.Tensor,
+    *,
+    split_accumulator: bool,
+    fewest_rows: int,
 ) -> bool:
-    """Puts the products of what Transformer Engine has quantised into ``out``; False where they have to be its own."""
+    """Puts the products of what Transformer Engine has quantised into ``out``; False where they have to be its own:
+    where an expert has fewer than ``fewest_rows``, among others."""
     if out.dtype != torch.bfloat16 or not out.is_contiguous():
         return False
     first, second = (
@@ -50,7 +58,7 @@ def multiply(
     )
     if first is None or second is None or second.data[0].dtype != torch.float8_e4m3fn:
         return False
-    if split_accumulator != (product == "dgrad") or not _have_usual_order(first.data):
+    if split_accumulator != (product == "dgrad") or not _are_many(first.data, fewest_rows):
         return False
     try:
         group_gemm_fp8(first, second, out=out, split_accumulator=split_accumulator)
@@ -60,10 +68,9 @@ def multiply(
     return True
 
 
-def _have_usual_order(rows: Sequence[torch.Tensor]) -> bool:
-    """Whether cuBLAS is known to add up the products of all experts in the order of K."""
+def _are_many(rows: Sequence[torch.Tensor], fewest: int) -> bool:
     filled = [len(one) for one in rows if len(one)]
-    return bool(filled) and min(filled) >= FEWEST_ROWS
+    return bool(filled) and min(filled) >= fewest
 
 
 def _operands(side: Sequence[Any], columnwise: bool) -> ExpertRows | None:
@@ -85,8 +92,9 @@ def _typed(data: torch.Tensor, fp8_dtype: Any) -> torch.Tensor:
     return data.view(torch.float8_e4m3fn if is_e4m3 else torch.float8_e5m2)
 
 
-def _stand_in(products: frozenset[ExpertProduct]) -> Any:
+def _stand_in(products: AtOnce) -> Any:
     """``general_grouped_gemm`` as Transformer Engine's code calls it, with one kernel for ``products``."""
+    fewest_rows = dict(products)
 
     def general_grouped_gemm(weights: Any, rows: Any, out: list[torch.Tensor], *args: Any, **options: Any) -> Any:
         product = _LAYOUTS.get(options.get("layout", "TN"))
@@ -95,9 +103,9 @@ def _stand_in(products: frozenset[ExpertProduct]) -> Any:
             and not any(options.get(name) for name in _OFF - {"bias"})
             and not any(isinstance(one, list) and any(one) for one in args)  # quantizers of results, from 2.11 on
         )
-        if product in products and is_plain and options.get("single_output"):
-            splits = bool(options.get("use_split_accumulator"))
-            if multiply(product, weights, rows, out[0], split_accumulator=splits):
+        if product in fewest_rows and is_plain and options.get("single_output"):
+            splits, fewest = bool(options.get("use_split_accumulator")), fewest_rows[product]
+            if multiply(product, weights, rows, out[0], split_accumulator=splits, fewest_rows=fewest):
                 return out, options.get("bias"), None
         return _module().general_grouped_gemm(weights, rows, out, *args, **options)
 
@@ -105,7 +113,7 @@ def _stand_in(products: frozenset[ExpertProduct]) -> Any:
 
 
 @contextlib.contextmanager
-def multiplying_at_once(products: frozenset[ExpertProduct]) -> Iterator[None]:
+def multiplying_at_once(products: AtOnce) -> Iterator[None]:
     """Inside, the forward of a layer on ``grouped_base``, and its backward later, have one kernel for ``products``."""
     token = _active.set(products)
     try:
@@ -135,7 +143,7 @@ def why_not_code() -> str | None:
 
 
 @cache
-def _forward(products: frozenset[ExpertProduct]) -> Any:
+def _forward(products: AtOnce) -> Any:
     """The forward of ``GroupedLinear`` with an autograd function whose code is the native one's."""
     native = _module()
     names = {"general_grouped_gemm": _stand_in(products)}

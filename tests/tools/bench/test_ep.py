@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ditron_train.ep import spec as ep_spec
-from ditron_train.ep.spec import products_of_native_bits
 from ditron_train.megatron.ep.movement_spec import busiest_link
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.bench import ep
@@ -56,14 +55,18 @@ def test_grouped_gemms_that_a_layer_leaves_native_have_no_rows(tmp_path: Path) -
     assert not path.exists() or not read_results(path)[1]
 
 
-def test_a_wgrad_of_many_tiles_is_measured_whatever_the_rows() -> None:
-    assert products_of_native_bits(256, 4096, 1408) == ("wgrad",)
-    assert products_of_native_bits(256, 1408, 2048) == ()
-    assert (
-        products_of_native_bits(257, 1408, 2048)
-        == products_of_native_bits(None, 1, 1)
-        == ("forward", "dgrad", "wgrad")
-    )
+def test_a_wgrad_of_many_tiles_is_measured_whatever_the_rows(monkeypatch) -> None:
+    """The other products where experts have as many rows as they need: forward 300, dgrad 600 here."""
+    monkeypatch.setattr(ep_spec, "fewest_rows_here", lambda product, *_: 300 if product.transpose else 600)
+
+    def measured(fewest: int | None, n: int, k: int) -> list[str]:
+        weight = torch.empty(n, k, device="meta")
+        call = ep_spec.GroupCall(*[weight] * 2, [weight], weight, [0], fewest, *[None] * 2)
+        return [one.product for one in ep_spec.SPECS if one.why_no_row(call) is None]
+
+    assert measured(299, 4096, 1408) == ["wgrad"] and measured(299, 1408, 2048) == []
+    assert measured(300, 4096, 1408) == ["forward", "wgrad"] and measured(300, 1408, 2048) == ["forward"]
+    assert measured(600, 1408, 2048) == measured(None, 1, 1) == ["forward", "dgrad", "wgrad"]
 
 
 def test_an_unknown_model_is_refused() -> None:

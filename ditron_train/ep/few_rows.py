@@ -1,0 +1,108 @@
+"""From how many rows on an expert's product adds up as native's does, measured.
+
+cuBLAS splits the sum of a product of few tiles over several programs, and then adds up in another order than our
+kernels. From how many rows on it no longer does depends on the shape: of sums of 7168 terms into 2048 columns it was
+seen to split up to 400 rows and more, of 2048 terms into 7168 columns not even few (docs/measurements/ep.md). So both
+products are compared, for every number of rows up to 512 and every ninth beyond, on values that show the order of
+sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ditron_train.ep.group_gemm import group_gemm
+from ditron_train.ep.native_products import native_products
+from ditron_train.ep.row_tiles import row_tiles
+from ditron_train.gemm.revealing import revealing_matrix
+
+#: More rows than any expert has: the products have other bits at all sizes that count.
+NEVER = 1 << 30
+#: Rows of an expert up to which products are compared.
+MOST_ROWS = 4096
+_EACH_TO, _STEP_BEYOND = 512, 9
+_TILE = 128
+_ROWS_AT_ONCE = 16384
+
+#: (rows of several experts [sum(splits), K], splits) -> their products with one weight [sum(splits), N].
+SplitProduct = Callable[[torch.Tensor, list[int]], torch.Tensor]
+
+
+class RowProduct(NamedTuple):
+    """Rows of experts times their weights.
+
+    Attributes:
+        weight: Its shape, as it is stored.
+        transpose: Forward, ``rows @ weight.T``; else ``rows @ weight``, the gradients of rows.
+    """
+
+    weight: tuple[int, ...]
+    transpose: bool
+
+
+@cache
+@torch.no_grad()
+def fewest_rows_here(product: RowProduct, dtype: torch.dtype, device: torch.device) -> int:
+    """``fewest_rows`` of our product and Megatron's on this device; measured once (0.1 to 0.3 s)."""
+    (n, k), transpose = product.weight, product.transpose
+    weight = revealing_matrix((n, k), dtype, device, seed=2, signed="columns")
+    # The sum's index is signed in one operand alone.
+    rows = revealing_matrix(
+        (MOST_ROWS, k if transpose else n), dtype, device, seed=1, signed="rows" if transpose else "columns"
+    )
+
+    def native(batch: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        products = native_products(splits, n, k, dtype, device)
+        result: torch.Tensor = products["forward" if transpose else "dgrad"](batch, batch, [weight] * len(splits))
+        return result
+
+    def own(batch: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        tiles = row_tiles(torch.tensor(splits, device=device), len(batch))
+        return group_gemm(batch, [weight] * len(splits), tiles, transpose=transpose)
+
+    return fewest_rows(native, own, rows, tried_rows())
+
+
+def tried_rows(least: int = 1, step: int = 1) -> list[int]:
+    """The numbers of rows that are compared: multiples of ``step`` from ``least`` on."""
+    beyond = max(_STEP_BEYOND, step)
+    each = range(-(-least // step) * step, _EACH_TO + 1, step)
+    return [*each, *range(_EACH_TO + beyond, MOST_ROWS + 1, beyond)]
+
+
+def fewest_rows(native: SplitProduct, own: SplitProduct, rows: torch.Tensor, tried: Sequence[int]) -> int:
+    """The number of rows of an expert from which on both products are equal; those of less are native's.
+
+    The last number of rows that differs is rounded up to whole tiles. ``NEVER`` where one of the upper half differs:
+    nothing shows then that more rows do not.
+
+    Args:
+        native: Megatron's product.
+        own: Ours.
+        rows: ``[MOST_ROWS, K]``, of which each expert has the first ones.
+        tried: Ascending numbers of rows.
+    """
+    last = 0
+    for splits in _batches(tried):
+        batch = torch.cat([rows[:size] for size in splits])
+        differs = (native(batch, splits) != own(batch, splits)).any(1)
+        found = np.logical_or.reduceat(differs.cpu().numpy(), np.cumsum([0, *splits[:-1]]))
+        last = max([last, *(size for size, is_different in zip(splits, found) if is_different)])
+    if last > MOST_ROWS // 2:
+        return NEVER
+    return -(-last // _TILE) * _TILE + 1
+
+
+def _batches(tried: Sequence[int]) -> Iterator[list[int]]:
+    batch: list[int] = []
+    for size in tried:
+        if batch and sum(batch) + size > _ROWS_AT_ONCE:
+            yield batch
+            batch = []
+        batch.append(size)
+    yield batch

@@ -1,0 +1,84 @@
+"""From how many rows on two products of an expert are equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ditron_train.ep.few_rows import MOST_ROWS, NEVER, RowProduct, fewest_rows, fewest_rows_here, tried_rows
+
+ROWS = torch.arange(2.0 * MOST_ROWS).view(MOST_ROWS, 2)
+
+
+def _differing_at(*sizes):
+    """A product, one element of which is another for experts of these numbers of rows; and the calls of it."""
+    calls = []
+
+    def product(batch, splits):
+        calls.append(splits)
+        out = batch.clone()
+        for part, size in zip(out.split(splits), splits):
+            assert torch.equal(part, ROWS[:size])
+            if size in sizes:
+                part[-1, 0] += 1
+        return out
+
+    return product, calls
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [((), 1), ((1,), 129), ((16, 128), 129), ((129,), 257), ((257, 400), 513), ((2048,), 2049), ((2051,), NEVER)],
+)
+def test_the_last_size_that_differs_decides(sizes, expected):
+    tried = tried_rows() if 2048 not in sizes else [*range(1, 2049, 89), 2048]
+    native, calls = _differing_at(*sizes)
+    assert fewest_rows(native, lambda batch, splits: batch, ROWS, tried) == expected
+    assert [size for splits in calls for size in splits] == tried
+    assert max(map(sum, calls)) <= 16384
+
+
+def test_what_cannot_be_computed_differs():
+    nothing = torch.full((1, 1), float("nan"))
+    assert fewest_rows(lambda batch, splits: batch, lambda *_: nothing, ROWS, tried_rows(128, 16)) == NEVER
+
+
+def test_sizes_that_are_tried():
+    assert tried_rows()[:512] == list(range(1, 513)) and max(tried_rows()) > MOST_ROWS - 9
+    odd = [size % 16 for size in tried_rows() if size > 512]
+    assert set(odd) == set(range(16)), "whatever sizes are multiples of"
+    padded = tried_rows(128, 16)
+    assert padded[0] == 128 and padded[-1] == MOST_ROWS and all(size % 16 == 0 for size in padded)
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["forward", "dgrad"])
+def test_products_that_sum_alike(monkeypatch, transpose):
+    """In the interpreter, of few sizes, of small integers: every sum is exact. Then of others than native's."""
+    monkeypatch.setattr("ditron_train.ep.few_rows.tried_rows", lambda: [1, 40])
+    monkeypatch.setattr("ditron_train.ep.few_rows.MOST_ROWS", 40)
+    product, cpu = RowProduct((16, 16), transpose), torch.device("cpu")
+    added = []
+
+    def native(splits, n, k, dtype, device):
+        def multiply(rows, grad, weights):
+            added.append(sum(splits))
+            return torch.cat([part @ (w.t() if transpose else w) for part, w in zip(rows.split(splits), weights)])
+
+        return {"forward": multiply, "dgrad": multiply}
+
+    monkeypatch.setattr("ditron_train.ep.few_rows.native_products", native)
+    values = torch.randint(-3, 4, (64, 64), generator=torch.Generator().manual_seed(1)).float()
+    monkeypatch.setattr(
+        "ditron_train.ep.few_rows.revealing_matrix",
+        lambda shape, *_, **__: values[: shape[0], : shape[1]].contiguous(),
+    )
+    assert fewest_rows_here(product, torch.float32, cpu) == 1 and added == [41]
+    assert fewest_rows_here(product, torch.float32, cpu) == 1 and added == [41], "asked once"
+    fewest_rows_here.cache_clear()
+    monkeypatch.setattr("ditron_train.ep.few_rows.native_products", lambda *sizes: other(native(*sizes)))
+
+    def other(products):
+        return {name: lambda *args, one=one: one(*args) + 1 for name, one in products.items()}
+
+    assert fewest_rows_here(product, torch.float32, cpu) == NEVER
+    fewest_rows_here.cache_clear()
