@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launch_all(
-    launcher: Launcher, checkout: Path, suites: Iterable[str], policies: Sequence[str], num_jobs: int
+    launcher: Launcher, checkout: Path, suites: Sequence[str], policies: Sequence[str], num_jobs: int
 ) -> None:
     """Each suite natively, then what passed there under each policy; ``num_jobs`` suites and modes at a time."""
     with ThreadPoolExecutor(num_jobs) as natively, ThreadPoolExecutor(num_jobs) as with_ours:
@@ -93,6 +93,10 @@ def _launch_all(
             future.result()
         for future in launched:
             future.result()
+    for name in suites:
+        pairs = [_pairs(launcher.records, policy)[name] for policy in policies]
+        lost = {test for pair in pairs for test in row_of("", launcher.num_ranks, {name: pair}).lost}
+        launcher.repeat_natively(name, paths_of(checkout, name), sorted(lost))
 
 
 def _suites(folders: Sequence[str] | None) -> list[str]:
@@ -127,4 +131,6 @@ def _show(rows: Sequence[Row], path: Path) -> None:
         _logger.info("%s", words)
         for test, outcome in row.lost.items():
             _logger.info("%s", f"  {outcome}: {test}")
+        for test in row.unsteady:
+            _logger.info("%s", f"  failed with ours, and natively when run again: {test}")
     _logger.info("%s", f"written: {path}")

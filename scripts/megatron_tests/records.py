@@ -44,6 +44,7 @@ class Suite:
         why: What a failure said, on the first rank that said something.
         launches: How many there were.
         latest: Tests that have an outcome by the last launch.
+        unsteady: Tests that passed in one launch and not in a later one.
     """
 
     collected: list[str] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Suite:
     why: dict[str, str] = field(default_factory=dict)
     launches: int = 0
     again: set[str] = field(default_factory=set)
+    unsteady: set[str] = field(default_factory=set)
     latest: set[str] = field(default_factory=set)
 
     def with_outcome(self, *outcomes: Outcome) -> list[str]:
@@ -128,7 +130,10 @@ def _add_launch(
 
 
 def _set_outcome(suite: Suite, test: str, outcome: Outcome) -> None:
-    if outcome == "passed" and suite.outcomes.get(test, outcome) != outcome:
+    before = suite.outcomes.get(test, outcome)
+    if outcome == "passed" and before != outcome:
         suite.again.add(test)
+    if before == "passed" and outcome != before:
+        suite.unsteady.add(test)
     suite.outcomes[test] = outcome
     suite.latest.add(test)

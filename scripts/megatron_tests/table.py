@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ditron_train.runtime.files import replace_file
@@ -20,7 +20,7 @@ class Row:
     Attributes:
         policy: ``DITRON_POLICY``.
         world_size: Ranks.
-        native_passed: Tests that pass natively.
+        native_passed: Tests that pass natively, each time.
         ours_passed: Of these, with every feature on.
         ours_ran: Of those that pass natively, in how many ours ran.
         calls: How often it ran in them, by feature.
@@ -28,6 +28,7 @@ class Row:
         native_because: Of those in which ours did not run, how many had this reason, by folder.
         not_run: Tests that pass natively and were not reached with ours.
         lost: Names of those that pass natively and not with ours, with what became of them.
+        unsteady: Tests that failed with ours, passed natively, and failed natively when they were run again.
     """
 
     policy: str
@@ -40,6 +41,7 @@ class Row:
     native_because: dict[str, dict[str, int]]
     not_run: int
     lost: dict[str, str]
+    unsteady: list[str] = field(default_factory=list)
 
 
 #: Said of a test in which no layer of ours decided anything.
@@ -54,7 +56,9 @@ def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite
     again: list[str] = []
     lost: dict[str, str] = {}
     because: dict[str, dict[str, int]] = {}
+    unsteady: list[str] = []
     for name, (native, ours) in suites.items():
+        unsteady += [test for test in native.unsteady if ours.outcomes.get(test, "passed") != "passed"]
         for test in native.with_outcome("passed"):
             passed += 1
             outcome = ours.outcomes.get(test)
@@ -76,7 +80,17 @@ def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite
                 calls[feature] = calls.get(feature, 0) + count
     because = {name: dict(sorted(found.items(), key=lambda pair: -pair[1])) for name, found in because.items()}
     return Row(
-        policy, world_size, passed, ours_passed, ran, dict(sorted(calls.items())), again, because, not_run, lost
+        policy,
+        world_size,
+        passed,
+        ours_passed,
+        ran,
+        dict(sorted(calls.items())),
+        again,
+        because,
+        not_run,
+        lost,
+        unsteady,
     )
 
 

@@ -191,6 +191,22 @@ def test_what_fails_beside_others_is_run_again_without_them(tmp_path, monkeypatc
     assert row.passed_again == ["a"] and row.lost == {"b": "hung", "c": "failed"}
 
 
+def test_what_is_lost_is_run_natively_again(tmp_path, monkeypatch):
+    """``a`` fails the second time without ours: it is unsteady. ``b`` passes each time: it is lost."""
+    native_script = [{}, {}, {"a": "failed"}, {}, {}]
+    monkeypatch.setattr(_Scripted, "script", native_script, raising=False)
+    launcher = _Scripted(tmp_path, tmp_path, 1, "tp", 1.0, time.monotonic() + 1000)
+    launcher.run(NATIVE, "moe", [])
+    monkeypatch.setattr(_Scripted, "script", [{"a": "failed", "b": "failed"}] * 2)
+    ours = launcher.run("bits", "moe", [], ["a", "b", "c", "d"])
+    monkeypatch.setattr(_Scripted, "script", native_script)
+    native = launcher.repeat_natively("moe", [], ["a", "b"])
+    assert native.launches == 4 and native.unsteady == {"a"}
+    row = row_of("bits", 1, {"moe": (native, ours)})
+    assert row.lost == {"b": "failed"} and row.unsteady == ["a"] and row.native_passed == 3
+    assert launcher.repeat_natively("moe", [], ["a", "b"]).launches == 4, "they were run again"
+
+
 def test_a_launch_that_gets_nowhere_is_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(_Scripted, "_launch", lambda self, mode, folder, number, *others: read_suite(folder))
     known = _Scripted(tmp_path, tmp_path, 1, "tp", 1.0, time.monotonic() + 1000).run("strict", "moe", [], ["a"])
