@@ -53,7 +53,8 @@ def pairs_of_step(
             and the user is warned afterwards.
         fewest: Rows that an expert must have for our GEMM of a pair to add up as native's does (``few_rows``).
     """
-    left, natively = set(pairs), dict[Pair, int]()
+    left = set(pairs)
+    natively: dict[Pair, int] = {}
     if expert_rows is None:
         return pairs, natively
     for pair in PAIRS:
