@@ -72,7 +72,7 @@ def groups_of_layers():
                 layer = build_of(spec, config=config, layer_number=1, pg_collection=own)
             finally:
                 plugin.restore()
-            found.append((type(layer.mlp).__name__, layer.mlp.ep_group is own.ep, layer.mlp.num_local_experts))
+            found.append((type(layer.mlp).__qualname__, layer.mlp.ep_group is own.ep, layer.mlp.num_local_experts))
     return found
 
 
