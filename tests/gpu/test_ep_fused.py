@@ -164,11 +164,11 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
         x = normals(tokens, hidden, dtype=torch.bfloat16, seed=step)
         layout = begin_layout(routed, probs, hidden, x.dtype, context).finish()
         few = layout.experts_below(needed)
-        pairs, fewest = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows, needed)
+        pairs, fewest = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows, {"gemm_combine": needed})
         total = torch.tensor([len(few)], device="cuda")
         dist.all_reduce(total)
         assert 0 < int(total) < local * world, "some experts, not all"
-        assert not pairs or fewest == needed
+        assert not pairs or fewest == {"gemm_combine": needed}
         rows, row_probs = ops.dispatch(x, layout, context)
         gemm, options = TEGemm(layout.tokens_per_expert.tolist()), dict(fewest_rows=needed)
         y = gemm(rows, weights, True)
