@@ -135,4 +135,11 @@ def test_stages_that_are_late_in_the_first_step_one_after_another():
 
 
 def test_a_kept_communicator_waits_for_long_in_its_first_step_only():
-    assert run_workers(3, workers.kept_deadlines, Case(3, 5)) == [[[6], [6], [1]]] * 3
+    assert run_workers(3, workers.deadlines, Case(3, 5), [True, False, False], True) == [[[6], [6], [1]]] * 3
+
+
+def test_the_first_step_with_gradients_and_the_first_without_wait_for_long():
+    """Each has kernels of its own, which one stage behind the other compiles."""
+    steps = [False, False, True, True, False]
+    assert run_workers(3, workers.deadlines, Case(3, 5), steps, False) == [[[6], [1], [6], [1], [1]]] * 3
+    assert run_workers(3, workers.deadlines, Case(3, 5), [True, False, False], False) == [[[6], [6], [1]]] * 3

@@ -216,8 +216,8 @@ def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bo
     """
     call = MessageCall(context, num_bytes)
     is_new = not context.slot_bytes if variable_shapes else not gate.knows(MESSAGE, call)
-    if context.channel is not None:  # forward and backward come through all stages, each of which may compile first
-        context.channel.turns = 2 * context.world_size if is_new else 1
+    if context.channel is not None:
+        context.channel.begin_step(context.world_size, is_new)
     if variable_shapes:
         if is_new:
             context.reserve(num_bytes)
