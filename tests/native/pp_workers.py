@@ -450,6 +450,29 @@ def deadlines(case: Case, steps: list[bool], kept: bool) -> list[list[int]]:
     return [sorted(set(turns)) for turns in seen]
 
 
+def slots_to_lend(change: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Slots to lend, by lane, under a changed configuration, and whether a message arrived."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    import ditron_train.megatron
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.pp import get_pipeline_context
+
+    with model_parallel(pipeline_model_parallel_size=2):
+        ditron_train.megatron.apply(features="pp")
+        group, config = parallel_state.get_pipeline_model_parallel_group(), _config(Case(2, 2), False, False)
+        for name, value in change.items():
+            setattr(config, name, value)
+        communicator, sent, is_first = P2PCommunicator(group, config), torch.ones(4, BATCH, 32), group.rank() == 0
+        received = communicator.recv_forward(tuple(sent.shape), is_first)
+        communicator.send_forward(sent, not is_first)
+        slots = get_pipeline_context(group, torch.device("cpu")).slots
+        ditron_train.megatron.restore()
+    assert slots is not None
+    return slots.loans, is_first or torch.equal(received, sent)
+
+
 def several_sizes_in_a_step() -> int:
     """Lists of shapes and calls of several sizes, behind a small message, natively and then ours; how many messages
     were ours."""

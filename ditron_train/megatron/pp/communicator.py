@@ -148,8 +148,10 @@ class DitronP2PCommunicator(P2PCommunicator):
 
     def _num_loans(self) -> int:
         """As many received activations as the first stage of the schedule holds, one on its way, and one that the
-        model holds on to: what native allocates, too.
+        model holds on to: what native allocates, too. None where all are copied out into memory of torch's.
         """
+        if not self._lend:
+            return 0
         stages, chunks = self.pp_group.size(), self.config.virtual_pipeline_model_parallel_size or 1
         if chunks == 1:
             return stages + 2
