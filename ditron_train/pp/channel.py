@@ -101,8 +101,15 @@ class PipelineChannel(Channel):
         """``turns``: how many deadlines the wait took."""
         if self.mailbox.failed:
             return
-        self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch, turns])
+        self._post_timeout(peer, chunk, expected_epoch, seen_epoch, turns)
         super().record_timeout(peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch)
+
+    def _post_timeout(self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int) -> None:
+        """Names the rank that is really missing: all behind it wait, and each may be the first to give up."""
+        missing = self.mailbox.missing_behind(peer)
+        if missing not in (peer, self.arena.rank):
+            peer, chunk = missing, -1
+        self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch, turns])
 
     @property
     def failed(self) -> bool:
