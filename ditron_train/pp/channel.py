@@ -28,8 +28,7 @@ class PipelineChannel(Channel):
 
     Attributes:
         flags_in_host: Whether they lie in the mailbox; ``in_host=False`` keeps them out of it.
-        turns: How many deadlines a host's wait for a message takes: one, but in a step whose shapes are new, where
-            one stage after another compiles before it sends.
+        turns: How many deadlines a host's wait for a message takes: one, but where ``begin_step`` says more.
     """
 
     def __init__(self, arena: SymmetricArena, mailbox: Mailbox, *, in_host: bool = True) -> None:
@@ -41,6 +40,17 @@ class PipelineChannel(Channel):
             arena.quiesce()
         self._raised: DitronError | None = None
         self.turns = 1
+        self._with_gradients: set[bool] = set()  # of the steps with messages of the newest size
+
+    def begin_step(self, num_stages: int, is_new: bool) -> None:
+        """Has hosts wait for longer in a step with messages of a new size: forward and backward come through all
+        stages, each of which may compile before it sends. The first step without gradients, or with them, has kernels
+        of its own, so it counts as new, too."""
+        if is_new:
+            self._with_gradients.clear()
+        is_first = torch.is_grad_enabled() not in self._with_gradients
+        self._with_gradients.add(torch.is_grad_enabled())
+        self.turns = 2 * num_stages if is_first else 1
 
     @property
     def host_timeout_s(self) -> float:
@@ -91,8 +101,15 @@ class PipelineChannel(Channel):
         """``turns``: how many deadlines the wait took."""
         if self.mailbox.failed:
             return
-        self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch, turns])
+        self._post_timeout(peer, chunk, expected_epoch, seen_epoch, turns)
         super().record_timeout(peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch)
+
+    def _post_timeout(self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int) -> None:
+        """Names the rank that is really missing: all behind it wait, and each may be the first to give up."""
+        missing = self.mailbox.missing_behind(peer)
+        if missing not in (peer, self.arena.rank):
+            peer, chunk = missing, -1
+        self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch, turns])
 
     @property
     def failed(self) -> bool:

@@ -246,6 +246,7 @@ class Receiver(_End):
         mailbox = self._host_channel.mailbox
         words = mailbox.read_header(self.lane, message + 1)
         if words is None:
+            mailbox.await_header(self.peer, self.lane, message + 1)
             self._host_channel.wait_on_host(
                 lambda: mailbox.read_header(self.lane, message + 1) is not None, peer=self.peer, chunk=message
             )

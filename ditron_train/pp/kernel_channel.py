@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ditron_train.pp.channel import FAULT_TIMEOUT, PipelineChannel
+from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.kernels import BLOCK_WORDS, MAX_PROGRAMS, NUM_WARPS, await_kernel, notify_kernel, push_kernel
 from ditron_train.pp.mailbox import Mailbox
 from ditron_train.pp.messages import LANE_NAMES, Copy
@@ -115,5 +115,6 @@ class KernelChannel(PipelineChannel):
         if self._record_view[RECORD_STATE] and not self.mailbox.failed:
             words = [int(word) for word in self._record_words]
             assert words[RECORD_KIND] == KIND_TIMEOUT
-            self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, *words[RECORD_PEER : RECORD_PEER + 4], 1])
+            peer, chunk, expected, seen = words[RECORD_PEER : RECORD_PEER + 4]
+            self._post_timeout(peer, chunk, expected, seen, 1)
         super().check()

@@ -33,7 +33,8 @@ _FAULT_BYTES = 4096
 _FAULT_WORDS = 9
 _OFFSET_AGREE = FLAGS * _LINE_BYTES
 _OFFSET_READ = _OFFSET_AGREE + _LINE_BYTES
-_OFFSET_RETURNED = _OFFSET_READ + 2 * _LINE_BYTES
+_OFFSET_AWAITED = _OFFSET_READ + 2 * _LINE_BYTES
+_OFFSET_RETURNED = _OFFSET_AWAITED + _LINE_BYTES
 _OFFSET_HEADERS = _OFFSET_RETURNED + 2 * MAX_LOANS * 8
 _ROW_BYTES = -(-(_OFFSET_HEADERS + 2 * HEADER_DEPTH * HEADER_WORDS * 8) // 4096) * 4096
 
@@ -148,6 +149,25 @@ class Mailbox:
     def acknowledge(self, lane: int, sequence: int) -> None:
         """Lets senders reuse the headers up to ``sequence``."""
         self._int64[self._row(self.rank, _OFFSET_READ + lane * _LINE_BYTES)] = sequence
+
+    # The last header that a receiver's host had to wait for, in its own row.
+
+    def await_header(self, peer: int, lane: int, sequence: int) -> None:
+        """Says that this rank's host waits for header ``sequence``, which ``peer`` is to write."""
+        place = self._row(self.rank, _OFFSET_AWAITED)
+        self._int64[place : place + 3] = array("q", [peer, lane, sequence])
+
+    def missing_behind(self, peer: int) -> int:
+        """The first in the row of ranks, each waited for by the one before it and ``peer`` at its head, that waits for
+        no header itself; ``peer`` where they wait in a circle."""
+        found = peer
+        for _ in range(self.world_size):
+            place = self._row(found, _OFFSET_AWAITED)
+            awaited, lane, sequence = self._int64[place : place + 3].tolist()
+            if self._int64[self._header(found, lane, sequence)] >= sequence:  # it has come; or none was waited for
+                return found
+            found = awaited
+        return peer
 
     # Slots that are lent: the receiver's host says which it has got back, in the sender's row.
 

@@ -39,16 +39,21 @@ class NetworkWork:
 
     def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
         self._works = works
+        self._waited_on: torch.cuda.Stream | None = None
         self.tensors = tensors  # kept until the batch is complete
 
     def wait(self) -> None:
         """Orders what follows on the current stream behind the batch."""
-        works, self._works = self._works, []
+        works, self._works = self._works, []  # gloo's wait once
         for work in works:
             work.wait()
         for tensor in self.tensors:  # they may have been allocated on another stream, which does not wait
             if tensor.device.type == "cuda":
-                tensor.record_stream(current_stream(tensor.device))
+                stream = current_stream(tensor.device)
+                tensor.record_stream(stream)
+                if self._waited_on not in (None, stream):
+                    stream.wait_stream(self._waited_on)
+                self._waited_on = self._waited_on or stream
 
     def is_completed(self) -> bool:
         """Whether the batch is over (no wait)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -22,14 +23,17 @@ from ditron_train.symm.exchange import exchange
 def make_group(
     parent: dist.ProcessGroup, members: list[int], description: str, options: Any = None
 ) -> dist.ProcessGroup:
-    """Returns a group of ``members`` (ranks in ``parent``, this one among them), with the backend of ``parent``; it
-    belongs to ``parent``: what is kept for it goes once that is destroyed.
+    """Makes a group of ``members`` (ranks in ``parent``, this one among them), with ``parent``'s backend and deadline;
+    it belongs to ``parent``: what is kept for it goes once that is destroyed.
 
     Collective over ``parent``: ranks may name different groups, as long as these do not overlap.
     """
     rank = dist.get_rank(parent)
     name: Any = f"{description}_{exchange(parent, secrets.token_hex(8))[members[0]]}"
     ranks = [dist.get_global_rank(parent, member) for member in members]
+    timeout = _timeout_of(parent)
+    if options is not None:
+        options._timeout = timeout
     with _without_splitting():
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
@@ -39,11 +43,20 @@ def make_group(
             distributed_c10d._get_default_store(),
             group_name=name,
             backend_options=options,
-            timeout=distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(parent))),
+            timeout=timeout,
             group_desc=description,
         )
     distributed_c10d._world.pg_group_ranks[group] = {global_rank: place for place, global_rank in enumerate(ranks)}
     return belongs_to(group, parent)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """When operations of the group's backend give up: what the job asked for, where the backend says so, else torch's
+    default."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    default = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+    timeout: timedelta = getattr(options, "_timeout", default)
+    return timeout
 
 
 @contextmanager

@@ -407,8 +407,9 @@ def kept_communicator(lengths: list[int], variable: bool = False) -> int:
     return count
 
 
-def kept_deadlines(case: Case) -> list[list[int]]:
-    """One communicator for an evaluation and two steps: how many deadlines each of them waits for its messages."""
+def deadlines(case: Case, steps: list[bool], kept: bool) -> list[list[int]]:
+    """How many deadlines evaluations (True) and training steps wait for their messages, with one communicator for all
+    (``kept``) or one each."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -430,20 +431,46 @@ def kept_deadlines(case: Case) -> list[list[int]]:
         ours.exchange = watched
         try:
             config = _config(case, False, False)
-            models, communicator = _models(case, config), P2PCommunicator(group, config)
-            for step, forward_only in enumerate((True, False, False)):
+            models = _models(case, config)
+            given: dict[str, Any] = {}
+            if kept:
+                given["p2p_communicator"] = P2PCommunicator(group, config)
+                given["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+            for step, forward_only in enumerate(steps):
                 seen.append([])
                 with torch.set_grad_enabled(not forward_only):
                     get_forward_backward_func()(
                         forward_step_func=_forward_step, data_iterator=iter(_batches(case, step)), model=models[0],
                         num_microbatches=case.microbatches, seq_length=SEQUENCE, micro_batch_size=BATCH,
-                        forward_only=forward_only, p2p_communicator=communicator,
-                        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+                        forward_only=forward_only, **given,
                     )  # fmt: skip
         finally:
             ours.exchange = native_exchange
             ditron_train.megatron.restore()
     return [sorted(set(turns)) for turns in seen]
+
+
+def slots_to_lend(change: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Slots to lend, by lane, under a changed configuration, and whether a message arrived."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    import ditron_train.megatron
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.pp import get_pipeline_context
+
+    with model_parallel(pipeline_model_parallel_size=2):
+        ditron_train.megatron.apply(features="pp")
+        group, config = parallel_state.get_pipeline_model_parallel_group(), _config(Case(2, 2), False, False)
+        for name, value in change.items():
+            setattr(config, name, value)
+        communicator, sent, is_first = P2PCommunicator(group, config), torch.ones(4, BATCH, 32), group.rank() == 0
+        received = communicator.recv_forward(tuple(sent.shape), is_first)
+        communicator.send_forward(sent, not is_first)
+        slots = get_pipeline_context(group, torch.device("cpu")).slots
+        ditron_train.megatron.restore()
+    assert slots is not None
+    return slots.loans, is_first or torch.equal(received, sent)
 
 
 def several_sizes_in_a_step() -> int:

@@ -135,4 +135,18 @@ def test_stages_that_are_late_in_the_first_step_one_after_another():
 
 
 def test_a_kept_communicator_waits_for_long_in_its_first_step_only():
-    assert run_workers(3, workers.kept_deadlines, Case(3, 5)) == [[[6], [6], [1]]] * 3
+    assert run_workers(3, workers.deadlines, Case(3, 5), [True, False, False], True) == [[[6], [6], [1]]] * 3
+
+
+def test_the_first_step_with_gradients_and_the_first_without_wait_for_long():
+    """Each has kernels of its own, which one stage behind the other compiles."""
+    steps = [False, False, True, True, False]
+    assert run_workers(3, workers.deadlines, Case(3, 5), steps, False) == [[[6], [1], [6], [1], [1]]] * 3
+    assert run_workers(3, workers.deadlines, Case(3, 5), [True, False, False], False) == [[[6], [6], [1]]] * 3
+
+
+def test_slots_are_kept_for_loans_only_where_something_is_lent():
+    """Else as many messages would lie idle, beside torch's memory that they are copied out into."""
+    assert run_workers(2, workers.slots_to_lend, {}) == [((4, 3), True)] * 2
+    for change in ({"cuda_graph_impl": "local"}, {"fine_grained_activation_offloading": True}):
+        assert run_workers(2, workers.slots_to_lend, change) == [((0, 0), True)] * 2

@@ -287,6 +287,31 @@ def late_neighbour(turns: int) -> tuple[float, float]:
         return error.timeout_s, time.monotonic() - begin_s
 
 
+def stalled_stage(stalled: int, deadline_s: float) -> tuple[int, int]:
+    """A line of stages in which one takes its message and sends none; the last one waits first. Who waited for whom,
+    as every rank is told."""
+    from ditron_train.pp import exchange
+    from ditron_train.pp.messages import Header
+    from ditron_train.runtime.errors import PeerTimeoutError
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    header = Header((64,), torch.float32)
+    context = make_context(256, 2)
+    _set_deadline(context, deadline_s)
+    dist.barrier()
+    time.sleep(0.2 * (world - rank))
+    try:
+        if rank > 0:
+            exchange(context, recv_prev=header)["recv_prev"].wait()
+        if rank != stalled:
+            exchange(context, send_next=payload(rank, 0, 0, *_of(header)))
+        while True:
+            context.check()
+            time.sleep(0.01)
+    except PeerTimeoutError as error:
+        return error.waiting_rank, error.missing_rank
+
+
 def disagree(case: str) -> str:
     """Neighbours that disagree; returns the error's class and words. Without a mailbox the sender, rank 0, is not
     told: it soon stops to wait."""

@@ -95,6 +95,12 @@ def test_a_dead_neighbour_becomes_an_error_on_every_survivor(world_size, victim)
             assert outcome.value < 3 + 5
 
 
+@pytest.mark.parametrize("stalled", [0, 1, 2])
+def test_the_stage_that_stands_still_is_missing_not_one_that_waits_for_it(stalled):
+    """Also where it had to wait for what it has got by now."""
+    assert run_workers(4, bodies.stalled_stage, stalled, 2.0) == [(3, stalled)] * 4
+
+
 @pytest.mark.parametrize("turns", [1, 4])
 def test_an_error_names_the_deadline_that_was_waited_for(turns):
     for said_s, waited_s in run_workers(2, bodies.late_neighbour, turns, env={"DITRON_TIMEOUT_S": "0.5"}):

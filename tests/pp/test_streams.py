@@ -141,6 +141,18 @@ def test_a_batch_that_is_waited_for_elsewhere_keeps_its_memory(monkeypatch: pyte
     assert (one.used_on, another.used_on) == (["a"], ["b"])
 
 
+def test_a_batch_that_one_stream_has_waited_for_is_waited_for_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes a later batch lets an old one go, and waits for it then; what that one received is used
+    elsewhere."""
+    log: list[str] = []
+    streams = [SimpleNamespace(name=name, wait_stream=lambda other: log.append(other.name)) for name in "ab"]
+    work = NetworkWork([SimpleNamespace(wait=lambda: log.append("arrived"))], [_Tensor()])
+    for current in (streams[0], streams[1], streams[0]):
+        monkeypatch.setattr(network, "current_stream", lambda device, current=current: current)
+        work.wait()
+    assert log == ["arrived", "a"]
+
+
 def test_memory_of_messages_that_are_kept_no_longer_is_known_to_be_in_use() -> None:
     """The stream that sent one waits for its copy then; the one that it was allocated on would have it again."""
     log: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,26 +13,29 @@ from ditron_train.runtime.groups import is_destroyed
 from ditron_train.symm.groups import make_group
 from tests.support.processes import run_workers, run_workers_once
 
+_DEADLINE = timedelta(minutes=47)  # another than torch's default
 
-def _pairs() -> tuple[list[int], float, bool, bool]:
+
+def _pairs() -> tuple[list[int], float, timedelta, bool, bool]:
     """Even and odd ranks make groups of their own at once; then the parent is destroyed."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    parent = dist.new_group(list(range(world)))
+    parent = dist.new_group(list(range(world)), timeout=_DEADLINE)
     for _ in range(rank):  # members would wait for each other under different names
         dist.new_group([rank], use_local_synchronization=True)
     group = make_group(parent, list(range(rank % 2, world, 2)), "test_pairs")
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=group)
     ranks, before = dist.get_process_group_ranks(group), is_destroyed(group)
+    backend: Any = group._get_backend(torch.device("cpu"))
     dist.destroy_process_group(parent)
-    return ranks, total.item(), before, is_destroyed(group)
+    return ranks, total.item(), backend.options._timeout, before, is_destroyed(group)
 
 
-def test_members_alone_make_a_group_which_belongs_to_its_parent() -> None:
+def test_members_alone_make_a_group_which_belongs_to_its_parent_and_has_its_deadline() -> None:
     # In processes of their own: from torch 2.15 on, what counts groups differs between these ranks afterwards.
     for rank, outcome in enumerate(run_workers_once(4, _pairs)):
         assert outcome.ok, outcome.traceback
-        assert outcome.value == ([rank % 2, rank % 2 + 2], 2.0 * (rank % 2) + 2, False, True)
+        assert outcome.value == ([rank % 2, rank % 2 + 2], 2.0 * (rank % 2) + 2, _DEADLINE, False, True)
 
 
 def _bound() -> tuple[int, bool, float]:

@@ -276,11 +276,14 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self._pairs = self._fused_pairs(hidden_states)
             if self._pairs and self._capacity.factor is None:
                 self._pairs, self._limits = with_limits(self._pairs, self._experts, hidden_states, self.ep_group)
-        pairs, changed = self._pairs, why_not_called(self._experts) if self._pairs else None
+        if not self._pairs:  # rails have none, nor counts by expert
+            return None
+        changed = why_not_called(self._experts)
         if changed is not None:
             self._log_apart(changed)
             return None
-        pairs, fewest = logged_pairs_of_step(pairs, self._layout.expert_rows, self._limits)  # as the counts are, alike
+        expert_rows = self._layout.expert_rows  # as the counts are, alike
+        pairs, fewest = logged_pairs_of_step(self._pairs, expert_rows, self._limits)
         if not pairs:
             return None
         gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity.factor is None else None

@@ -148,8 +148,10 @@ class DitronP2PCommunicator(P2PCommunicator):
 
     def _num_loans(self) -> int:
         """As many received activations as the first stage of the schedule holds, one on its way, and one that the
-        model holds on to: what native allocates, too.
+        model holds on to: what native allocates, too. None where all are copied out into memory of torch's.
         """
+        if not self._lend:
+            return 0
         stages, chunks = self.pp_group.size(), self.config.virtual_pipeline_model_parallel_size or 1
         if chunks == 1:
             return stages + 2
@@ -216,8 +218,8 @@ def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bo
     """
     call = MessageCall(context, num_bytes)
     is_new = not context.slot_bytes if variable_shapes else not gate.knows(MESSAGE, call)
-    if context.channel is not None:  # forward and backward come through all stages, each of which may compile first
-        context.channel.turns = 2 * context.world_size if is_new else 1
+    if context.channel is not None:
+        context.channel.begin_step(context.world_size, is_new)
     if variable_shapes:
         if is_new:
             context.reserve(num_bytes)
