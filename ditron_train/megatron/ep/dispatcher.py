@@ -34,6 +34,7 @@ from ditron_train.megatron.compat import padded_routing
 from ditron_train.megatron.ep.coverage import (
     COMPARED,
     context_of_layer,
+    why_not_beside,
     why_not_captured,
     why_not_config,
     why_not_tensors,
@@ -128,12 +129,12 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         factor = get_settings().ep_capacity
         if factor is None or self.drop_and_pad:  # padded to capacity, sizes are exact without a host sync
             return
-        reason: str | None = "Transformer Engine is not installed"
-        if self.tp_size > 1:
-            reason = f"experts are split over {self.tp_size} tensor parallel ranks"
-        elif self._apart:
+        reason = why_not_beside(self.tp_size)
+        if reason is None and self._apart:
             reason = "overlap_moe_expert_parallel_comm is on"
-        elif HAVE_TE:
+        elif reason is None and not HAVE_TE:
+            reason = "Transformer Engine is not installed"
+        elif reason is None:
             from ditron_train.megatron.ep.te_experts import why_not_capacity
 
             reason = why_not_capacity(experts)
@@ -302,6 +303,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def _expert_call(self, hidden_states: torch.Tensor) -> ExpertCall | None:
         """What the experts need to move tokens themselves, or None where movement and GEMMs are apart."""
         if self._slices is not None:
+            self._log_apart(f"{why_not_beside(self.tp_size)}")
             return None
         if self._pairs is None:
             self._pairs = self._fused_pairs(hidden_states)

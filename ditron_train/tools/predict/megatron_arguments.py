@@ -154,7 +154,7 @@ def parse_job(words: Sequence[str]) -> Job:
         known.setdefault("num_layers", len(pattern.replace("|", "")))
     missing = ["--" + name.replace("_", "-") for name in _NEEDED if name not in known]
     if missing:
-        raise SettingError(f"a step cannot be predicted without {', '.join(missing)}")
+        raise SettingError(f"the job's arguments lack {', '.join(missing)}")
     tp, pp = known["tensor_model_parallel_size"], known["pipeline_model_parallel_size"]
     return Job(
         model=_model(known, flags, tp),

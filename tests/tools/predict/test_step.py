@@ -208,4 +208,4 @@ def test_the_command_needs_no_megatron(
 
 def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--device", "h200", "--", "--num-layers", "8"]) == 2
-    assert "cannot be predicted without --hidden-size" in capsys.readouterr().err
+    assert "the job's arguments lack --hidden-size" in capsys.readouterr().err
