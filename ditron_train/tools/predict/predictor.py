@@ -20,6 +20,7 @@ from ditron_train.tools.arguments import check_folder, check_matplotlib
 from ditron_train.tools.predict.layers import FEATURES
 from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import memory_bytes
+from ditron_train.tools.predict.otherwise import estimated_otherwise
 from ditron_train.tools.predict.step import Cluster, Step, predict_step
 from ditron_train.tools.tables import terminal
 
@@ -117,8 +118,12 @@ def _show(job: Job, cluster: Cluster, step: Step) -> None:
         out.print(f"FP8, {job.fp8}: linear layers and experts; activations in memory are counted as in bf16")
     elif "fp8_format" in job.words:
         out.print(f"FP8 by {job.words['fp8_recipe']} is not known here: products are estimated in bf16")
-    if job.ignored:
-        out.print(f"not looked at: {' '.join(job.ignored)}")
+    otherwise = estimated_otherwise(job)
+    for argument, words in otherwise.items():
+        out.print(f"{argument}: {words}")
+    ignored = [argument for argument in job.ignored if argument not in otherwise]
+    if ignored:
+        out.print(f"not looked at: {' '.join(ignored)}")
     if cluster.profile.about:
         out.print(f"{name}: {cluster.profile.about}")
 
@@ -148,8 +153,11 @@ def by_degree(job: Job, cluster: Cluster) -> dict[str, dict[int, float]]:
             continue
         speedups = {}
         for size in (2, 4, 8, 16, 32):
+            sizes = {kind: size}
+            if kind == "tp" and job.expert_slices == job.tp:
+                sizes["expert_slices"] = size
             try:
-                speedups[size] = predict_step(replace(job, **{kind: size}), cluster).speedup  # type: ignore[arg-type]
+                speedups[size] = predict_step(replace(job, **sizes), cluster).speedup  # type: ignore[arg-type]
             except SettingError:  # it does not divide
                 continue
         found[kind.upper()] = speedups
@@ -161,6 +169,6 @@ def scaled(job: Job, cluster: Cluster) -> Iterator[tuple[int, Step]]:
     nodes = 2 * cluster.nodes
     while nodes * cluster.per_node <= _MOST_GPUS:
         factor = nodes // cluster.nodes
-        larger = replace(job, global_batch=job.global_batch * factor)
+        larger = replace(job, global_batch=job.global_batch and job.global_batch * factor)
         yield nodes * cluster.per_node, predict_step(larger, replace(cluster, nodes=nodes))
         nodes *= 2
