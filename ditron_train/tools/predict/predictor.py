@@ -26,7 +26,7 @@ from ditron_train.tools.tables import terminal
 
 _MOST_GPUS = 128
 _MOST_OF_A_JOB = 1 << 16
-_WORTH = 1.002  # less is within the model's own error
+_WORTH = 1.002  # less is not worth a line
 _GIB = 2.0**30
 #: What Megatron has to be told, too, for a feature to have something to do.
 _NEEDS = {
@@ -36,6 +36,7 @@ _NEEDS = {
     "pp": "--pipeline-model-parallel-size above 1",
     "muon": "--optimizer muon or dist_muon",
 }
+_REDUCED = "the all-reduces of a job without --sequence-parallel"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,9 +104,10 @@ def _show(job: Job, cluster: Cluster, step: Step) -> None:
     out.print(f"memory: {whole:.1f} of {cluster.profile.memory_gib:g} GiB, {verdict} ({parts})")
     useful = useful_features(job, cluster)
     for feature, speedup in useful.items():
-        out.print(f"--ditron {feature}: {speedup:.3f}x, with {_NEEDS[feature]}")
+        needs = _NEEDS[feature] if feature != "tp" or "sequence_parallel" in job.flags else _REDUCED
+        out.print(f"--ditron {feature}: {speedup:.3f}x, with {needs}")
     if not useful:
-        out.print("nothing to switch on: no feature gains more than the model's own error here")
+        out.print(f"nothing to switch on: no feature gains more than {100 * (_WORTH - 1):.1f} % here")
     for gpus, scaled_step in scaled(job, cluster):
         out.print(
             f"{gpus} GPUs, as many sequences each: {scaled_step.native_us / 1e3:.1f} -> "
