@@ -16,6 +16,7 @@ _OTHERWISE = {
     "--multi-latent-attention": "attention counts as one with whole projections of q, k and v",
     "--moe-layer-freq": "every layer counts as one with experts",
     "--moe-shared-expert-intermediate-size": "shared experts are left out",
+    "--moe-latent-size": "experts count as of the whole width",
     "--mtp-num-layers": "layers of multi-token prediction are left out",
     "--tp-comm-overlap": "Megatron's step counts as without userbuffers, whose layers --ditron tp leaves alone",
     "--overlap-moe-expert-parallel-comm": "what moves tokens counts as uncovered by another microbatch",
