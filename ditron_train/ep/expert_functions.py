@@ -13,7 +13,7 @@ depends on the same dgrad, and nothing waits for dW1. Times: docs/measurements/e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,23 +42,28 @@ _WAVE_TILES = 132
 _MOST_FEW = 0.25
 
 
-def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest: int) -> tuple[frozenset[Pair], int]:
-    """The pairs of a step, and below how many rows an expert is multiplied natively in it: at all ranks alike.
+def pairs_of_step(
+    pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest: Mapping[Pair, int]
+) -> tuple[frozenset[Pair], dict[Pair, int]]:
+    """The pairs of a step, and below how many rows an expert is multiplied natively in each: at all ranks alike.
 
     Args:
         pairs: That were chosen for the layer.
         expert_rows: Of each expert of any rank; None where the host does not know (a fixed capacity): all pairs stay,
             and the user is warned afterwards.
-        fewest: Rows that an expert must have for our GEMMs of these pairs to add up as native's do (``few_rows``).
+        fewest: Rows that an expert must have for our GEMM of a pair to add up as native's does (``few_rows``).
     """
-    if expert_rows is None or not pairs & frozenset(PAIRS):
-        return pairs, 0
-    few = expert_rows[expert_rows < fewest]
-    if not few.any():
-        return pairs, 0
-    if few.sum() > _MOST_FEW * expert_rows.sum():
-        return pairs - frozenset(PAIRS), 0
-    return pairs, fewest
+    left = set(pairs)
+    natively: dict[Pair, int] = {}
+    if expert_rows is None:
+        return pairs, natively
+    for pair in PAIRS:
+        few = expert_rows[expert_rows < fewest.get(pair, 0)]
+        if few.sum() > _MOST_FEW * expert_rows.sum():
+            left.discard(pair)
+        elif pair in pairs and few.any():
+            natively[pair] = fewest[pair]
+    return frozenset(left), natively
 
 
 def own_wgrad_has_native_bits(rows: int, columns: int) -> bool:
@@ -86,7 +91,7 @@ class ExpertCall:
         gemm: Grouped GEMM of the others; None: ours.
         wgrad: Weight gradients; None: ours.
         into: Where ours go if not into tensors of their own: ``main_grad``.
-        fewest_rows: Experts of fewer rows are multiplied by ``few`` where a pair is one kernel.
+        fewest_rows: Where a pair is one kernel, experts of fewer rows are multiplied by ``few``.
         few: Natively; None: ours does.
     """
 
@@ -97,7 +102,7 @@ class ExpertCall:
     gemm: Gemm | None = None
     wgrad: Wgrad | None = None
     into: IntoWgrad | None = None
-    fewest_rows: int = 0
+    fewest_rows: Mapping[Pair, int] = field(default_factory=dict)
     few: FewProduct | None = None
 
     def product(self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool) -> torch.Tensor:
@@ -105,6 +110,11 @@ class ExpertCall:
         if self.gemm is not None:
             return self.gemm(rows, weights, transpose)
         return group_gemm(rows, weights, fused.layout_tiles(self.layout), transpose=transpose)
+
+    def options_of_few(self, pair: Pair) -> dict[str, Any]:
+        """What ``fused.gemm_combine`` is told of experts of few rows."""
+        fewest = self.fewest_rows.get(pair, 0)
+        return dict(fewest_rows=fewest, few=self.few if fewest else None)
 
     def weight_grads(
         self,
@@ -152,7 +162,7 @@ def backward_in(
             grads = pending.finish()  # in any case: the side stream must not outlive its tensors
         return (*grads, weight_grads)
     if "dgrad_combine" in call.fused:
-        options.update(fewest_rows=call.fewest_rows, few=call.few)
+        options.update(call.options_of_few("dgrad_combine"))
         grads = fused.gemm_combine(grad_y, call.layout, call.context, weights, transpose=False, **options)
     else:
         grads = ops.combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
@@ -162,8 +172,8 @@ def backward_in(
 def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
     """out of ``linear_combine``, without autograd."""
     if "gemm_combine" in call.fused:
-        options: dict[str, Any] = dict(order=call.order, fewest_rows=call.fewest_rows, few=call.few)
-        return fused.gemm_combine(h, call.layout, call.context, weights, **options)[0]
+        options = call.options_of_few("gemm_combine")
+        return fused.gemm_combine(h, call.layout, call.context, weights, order=call.order, **options)[0]
     return ops.combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
 
 

@@ -4,12 +4,13 @@ cuBLAS splits the sum of a product of few tiles over several programs, and then 
 kernels. From how many rows on it no longer does depends on the shape: of sums of 7168 terms into 2048 columns it was
 seen to split up to 400 rows and more, of 2048 terms into 7168 columns not even few (docs/measurements/ep.md). So both
 products are compared, for every number of rows up to 512 and every ninth beyond, on values that show the order of
-sums.
+sums, in calls of as many experts as a layer has: no other kernels are compiled for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -23,13 +24,16 @@ from ditron_train.gemm.revealing import revealing_matrix
 
 #: More rows than any expert has: the products have other bits at all sizes that count.
 NEVER = 1 << 30
+#: Why such products are not ours.
+OTHER_BITS = "experts' products have other bits than Transformer Engine's, or cannot be compared here"
 #: Rows of an expert up to which products are compared.
 MOST_ROWS = 4096
 _EACH_TO, _STEP_BEYOND = 512, 9
 _TILE = 128
-_ROWS_AT_ONCE = 16384
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 16384, 1 << 28  # of a call; of its largest tensor, where MOST_ROWS are not more
 
-#: (rows of several experts [sum(splits), K], splits) -> their products with one weight [sum(splits), N].
+#: (rows of several experts [sum(splits), K], splits) -> their products with one weight [sum(splits), N]. The last ones
+#: may have none.
 SplitProduct = Callable[[torch.Tensor, list[int]], torch.Tensor]
 
 
@@ -38,18 +42,39 @@ class RowProduct(NamedTuple):
 
     Attributes:
         weight: Its shape, as it is stored.
+        num_experts: Of the layer on this rank.
         transpose: Forward, ``rows @ weight.T``; else ``rows @ weight``, the gradients of rows.
     """
 
     weight: tuple[int, ...]
+    num_experts: int
     transpose: bool
 
 
 @cache
 @torch.no_grad()
 def fewest_rows_here(product: RowProduct, dtype: torch.dtype, device: torch.device) -> int:
-    """``fewest_rows`` of our product and Megatron's on this device; measured once (0.1 to 0.3 s)."""
-    (n, k), transpose = product.weight, product.transpose
+    """``fewest_rows`` of our product and Megatron's on this device; measured once. ``NEVER`` where its memory is not
+    there."""
+    (n, k), num_experts, transpose = product
+    with giving_memory_back(device):
+        try:
+            return _measured(n, k, num_experts, transpose, dtype, device)
+        except torch.OutOfMemoryError:
+            return NEVER
+
+
+@contextmanager
+def giving_memory_back(device: torch.device) -> Iterator[None]:
+    """Around what is measured once: its tensors have sizes that training never asks for again."""
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(n: int, k: int, num_experts: int, transpose: bool, dtype: torch.dtype, device: torch.device) -> int:
     weight = revealing_matrix((n, k), dtype, device, seed=2, signed="columns")
     # The sum's index is signed in one operand alone.
     rows = revealing_matrix(
@@ -65,7 +90,7 @@ def fewest_rows_here(product: RowProduct, dtype: torch.dtype, device: torch.devi
         tiles = row_tiles(torch.tensor(splits, device=device), len(batch))
         return group_gemm(batch, [weight] * len(splits), tiles, transpose=transpose)
 
-    return fewest_rows(native, own, rows, tried_rows())
+    return fewest_rows(native, own, rows, tried_rows(), num_experts, rows_at_once(max(n, k) * dtype.itemsize))
 
 
 def tried_rows(least: int = 1, step: int = 1) -> list[int]:
@@ -75,7 +100,14 @@ def tried_rows(least: int = 1, step: int = 1) -> list[int]:
     return [*each, *range(_EACH_TO + beyond, MOST_ROWS + 1, beyond)]
 
 
-def fewest_rows(native: SplitProduct, own: SplitProduct, rows: torch.Tensor, tried: Sequence[int]) -> int:
+def rows_at_once(row_bytes: int) -> int:
+    """How many rows a call has at most, whose longest row has so many bytes."""
+    return max(MOST_ROWS, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // row_bytes))
+
+
+def fewest_rows(
+    native: SplitProduct, own: SplitProduct, rows: torch.Tensor, tried: Sequence[int], num_experts: int, most_rows: int
+) -> int:
     """The number of rows of an expert from which on both products are equal; those of less are native's.
 
     The last number of rows that differs is rounded up to whole tiles. ``NEVER`` where one of the upper half differs:
@@ -86,22 +118,25 @@ def fewest_rows(native: SplitProduct, own: SplitProduct, rows: torch.Tensor, tri
         own: Ours.
         rows: ``[MOST_ROWS, K]``, of which each expert has the first ones.
         tried: Ascending numbers of rows.
+        num_experts: Of a call; those behind the tried ones have no rows.
+        most_rows: Of a call.
     """
     last = 0
-    for splits in _batches(tried):
-        batch = torch.cat([rows[:size] for size in splits])
+    for sizes in _batches(tried, num_experts, most_rows):
+        splits = sizes + [0] * (num_experts - len(sizes))
+        batch = torch.cat([rows[:size] for size in sizes])
         differs = (native(batch, splits) != own(batch, splits)).any(1)
-        found = np.logical_or.reduceat(differs.cpu().numpy(), np.cumsum([0, *splits[:-1]]))
-        last = max([last, *(size for size, is_different in zip(splits, found) if is_different)])
+        found = np.logical_or.reduceat(differs.cpu().numpy(), np.cumsum([0, *sizes[:-1]]))
+        last = max([last, *(size for size, is_different in zip(sizes, found) if is_different)])
     if last > MOST_ROWS // 2:
         return NEVER
     return -(-last // _TILE) * _TILE + 1
 
 
-def _batches(tried: Sequence[int]) -> Iterator[list[int]]:
+def _batches(tried: Sequence[int], most_sizes: int, most_rows: int) -> Iterator[list[int]]:
     batch: list[int] = []
     for size in tried:
-        if batch and sum(batch) + size > _ROWS_AT_ONCE:
+        if batch and (len(batch) == most_sizes or sum(batch) + size > most_rows):
             yield batch
             batch = []
         batch.append(size)

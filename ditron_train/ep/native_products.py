@@ -19,8 +19,10 @@ def native_products(
 ) -> dict[Product, Callable]:
     """Forward, dgrad and wgrad of experts ``[n, k]`` as the native layer runs them: functions of (rows, gradient,
     weights), written into outputs of their own."""
-    rows = sum(counts)
-    y, dx = (torch.empty(rows, columns, dtype=dtype, device=device) for columns in (n, k))
+    y, dx = (
+        cache(lambda columns=columns: torch.empty(sum(counts), columns, dtype=dtype, device=device))
+        for columns in (n, k)
+    )
     dw = cache(lambda: [torch.empty(n, k, dtype=dtype, device=device) for _ in counts])
     if find_spec("transformer_engine") is None:
         return _loops(counts, y, dx, dw)
@@ -36,24 +38,27 @@ def native_products(
         grouped_gemm(a, b, out, dtype, layout=layout, m_splits=counts, grad=grad, single_output=single)
 
     return {
-        "forward": lambda x, g, ws: (run("TN", False, ws, x.split(counts), [y], True), y)[1],
-        "dgrad": lambda x, g, ws: (run("NN", True, ws, g.split(counts), [dx], True), dx)[1],
+        "forward": lambda x, g, ws: (run("TN", False, ws, x.split(counts), [y()], True), y())[1],
+        "dgrad": lambda x, g, ws: (run("NN", True, ws, g.split(counts), [dx()], True), dx())[1],
         "wgrad": lambda x, g, ws: (run("NT", True, x.split(counts), g.split(counts), dw(), False), dw())[1],
     }
 
 
 def _loops(
-    counts: list[int], y: torch.Tensor, dx: torch.Tensor, dw: Callable[[], list[torch.Tensor]]
+    counts: list[int],
+    y: Callable[[], torch.Tensor],
+    dx: Callable[[], torch.Tensor],
+    dw: Callable[[], list[torch.Tensor]],
 ) -> dict[Product, Callable]:
     def forward(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
-        for part, out, w in zip(x.split(counts), y.split(counts), ws):
+        for part, out, w in zip(x.split(counts), y().split(counts), ws):
             torch.matmul(part, w.t(), out=out)
-        return y
+        return y()
 
     def dgrad(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
-        for part, out, w in zip(g.split(counts), dx.split(counts), ws):
+        for part, out, w in zip(g.split(counts), dx().split(counts), ws):
             torch.matmul(part, w, out=out)
-        return dx
+        return dx()
 
     def wgrad(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> list[torch.Tensor]:
         for g_part, x_part, out in zip(g.split(counts), x.split(counts), dw()):

@@ -214,7 +214,7 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
         weight = call.weights[0]
         if call.fewest_rows is None or (self.product == "wgrad" and own_wgrad_has_native_bits(*weight.shape)):
             return None
-        products = [RowProduct(tuple(weight.shape), transpose) for transpose in (True, False)]
+        products = [RowProduct(tuple(weight.shape), len(call.weights), transpose) for transpose in (True, False)]
         if self.product != "wgrad":
             products = products[:1] if self.product == "forward" else products[1:]
         if call.fewest_rows >= max(fewest_rows_here(product, weight.dtype, weight.device) for product in products):

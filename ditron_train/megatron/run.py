@@ -16,11 +16,13 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ditron_train.megatron.plugin.arguments import add_ditron_args, options_from_args, options_from_argv
 from ditron_train.megatron.plugin.switch import apply_options
+from ditron_train.megatron.plugin.turns import wait_for_turn
 from ditron_train.runtime.errors import SettingError, VersionError
 from ditron_train.runtime.logs import get_logger, log_once
 
@@ -46,6 +48,8 @@ def hook_argument_parser(module: ModuleType) -> None:
         parsed = native_parse(*args, **kwargs)
         # A namespace that was loaded from a YAML file has lost the command line.
         options = options_from_args(parsed) if hasattr(parsed, "ditron") else options_from_argv(sys.argv[1:])
+        if options.record is not None:
+            wait_for_turn(Path(options.record))
         apply_options(options)
         return parsed
 

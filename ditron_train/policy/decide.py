@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ditron_train.policy.all_reduce_order import forget_all_reduce_orders
 from ditron_train.policy.order import ReductionOrder, forget_orders, reduction_order
-from ditron_train.policy.plan import Entry, Plan, load_plan
+from ditron_train.policy.plan import Entry, Plan, load_plan, op_of
 from ditron_train.policy.probe import Observation, Run, probe
 from ditron_train.policy.switches import switches
 from ditron_train.runtime.errors import SettingError
@@ -68,9 +68,9 @@ def _plan() -> Plan | None:
     return _plans[path]
 
 
-def _unsuited(plan: Plan, room: str, places: set[str], here: str) -> str:
+def _unsuited(plan: Plan, name: str, places: set[str], here: str) -> str:
     elsewhere = "; ".join(sorted(places))
-    return f"the plan {plan.path} holds decisions of {room} on {elsewhere}, here it is {here}: name another file"
+    return f"the plan {plan.path} holds decisions of {name} on {elsewhere}, here it is {here}: name another file"
 
 
 def decide(
@@ -104,10 +104,10 @@ def decide(
     order = None
     if sums is not None and device.type == "cuda" and mode in ("strict", "bits"):
         order = reduction_order(group, device, sums)
-    room, place = key.split()[0], _place(group, order)
+    op, place = op_of(key), _place(group, order)
     key = f"{key} on {place} ({mode}{'; ' * bool(switches())}{', '.join(switches())})"
     if plan is not None:
-        _check_suited(plan, room, mode, place, group)
+        _check_suited(plan, op, mode, place, group)
     known = _agreed_entry(plan, key, group, device) if plan is not None else None
     with _unseen_by_saved_tensors_hooks():
         if known is not None or mode == "force":
@@ -142,15 +142,15 @@ def _place(group: dist.ProcessGroup, order: ReductionOrder | None) -> str:
     return f"{dist.get_world_size(group)} ranks" + (f", {order.name}" if order is not None else "")
 
 
-def _check_suited(plan: Plan, room: str, mode: str, place: str, group: dist.ProcessGroup) -> None:
-    """Refuses a plan whose decisions for this room are all of groups of other sizes or other orders (collective
-    once)."""
-    once = (plan.path, group, room, f"{place} {mode}")
+def _check_suited(plan: Plan, op: str, mode: str, place: str, group: dist.ProcessGroup) -> None:
+    """Refuses a plan whose decisions for this op are all of groups of other sizes or other orders (collective once).
+    Other ops of its room say nothing: sums of some have an order, and a job may end before it came to all."""
+    once = (plan.path, group, op, f"{place} {mode}")
     if once in _suited:
         return
-    read, mine = plan.places_read(room, mode), None
+    read, mine = plan.places_read(op, mode), None
     if read and place not in read:
-        mine = _unsuited(plan, room, read, place)
+        mine = _unsuited(plan, op, read, place)
     refusals = [text for text in exchange(group, mine) if text is not None]
     if refusals:
         raise SettingError(refusals[0])

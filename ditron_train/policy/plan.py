@@ -25,7 +25,8 @@ from ditron_train.stream.driver import has_driver
 
 _FORMAT = "ditron_train plan 2"
 _KEY = re.compile(
-    r"(?P<room>tp|sp|ep|pp) .+ on (?P<place>\d+ ranks(, [\w-]+)?) \((?P<mode>strict|fast|bits)(; [a-z0-9 ,]+)?\)"
+    r"(?P<op>(?P<room>tp|sp|ep|pp) \D*).* on (?P<place>\d+ ranks(, [\w-]+)?) "
+    r"\((?P<mode>strict|fast|bits)(; [a-z0-9 ,]+)?\)"
 )
 # Those that move bits or times. What a process sets for itself, ``switches`` names in the keys.
 _VARIABLES = (
@@ -89,6 +90,11 @@ def fingerprint() -> dict[str, Any]:
     return found if table is None else {**found, "DITRON_TUNING": table}
 
 
+def op_of(key: str) -> str:
+    """The op that a decision's key begins with: what stands in front of the first size."""
+    return re.split(r"\d", key, maxsplit=1)[0].rstrip()
+
+
 class Plan:
     """Decisions by key; the file is replaced as a whole, so that a reader never sees half of it."""
 
@@ -97,12 +103,14 @@ class Plan:
         self.entries = entries
         self._read = frozenset(entries)
 
-    def places_read(self, room: str, mode: str) -> set[str]:
-        """Groups (size, order of sums) of which the file held decisions for ``room`` under ``mode`` when it was
-        read."""
+    def places_read(self, name: str, mode: str) -> set[str]:
+        """Groups (size, order of sums) of which the file held decisions for a room, or for one op, under ``mode`` when
+        it was read."""
         found = [_KEY.fullmatch(key) for key in self._read]
         return {
-            match["place"] for match in found if match is not None and (match["room"], match["mode"]) == (room, mode)
+            match["place"]
+            for match in found
+            if match is not None and match["mode"] == mode and name in (match["room"], match["op"].rstrip())
         }
 
     def add(self, key: str, entry: Entry) -> None:

@@ -131,9 +131,11 @@ def _add_launch(
 
 def _set_outcome(suite: Suite, test: str, outcome: Outcome) -> None:
     before = suite.outcomes.get(test, outcome)
+    suite.latest.add(test)
+    if before == "passed" and outcome == "skipped":
+        return  # it says nothing new
     if outcome == "passed" and before != outcome:
         suite.again.add(test)
     if before == "passed" and outcome != before:
         suite.unsteady.add(test)
     suite.outcomes[test] = outcome
-    suite.latest.add(test)

@@ -398,7 +398,7 @@ def expert_functions(tokens_by_rank, dtype, order):
                     out[rows] = product[rows]
                 called.append((transpose, len(experts)))
 
-            options = dict(fewest_rows=fewest, few=few) if fewest else {}
+            options = dict(fewest_rows=dict.fromkeys(PAIRS, fewest), few=few) if fewest else {}
             call = ExpertCall(layout, context, order, frozenset(pairs), **options)
             y, row_probs = dispatch_linear(x, probs, weights, call)
             out = linear_combine((torch.tanh(y) * row_probs[:, None]).to(dtype), back, call)

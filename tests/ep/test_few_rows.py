@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ditron_train.ep.few_rows import MOST_ROWS, NEVER, RowProduct, fewest_rows, fewest_rows_here, tried_rows
+from ditron_train.ep.few_rows import (
+    MOST_ROWS,
+    NEVER,
+    RowProduct,
+    fewest_rows,
+    fewest_rows_here,
+    rows_at_once,
+    tried_rows,
+)
 
 ROWS = torch.arange(2.0 * MOST_ROWS).view(MOST_ROWS, 2)
 
@@ -17,6 +25,7 @@ def _differing_at(*sizes):
     def product(batch, splits):
         calls.append(splits)
         out = batch.clone()
+        assert len(splits) == 7
         for part, size in zip(out.split(splits), splits):
             assert torch.equal(part, ROWS[:size])
             if size in sizes:
@@ -33,14 +42,21 @@ def _differing_at(*sizes):
 def test_the_last_size_that_differs_decides(sizes, expected):
     tried = tried_rows() if 2048 not in sizes else [*range(1, 2049, 89), 2048]
     native, calls = _differing_at(*sizes)
-    assert fewest_rows(native, lambda batch, splits: batch, ROWS, tried) == expected
-    assert [size for splits in calls for size in splits] == tried
-    assert max(map(sum, calls)) <= 16384
+    assert fewest_rows(native, lambda batch, splits: batch, ROWS, tried, 7, 8192) == expected
+    assert [size for splits in calls for size in splits if size] == tried
+    assert max(map(sum, calls)) <= 8192
 
 
-def test_what_cannot_be_computed_differs():
-    nothing = torch.full((1, 1), float("nan"))
-    assert fewest_rows(lambda batch, splits: batch, lambda *_: nothing, ROWS, tried_rows(128, 16)) == NEVER
+def test_rows_of_a_call():
+    assert rows_at_once(2 * 2048) == 16384 and rows_at_once(2 * 28672) == 4681 and rows_at_once(1 << 20) == MOST_ROWS
+
+
+def test_no_memory_to_measure_in(monkeypatch):
+    def refuses(*_, **__):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr("ditron_train.ep.few_rows.revealing_matrix", refuses)
+    assert fewest_rows_here(RowProduct((24, 24), 1, True), torch.float32, torch.device("cpu")) == NEVER
 
 
 def test_sizes_that_are_tried():
@@ -56,7 +72,7 @@ def test_products_that_sum_alike(monkeypatch, transpose):
     """In the interpreter, of few sizes, of small integers: every sum is exact. Then of others than native's."""
     monkeypatch.setattr("ditron_train.ep.few_rows.tried_rows", lambda: [1, 40])
     monkeypatch.setattr("ditron_train.ep.few_rows.MOST_ROWS", 40)
-    product, cpu = RowProduct((16, 16), transpose), torch.device("cpu")
+    product, cpu = RowProduct((16, 16), 3, transpose), torch.device("cpu")
     added = []
 
     def native(splits, n, k, dtype, device):

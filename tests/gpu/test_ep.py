@@ -317,7 +317,7 @@ def test_first_calls_in_poisoned_memory(monkeypatch, capacity):
             seen = [(kind, passes(kind, tokens)) for kind in ("ditron", "native", "ditron", "native")]
         dispatcher = layers["ditron"].token_dispatcher
         dispatcher.ep_context.check()
-        assert (dispatcher._capacity_factor is not None) == bool(capacity)
+        assert (dispatcher._capacity.factor is not None) == bool(capacity)
         native = seen[-1][1]
         wrong = [
             (call, kind, part, int((result[part] != native[part]).sum()))

@@ -475,7 +475,7 @@ def _gpt_step(use_te, seed=5):
     positions = torch.arange(1024, device="cuda").expand(2, 1024)
     loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
     loss.backward()
-    names = [type(module).__name__ for module in model.modules()]
+    names = [type(module).__qualname__ for module in model.modules()]
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}, names
 
 

@@ -1,9 +1,11 @@
 """The --ditron argument group."""
 
 import argparse
+import io
 import json
 
 import pytest
+import torch
 
 from ditron_train.megatron.plugin.arguments import (
     Options,
@@ -13,6 +15,7 @@ from ditron_train.megatron.plugin.arguments import (
     options_from_argv,
     parse_features,
 )
+from ditron_train.megatron.plugin.record_trace import TraceRequest
 from ditron_train.policy import check_plan, forget_plans
 from ditron_train.policy.plan import fingerprint
 from ditron_train.runtime.errors import SettingError
@@ -32,6 +35,18 @@ def test_values():
     options = options_from_args(args)
     assert options == Options(("tp",), "shm", 2.5)
     assert options.environment() == {"DITRON_TRANSPORT": "shm", "DITRON_TIMEOUT_S": "2.5"}
+
+
+def test_a_checkpoint_holds_plain_values():
+    """Megatron's checkpoints hold the arguments, and torch reads no other classes from them."""
+    words = "--ditron tp,sp --ditron-transport shm --ditron-timeout-s 2 --ditron-policy bits --ditron-plan plan.json"
+    args = _parser().parse_args([*words.split(), "--ditron-record", "steps", "--ditron-record-trace", "15,3"])
+    assert not [name for name, value in vars(args).items() if value is None]
+    written = io.BytesIO()
+    torch.save(args, written)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert torch.load(io.BytesIO(written.getvalue())) == args
+    assert options_from_args(args).record_trace == TraceRequest(15, 3)
 
 
 def test_sizes_of_groups_are_known_from_megatrons_arguments():

@@ -45,6 +45,32 @@ def test_the_table_of_several_nodes_is_whole_when_it_is_returned() -> None:
     ]
 
 
+def test_layers_that_are_computed_again_gather_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get RoPE's table detached: another tensor of the same memory."""
+    gathered: list[torch.Tensor] = []
+
+    def all_gather(parts: list[torch.Tensor], local: torch.Tensor, group: Any) -> None:
+        gathered.append(local.clone())
+        for part in parts:
+            part.copy_(local)
+
+    monkeypatch.setattr(rotary_tables.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(rotary_tables.dist, "all_gather", all_gather)
+    whole_of = rotary_tables.whole_rotary_table
+    try:
+        local = torch.arange(16.0).view(8, 2)
+        whole = whole_of(local, None)
+        assert whole_of(local.detach(), None) is whole and len(gathered) == 1
+        assert torch.equal(whole_of(local[2:6].detach(), None)[:2], local[2:4]) and len(gathered) == 2
+        del local
+        for number in range(3):  # whatever memory it gets
+            local = torch.full((8, 2), float(number))
+            assert torch.equal(whole_of(local, None)[:4], local[:4]) and len(gathered) == 3 + number
+        assert len(rotary_tables._TablesOf._entries) <= 2, "the others' memory is gone"
+    finally:
+        rotary_tables.forget_tables()
+
+
 def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the device makes behind what one stream has: RoPE's, a causal mask, the rows of packed sequences."""
     asked: list[torch.Tensor] = []

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import pickle
 import re
 
 import pytest
@@ -67,7 +68,11 @@ def _apply_and_restore():
         assert os.environ["DITRON_TRANSPORT"] == "shm" and float(os.environ["DITRON_TIMEOUT_S"]) == 33
         layer = _column()
         assert type(layer) is DitronColumnParallelLinear
-        assert repr(layer).startswith("DitronColumnParallelLinear(in_features=16")
+        native = type(layer).__mro__[1]
+        assert (
+            repr(layer).startswith("ColumnParallelLinear(in_features=16") and type(layer).__name__ == native.__name__
+        )
+        assert pickle.loads(pickle.dumps([type(layer), native])) == [DitronColumnParallelLinear, native]
         plugin.restore()
         plugin.restore()
         assert plugin.active_features() == ()

@@ -193,7 +193,7 @@ if __name__ == "__main__":
             y, _ = row(column(x)[0])
             (y * integers(*y.shape, seed=50 + microbatch)).sum().backward()
         torch.save([x.grad, column.weight.main_grad, row.weight.main_grad], f"{OUT}{dist.get_rank()}.pt")
-        print("CALLS", type(column).__name__, calls.count("wgrad_gemm_accum_fp32"), len(calls))
+        print("CALLS", type(column).__qualname__, calls.count("wgrad_gemm_accum_fp32"), len(calls))
 """
 
 

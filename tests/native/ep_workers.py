@@ -72,7 +72,7 @@ def groups_of_layers():
                 layer = build_of(spec, config=config, layer_number=1, pg_collection=own)
             finally:
                 plugin.restore()
-            found.append((type(layer.mlp).__name__, layer.mlp.ep_group is own.ep, layer.mlp.num_local_experts))
+            found.append((type(layer.mlp).__qualname__, layer.mlp.ep_group is own.ep, layer.mlp.num_local_experts))
     return found
 
 
@@ -277,14 +277,14 @@ def experts_wrapped_after_their_capacity():
     torch.use_deterministic_algorithms(True)
 
     def decide(dispatcher, step):
-        assert dispatcher._capacity_factor is None
-        dispatcher._capacity_factor = 4.0 if step == 0 else None
+        assert dispatcher._capacity.factor is None
+        dispatcher._capacity.factor = 4.0 if step == 0 else None
 
     try:
         contexts, dispatcher = _dispatchers_agree(decide)
     finally:
         torch.use_deterministic_algorithms(False)
-    return contexts, dispatcher._capacity_factor
+    return contexts, dispatcher._capacity.factor
 
 
 def captured_calls():

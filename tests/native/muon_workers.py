@@ -143,7 +143,7 @@ def restore_brings_native_back():
     with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
         plugin.apply(features="muon")
         plugin.apply(features="muon")
-        during = _muon_class().__name__, owner.HAVE_EMERGING_OPTIMIZERS
+        during = _muon_class().__qualname__, owner.HAVE_EMERGING_OPTIMIZERS
         plugin.restore()
     return during, (_muon_class(), owner.HAVE_EMERGING_OPTIMIZERS) == before
 

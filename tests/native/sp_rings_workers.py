@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 
 import sp_workers
 import te_posed
@@ -43,10 +44,11 @@ def _rows(length, group):
 def _posed():
     """An attention without softmax, causal over the sequence that its group holds, with sums in fp64: it has the same
     bits however heads and rows are dealt out. It is told of its group as Transformer Engine's is, and ``asked`` how
-    often which kind attended with how many heads. With ``rounds`` it returns whole numbers."""
+    often which kind attended with how many heads; ``described`` is what Transformer Engine would choose kernels by.
+    With ``rounds`` it returns whole numbers."""
 
     class Attention(torch.nn.Module):
-        asked, rounds = [], False
+        asked, described, rounds = [], [], False
 
         def __init__(
             self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
@@ -66,6 +68,12 @@ def _posed():
         ):  # fmt: skip
             group = self.holders
             self.asked.append((self.cp_comm_type, group and group.size(), query.shape[2]))
+            self.described.append(
+                dpa_utils.AttentionParams(
+                    num_heads=query.shape[2], num_gqa_groups=key.shape[2], context_parallel=group is not None,
+                    cp_comm_type=self.cp_comm_type, cp_size=1 if group is None else group.size(),
+                )
+            )  # fmt: skip
             rows, key, value = torch.arange(len(query)), key.double(), value.double()
             if group is not None:
                 rows = torch.from_numpy(global_rows(dist.get_rank(group), group.size(), len(query)))
@@ -80,6 +88,7 @@ def _posed():
             return attended.to(query.dtype).flatten(-2)
 
     te_posed.pose_transformer_engine(Attention)
+    dpa_utils = sys.modules["transformer_engine.pytorch.attention.dot_product_attention.utils"]
     return Attention
 
 
@@ -160,6 +169,7 @@ def attends_in_rings(sizes, options, projections_fused):
         attention.core_attention.__class__ = posed
         native = _results(attention, SelfAttention.forward, 32, projections_fused, not projections_fused)
         assert posed.asked[-1] == ("a2a+p2p", ranks, heads)
+        assert all(described == posed.described[-1] for described in posed.described), posed.described
         sp_workers.assert_same_bits((ours[0], None, ours[2]), (native[0], None, native[2]))
         assert torch.equal(ours[1], native[1])
 

@@ -253,6 +253,8 @@ def largest_sums(options, length):
         own = self.given(call._replace(weights=tuple(freed), norms=()), context)
         assert all(result.isfinite().all() for result in results(self, own))
         given = self.given(call, context)
+        memory = {tensor.untyped_storage().data_ptr() for tensor in given.values}
+        assert all(weight.untyped_storage().data_ptr() not in memory for weight in call.weights)
         for one in self.revealing(call, context):
             shapes = [[(t.shape, t.dtype) for t in (*each.values, *each.grads)] for each in (one, given)]
             assert shapes[0] == shapes[1]

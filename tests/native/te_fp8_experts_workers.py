@@ -103,8 +103,9 @@ class GroupedLinear(torch.nn.Module):
 FEWEST_ROWS = 32
 
 
-def install(change=("", "")):
-    """The stand-in; ours with few rows, of experts of which cuBLAS would need more."""
+def install(change=("", ""), measures_no_rows=True):
+    """The stand-in; ours with few rows, of experts of which cuBLAS would need more: they are not measured, which takes
+    the interpreter too long."""
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
@@ -116,7 +117,8 @@ def install(change=("", "")):
     te_fp8_workers._install(change)
     from ditron_train.megatron.ep import fp8_spec, te_fp8
 
-    fp8_spec.fewest_rows_of = lambda call: FEWEST_ROWS  # nothing is measured in the interpreter
+    if measures_no_rows:
+        fp8_spec.fewest_rows_of = lambda call: FEWEST_ROWS
     return te_fp8
 
 
@@ -198,6 +200,34 @@ def spec_on_cpu():
             said[-1] = trial.words
     assert len(keys) == len(said)
     return said
+
+
+def measured_rows(kind):
+    """From how many rows on products are ours, of two sizes, where one differs on rank 1 or cannot be computed."""
+    install(measures_no_rows=False)
+    from ditron_train.megatron.ep import fp8_spec
+    from ditron_train.runtime.errors import NotSupportedError
+
+    fp8_spec.MOST_ROWS, fp8_spec.tried_rows = 300, lambda *_: [160, 288]
+
+    def own(call, weights, rows, splits, fewest):
+        if kind == "none" and dist.get_rank() == 1:
+            return None
+        out = fp8_spec._native_product(call, weights, rows, splits)
+        assert len(splits) == 3 and splits[-1] == 0 and fewest == 0
+        if kind == "differs" and dist.get_rank() == 1:
+            out[: splits[0], 0] += 1
+        return out
+
+    fp8_spec._own_product = own
+    call = fp8_spec.Fp8ExpertsCall(
+        torch.empty(200, 32).bfloat16(), torch.empty(48, 32).bfloat16(), 3, dist.group.WORLD
+    )
+    try:
+        fp8_spec.FP8_EXPERTS.context(call)
+    except NotSupportedError as error:
+        return str(error)
+    return fp8_spec.fewest_rows_of(call)
 
 
 def recipes():

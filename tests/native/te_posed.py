@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from unittest.mock import MagicMock
 
@@ -15,9 +16,13 @@ def pose_transformer_engine(attention):
     from megatron.core.transformer import multi_latent_attention
 
     attention.forward.__module__ = native.__name__
-    for name in ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.cpu_offload", ".pytorch.export", ".pytorch.fp8",
-                 ".pytorch.module", ".pytorch.module._common", ".pytorch.module.base"):  # fmt: skip
-        sys.modules["transformer_engine" + name] = MagicMock()
+    library = MagicMock()
+    library.pytorch.attention.dot_product_attention.utils.AttentionParams = dict
+    for name in ("", ".pytorch", ".pytorch.attention", ".pytorch.attention.dot_product_attention",
+                 ".pytorch.attention.dot_product_attention.utils", ".pytorch.cpp_extensions", ".pytorch.cpu_offload",
+                 ".pytorch.export", ".pytorch.fp8", ".pytorch.module", ".pytorch.module._common",
+                 ".pytorch.module.base"):  # fmt: skip
+        sys.modules["transformer_engine" + name] = functools.reduce(getattr, name.split(".")[1:], library)
     for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
         setattr(native, name, type(name, (torch.nn.Module,), {}))
     native.TEDotProductAttention = attention

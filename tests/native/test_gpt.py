@@ -69,7 +69,7 @@ def _assert_close(native, ours):
 
 
 def _num_ours(model):
-    return sum(type(module).__name__.startswith("Ditron") for module in model.modules())
+    return sum(type(module).__qualname__.startswith("Ditron") for module in model.modules())
 
 
 def _num_op_shapes():
@@ -93,7 +93,7 @@ def _train_both_ways(way, share_embeddings):
             assert ditron_train.megatron.apply(features="tp") is None
             model = _model(_config(), share_embeddings=share_embeddings)
             assert _num_ours(model) == 9  # four linear layers a layer, and the output layer
-            assert type(model.output_layer).__name__ == "DitronColumnParallelLinear"
+            assert type(model.output_layer).__qualname__ == "DitronColumnParallelLinear"
         _assert_close(native, _loss_and_gradients(model))
         assert _num_op_shapes() == (4 if way == "spec" else 5)
 

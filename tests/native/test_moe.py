@@ -27,6 +27,7 @@ from ep_workers import (  # noqa: E402
 )
 
 from ditron_train.runtime import logs  # noqa: E402
+from ditron_train.runtime.settings import under_policy  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 PADDED = {"moe_expert_capacity_factor": 1.2, "moe_pad_expert_input_to_capacity": True}
@@ -178,6 +179,56 @@ def test_few_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
     assert [ep_policy.warns_of_few_rows(None, 385) for _ in range(3)] == [False, False, True]
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "an expert had 384 rows" in record.message and "DITRON_EP_CAPACITY" in record.message
+
+
+def test_a_capacity_whose_products_never_have_native_bits(monkeypatch, caplog):
+    """``strict`` and ``bits`` go back to exact sizes; ``fast`` and ``force`` keep it, and say so at once."""
+    from ditron_train.ep.few_rows import NEVER
+    from ditron_train.megatron.ep import capacity
+
+    monkeypatch.setattr(logs, "_seen", {})
+    monkeypatch.setattr(capacity, "fewest_rows_of_layer", lambda *_: NEVER)
+    monkeypatch.setattr("ditron_train.megatron.ep.spec.fewest_rows_before", lambda context: None)
+    caplog.set_level(logging.INFO, logger="ditron_train")
+    for policy, factor in (("strict", None), ("bits", None), ("fast", 2.0), ("force", 2.0)):
+        room = capacity.FixedCapacity(2.0)
+        with under_policy(policy):
+            room.measure(None, None, None)
+        room.warn(None)
+        assert room.factor == factor
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 1 and "ep: the GEMMs of DITRON_EP_CAPACITY may add up in another order" in warned[0]
+    assert any("exact sizes with a host sync" in record.message for record in caplog.records)
+
+
+def _limits_of_pairs():
+    """Of ranks that measured differently: of forward 100 and 300 rows, of gradients never and 1."""
+    from ditron_train.ep.few_rows import NEVER
+    from ditron_train.megatron.ep import few_rows, pair_spec
+
+    rank, asked = torch.distributed.get_rank(), []
+
+    def measured(product, dtype, device):
+        asked.append(tuple(product))
+        return (100, 300)[rank] if product.transpose else (NEVER, 1)[rank]
+
+    few_rows.fewest_rows_here = measured
+    layers = [SimpleNamespace(weight0=torch.empty(shape)) for shape in ((48, 16), (16, 24))]
+    experts = SimpleNamespace(num_local_experts=2, linear_fc1=layers[0], linear_fc2=layers[1])
+    like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cpu"))
+    pairs = frozenset(["gemm_combine", "dgrad_combine", "own_wgrad"])
+    found = [pair_spec.with_limits(pairs, experts, like, torch.distributed.group.WORLD) for _ in range(2)]
+    assert found[0] == found[1] and asked == [((16, 24), 2, True), ((48, 16), 2, False)], "once each"
+    again = torch.distributed.new_group([0, 1])  # another group is asked anew
+    assert pair_spec.fewest_rows_of_layer(experts, like, again) == NEVER and len(asked) == 6
+    return found[0]
+
+
+def test_ranks_agree_from_how_many_rows_on_products_are_ours():
+    from ditron_train.ep.few_rows import NEVER
+
+    for pairs, limits in run_workers(2, _limits_of_pairs):
+        assert pairs == {"gemm_combine", "own_wgrad"} and limits == {"gemm_combine": 300, "dgrad_combine": NEVER}
 
 
 def test_rows_of_split_experts_in_the_places_of_native():

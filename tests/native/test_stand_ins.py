@@ -163,6 +163,7 @@ def test_experts_with_adapters_are_not_fused():
 def test_experts_of_few_rows_keep_their_native_product_alone(monkeypatch, rows, fewest):
     """``rows`` of this rank's two experts; None: more than a quarter of them are too few, so no pair is one kernel."""
     from ditron_train.megatron.ep import experts as ep_experts
+    from ditron_train.megatron.ep.capacity import FixedCapacity
     from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 
     def multiplied(weights, parts, out, dtype, layout, m_splits, **options):
@@ -173,8 +174,8 @@ def test_experts_of_few_rows_keep_their_native_product_alone(monkeypatch, rows, 
     monkeypatch.setattr(ep_experts, "grouped_gemm", multiplied)
     layer, dispatcher = torch.nn.Module(), DitronMoEAlltoAllTokenDispatcher.__new__(DitronMoEAlltoAllTokenDispatcher)
     layer.experts = _experts()
-    dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity_factor = layer._modules, None, None
-    dispatcher._pairs, dispatcher._fewest_rows = frozenset({"gemm_combine"}), 257
+    dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity = layer._modules, None, FixedCapacity()
+    dispatcher._pairs, dispatcher._limits = frozenset({"gemm_combine"}), {"gemm_combine": 257}
     dispatcher._ep_context = dispatcher._order = None
     dispatcher._layout = types.SimpleNamespace(
         tokens_per_expert=torch.tensor(rows), expert_rows=torch.tensor(rows).numpy()
@@ -183,7 +184,7 @@ def test_experts_of_few_rows_keep_their_native_product_alone(monkeypatch, rows, 
     if fewest is None:
         assert call is None
         return
-    assert call.fewest_rows == fewest and (call.few is None) == (fewest == 0)
+    assert call.fewest_rows == ({"gemm_combine": fewest} if fewest else {}) and (call.few is None) == (fewest == 0)
     x, weights = torch.randn(sum(rows), HIDDEN), [torch.randn(HIDDEN, HIDDEN) for _ in range(2)]
     out = torch.full_like(x, 7.0)
     if fewest:
@@ -200,17 +201,18 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     """What was decided for them stands: were it still followed, a wrapper would get tokens for rows and an ExpertCall
     for counts."""
     from ditron_train.ep import ExpertCall
+    from ditron_train.megatron.ep.capacity import FixedCapacity
     from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 
     layer, dispatcher = torch.nn.Module(), DitronMoEAlltoAllTokenDispatcher.__new__(DitronMoEAlltoAllTokenDispatcher)
     layer.experts = _experts()
-    dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity_factor = layer._modules, None, 2.0
+    dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity = layer._modules, None, FixedCapacity(2.0)
     dispatcher._pairs, dispatcher._layout = frozenset({"gemm_combine"}), types.SimpleNamespace(expert_rows=None)
-    dispatcher._fewest_rows = 257
+    dispatcher._limits = {"gemm_combine": 257}
     dispatcher._ep_context = dispatcher._order = None
     assert isinstance(dispatcher._expert_call(torch.zeros(1)), ExpertCall)
-    dispatcher._look_at_experts()
-    assert dispatcher._capacity_factor == 2.0
+    dispatcher._capacity.look_at(dispatcher._experts)
+    assert dispatcher._capacity.factor == 2.0
     if wrapped == "experts":
         layer.experts = torch.nn.Sequential(layer.experts)
     elif wrapped == "layer":
@@ -218,8 +220,8 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     else:
         layer.experts.linear_fc2.te_quant_params = object()
     assert dispatcher._expert_call(torch.zeros(1)) is None
-    dispatcher._look_at_experts()
-    assert dispatcher._capacity_factor is None
+    dispatcher._capacity.look_at(dispatcher._experts)
+    assert dispatcher._capacity.factor is None
 
 
 def _adapters(kind):

@@ -49,6 +49,13 @@ def test_recipes():
     assert said == ["Float8CurrentScaling", "TEDelayedScaling"]
 
 
+@pytest.mark.parametrize("kind, expected", [("equal", 128), ("differs", 257), ("none", "have other bits")])
+def test_ranks_agree_from_how_many_rows_on_products_are_ours(kind, expected):
+    """And a product that one of them cannot compute is the same refusal on both."""
+    first, second = run(workers.measured_rows, kind)
+    assert first == second and (first == expected or expected in str(first)), first
+
+
 def test_what_the_policy_compares():
     first, second = run(workers.spec_on_cpu)
     assert first == second

@@ -194,6 +194,12 @@ def test_plan_of_other_groups_is_refused_on_every_rank(tmp_path, monkeypatch):
             json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions})
         )
         assert all(words in message for message in run_workers(2, _refused, str(tmp_path)))
+    other = {
+        "tp another op 1x2 on 2 ranks, ring (strict)": entry
+    }  # all that a job decided that was ended in its first step
+    path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": other}))
+    assert run_workers(2, _refused, str(tmp_path)) == ["accepted"] * 2
+    path.unlink()
     decisions["sp op 1x2 on 8 ranks (strict)"] = decisions["tp op 3x4 on 2 ranks (strict)"] = entry
     path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}))
     assert run_workers(2, _refused, str(tmp_path)) == ["accepted"] * 2

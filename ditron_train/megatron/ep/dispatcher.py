@@ -31,6 +31,7 @@ from ditron_train.ep import (
     rails,
 )
 from ditron_train.megatron.compat import padded_routing
+from ditron_train.megatron.ep.capacity import FixedCapacity
 from ditron_train.megatron.ep.coverage import (
     COMPARED,
     context_of_layer,
@@ -41,9 +42,9 @@ from ditron_train.megatron.ep.coverage import (
 )
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
-from ditron_train.megatron.ep.pair_spec import fewest_rows_of, fused_pairs_here, logged_pairs_of_step
+from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, with_limits
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
-from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_few_rows
+from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall
 from ditron_train.policy import gate, log_native
 from ditron_train.policy.probe import compares
 from ditron_train.runtime.device import is_capturing
@@ -79,11 +80,10 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._layout: Layout | rails.RailLayout | None = None
         self._no_room: str | None = None  # why nothing is pending: tensor parallel ranks learn it in token_dispatch
         self._order: SumOrder | None = None
-        self._capacity_factor: float | None = None
-        self._has_warned = False
+        self._capacity = FixedCapacity()
         self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
         self._pairs: frozenset[Pair] | None = None
-        self._fewest_rows = 0  # of an expert in a step, for its products to be ours
+        self._limits: Mapping[Pair, int] = {}  # rows of an expert in a step, for the product of a pair to be ours
         self._call: ExpertCall | None = None
         self._slices: ExpertSlices | None = None
         self._slices_agree = self.tp_size == 1
@@ -117,43 +117,12 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
         ``modules``: the layer's own mapping, which says at every call what its experts are by then."""
         self._layer_modules = modules
-        self._use_capacity(modules["experts"])
+        if not self.drop_and_pad:  # padded to capacity, sizes are exact without a host sync
+            self._capacity.take_setting(modules["experts"], self.tp_size, is_apart=self._apart)
 
     @property
     def _experts(self) -> Any:
         return self._layer_modules.get("experts")
-
-    def _use_capacity(self, experts: Any) -> None:
-        """Takes the fixed capacity that ``DITRON_EP_CAPACITY`` asks for, if `experts` can do without sizes on the
-        host."""
-        factor = get_settings().ep_capacity
-        if factor is None or self.drop_and_pad:  # padded to capacity, sizes are exact without a host sync
-            return
-        reason = why_not_beside(self.tp_size)
-        if reason is None and self._apart:
-            reason = "overlap_moe_expert_parallel_comm is on"
-        elif reason is None and not HAVE_TE:
-            reason = "Transformer Engine is not installed"
-        elif reason is None:
-            from ditron_train.megatron.ep.te_experts import why_not_capacity
-
-            reason = why_not_capacity(experts)
-        if reason is None:
-            self._capacity_factor = factor
-            log_once(f"ep capacity {factor}", f"ep: room for {factor:g} times the rows of even routing, no host sync")
-        else:
-            self._log_exact(reason)
-
-    def _look_at_experts(self) -> None:
-        """Exact sizes from now on where an adapter has wrapped experts since their capacity was decided: it is called
-        with counts that the host does not have, and with rows behind the last one that nobody has written."""
-        reason = None if self._capacity_factor is None else why_not_called(self._experts)
-        if reason is not None:
-            self._capacity_factor = None
-            self._log_exact(reason)
-
-    def _log_exact(self, reason: str) -> None:
-        log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
 
     def _log_native(self) -> None:
         if self._native_because not in (None, COMPARED):
@@ -168,7 +137,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             log_native("ep", "a schedule plan runs the layer in pieces, with overlap_moe_expert_parallel_comm off")
             return None
         if self._native_because is None and is_capturing(hidden_states.device):
-            is_sized = self.drop_and_pad or self._capacity_factor is not None
+            is_sized = self.drop_and_pad or self._capacity.factor is not None
             reason = why_not_captured(is_decided=not self._asks_policy, is_sized=is_sized, slices=self.tp_size)
             if reason is not None:
                 log_native("ep", reason)
@@ -211,7 +180,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                     return kept
                 context = context_of_layer(self, device)
                 if isinstance(context, RailContext):
-                    self._capacity_factor, self._pairs = None, frozenset()  # exact sizes, movement apart
+                    self._capacity.factor, self._pairs = None, frozenset()  # exact sizes, movement apart
                 else:
                     self._kept_context = context
                 return context
@@ -243,10 +212,11 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._call = None
-        self._look_at_experts()
+        self._capacity.look_at(self._experts)
         self._ep_context = self._context_for(hidden_states, routing_map, probs)
         if self._ep_context is None:
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        self._capacity.measure(self._experts, hidden_states, self.ep_group)
         self.hidden_shape = hidden_states.shape
         routing_map, padding = padded_routing(self.config, routing_map)
         self.probs, self.routing_map = probs, routing_map
@@ -256,7 +226,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             if isinstance(self._ep_context, RailContext):
                 self._pending = rails.begin_layout(*arguments)
             else:
-                sizes = dict(capacity_factor=self._capacity_factor, expert_capacity=self._expert_capacity(len(tokens)))
+                sizes = dict(capacity_factor=self._capacity.factor, expert_capacity=self._expert_capacity(len(tokens)))
                 self._pending = begin_layout(*arguments, **sizes, padding=padding)
                 if self._pairs is not None and not self._apart:
                     dispatch_ahead(tokens, self._pending)
@@ -282,8 +252,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             reason = self._meet_slices(hidden_states.device, reason)
         if reason is not None:
             return self._dispatch_natively(hidden_states, probs, reason)
-        if self._capacity_factor is not None and not self._has_warned:
-            self._has_warned = warns_of_few_rows(self._ep_context, self._fewest_rows)
+        self._capacity.warn(self._ep_context)
         self._call = self._expert_call(hidden_states)
         if self._call is not None:
             return hidden_states, probs  # the experts dispatch them
@@ -307,18 +276,16 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return None
         if self._pairs is None:
             self._pairs = self._fused_pairs(hidden_states)
-            ours = self._pairs if self._capacity_factor is None else None
-            self._fewest_rows = fewest_rows_of(ours, self._experts, hidden_states, self.ep_group)
+            if self._pairs and self._capacity.factor is None:
+                self._pairs, self._limits = with_limits(self._pairs, self._experts, hidden_states, self.ep_group)
         pairs, changed = self._pairs, why_not_called(self._experts) if self._pairs else None
         if changed is not None:
             self._log_apart(changed)
             return None
-        fewest = 0
-        if pairs:  # the same on every rank, as the counts are
-            pairs, fewest = logged_pairs_of_step(pairs, self._layout.expert_rows, self._fewest_rows)
+        pairs, fewest = logged_pairs_of_step(pairs, self._layout.expert_rows, self._limits)  # as the counts are, alike
         if not pairs:
             return None
-        gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity_factor is None else None
+        gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity.factor is None else None
         few = gemm.some if fewest and gemm is not None else None
         return ExpertCall(self._layout, self._ep_context, self._order, pairs, gemm, fewest_rows=fewest, few=few)
 
@@ -365,7 +332,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return rows, self._slices.tokens_per_expert, probs
         if self._apart:
             hidden_states = hidden_states.clone()
-        if self._capacity_factor is None:
+        if self._capacity.factor is None:
             return hidden_states, self._layout.tokens_per_expert, probs
         from ditron_train.megatron.ep.te_experts import DeviceCounts
 

@@ -9,22 +9,30 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep.few_rows import RowProduct, fewest_rows_here
+from ditron_train.runtime.groups import GroupCache
 
-_agreed: dict[tuple[object, ...], int] = {}
+_agreed: GroupCache[tuple[Any, ...], int] = GroupCache()
 
 
-def products_of(*weights: Any) -> frozenset[RowProduct]:
-    """All products of rows with these weights, forward and for gradients."""
-    return frozenset(RowProduct(tuple(weight.shape), transpose) for weight in weights for transpose in (True, False))
+def products_of(num_experts: int, *weights: Any) -> frozenset[RowProduct]:
+    """All products of rows with such weights of each expert, forward and for gradients."""
+    shapes = [tuple(weight.shape) for weight in weights]
+    return frozenset(RowProduct(shape, num_experts, transpose) for shape in shapes for transpose in (True, False))
 
 
 def agreed_fewest_rows(
     products: frozenset[RowProduct], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> int:
     """Of several products the most of any rank, so that all ranks choose alike (collective the first time)."""
-    key = (products, dtype, device, group.group_name)
+    key = (products, dtype, device, group)
     if key not in _agreed:
-        most = torch.tensor([max(fewest_rows_here(product, dtype, device) for product in products)], device=device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        _agreed[key] = int(most)
+        here = max(fewest_rows_here(product, dtype, device) for product in products)
+        _agreed[key] = most_of_ranks(here, device, group)
     return _agreed[key]
+
+
+def most_of_ranks(number: int, device: torch.device, group: dist.ProcessGroup) -> int:
+    """The largest of the ranks' numbers (collective)."""
+    most = torch.tensor([number], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most)

@@ -11,14 +11,25 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-from ditron_train.ep.few_rows import MOST_ROWS, NEVER, fewest_rows, tried_rows
+from ditron_train.ep.few_rows import (
+    MOST_ROWS,
+    NEVER,
+    OTHER_BITS,
+    fewest_rows,
+    giving_memory_back,
+    rows_at_once,
+    tried_rows,
+)
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.megatron.ep.coverage import why_not_fp8_weight
+from ditron_train.megatron.ep.few_rows import most_of_ranks
 from ditron_train.megatron.ep.te_fp8 import ExpertProduct, multiply
 from ditron_train.megatron.shared.devices import why_not_fp8_on_device
 from ditron_train.policy import Function, OpSpec
 from ditron_train.policy.probe import Run
 from ditron_train.policy.spec import Trial
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.transformer_engine import grouped_gemm
 from ditron_train.runtime.values import normal_values
 
@@ -63,15 +74,16 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         return (*sizes, call.product, call.row_format)
 
     def why_not(self, call: Fp8ExpertsCall) -> str | None:
-        reason = why_not_fp8_weight(call.x.dtype, call.weight)
-        if reason is None:
-            reason = why_not_fp8_on_device(call.x.device)
-        if reason is None and fewest_rows_of(call) == NEVER:
-            reason = f"cuBLAS adds up in another order, seen of experts of more than {MOST_ROWS // 2} rows"
-        return reason
+        return why_not_fp8_weight(call.x.dtype, call.weight) or why_not_fp8_on_device(call.x.device)
 
     def context(self, call: Fp8ExpertsCall) -> object:
-        """See `OpSpec`: a mark, the op has no memory of its own."""
+        """See `OpSpec`: a mark, the op has no memory of its own.
+
+        Raises:
+            NotSupportedError: The products have other bits at all sizes that count, on some rank.
+        """
+        if fewest_rows_of(call) == NEVER:
+            raise NotSupportedError(f"{self.where(call)}{OTHER_BITS}")
         return _DECIDED
 
     def words(self, call: Fp8ExpertsCall, context: object) -> str:
@@ -117,26 +129,38 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         return lambda x, weight: self.trial(call, context).fused()
 
 
-_known: dict[tuple[Hashable, ...], int] = {}
+_known: GroupCache[tuple[Any, ...], int] = GroupCache()
 
 
 def fewest_rows_of(call: Fp8ExpertsCall) -> int:
-    """How many rows each expert must have for this product to add up as Transformer Engine's does; measured once."""
-    key = (tuple(call.weight.shape), call.product, call.row_format, call.x.device)
+    """How many rows each expert must have for this product to add up as Transformer Engine's does, on every rank;
+    measured once, and never less than a tile (collective the first time)."""
+    key = (tuple(call.weight.shape), call.num_experts, call.product, call.row_format, call.x.device, call.group)
     if key not in _known:
-        weight = _quantised_weight(call, 2, True)
-
-        def native(batch: torch.Tensor, splits: list[int]) -> torch.Tensor:
-            return _native_product(call, [weight] * len(splits), _quantised_rows(call, batch, splits), splits)
-
-        def own(batch: torch.Tensor, splits: list[int]) -> torch.Tensor:
-            out = _own_product(call, [weight] * len(splits), _quantised_rows(call, batch, splits), splits, 0)
-            return batch.new_full((1, 1), float("nan")) if out is None else out  # equal to nothing
-
-        with torch.no_grad():
-            tried = tried_rows(_LEAST_TRIED, _STEP)
-            _known[key] = max(fewest_rows(native, own, _values(call, MOST_ROWS, 1, True), tried), _LEAST_TRIED)
+        with torch.no_grad(), giving_memory_back(call.x.device):
+            try:
+                here = max(_fewest_rows_here(call), _LEAST_TRIED)
+            except (NotSupportedError, torch.OutOfMemoryError):
+                here = NEVER
+        _known[key] = most_of_ranks(here, call.x.device, call.group)
     return _known[key]
+
+
+def _fewest_rows_here(call: Fp8ExpertsCall) -> int:
+    weight = _quantised_weight(call, 2, True)
+
+    def native(batch: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        return _native_product(call, [weight] * len(splits), _quantised_rows(call, batch, splits), splits)
+
+    def own(batch: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        out = _own_product(call, [weight] * len(splits), _quantised_rows(call, batch, splits), splits, 0)
+        if out is None:
+            raise NotSupportedError(OTHER_BITS)
+        return out
+
+    row_bytes = 2 * max(call.weight.shape)  # of the results, in bf16
+    rows, tried = _values(call, MOST_ROWS, 1, True), tried_rows(_LEAST_TRIED, _STEP)
+    return fewest_rows(native, own, rows, tried, call.num_experts, rows_at_once(row_bytes))
 
 
 def _values(call: Fp8ExpertsCall, num_rows: int, seed: int, reveals: bool) -> torch.Tensor:

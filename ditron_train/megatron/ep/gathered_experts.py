@@ -63,8 +63,9 @@ def fuses_here(
 
 
 def _fewest_rows(experts: Any, like: torch.Tensor) -> int:
-    """How many rows each expert must have for our products to add up as native's do; measured the first time."""
-    products = products_of(experts.linear_fc1.weight0, experts.linear_fc2.weight0)
+    """How many rows each expert must have for our products to add up as native's do; measured the first time.
+    Ranks may differ: what travels is the same."""
+    products = products_of(experts.num_local_experts, experts.linear_fc1.weight0, experts.linear_fc2.weight0)
     return max(fewest_rows_here(product, like.dtype, like.device) for product in products)
 
 

@@ -181,7 +181,7 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         fewest = torch.where(counts > 0, counts, torch.full_like(counts, 1 << 30)).min()
         dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=call.group)
         if call.x.device.type == "cpu" or int(fewest) >= agreed_fewest_rows(
-            products_of(call.firsts[0], call.seconds[0]), call.x.dtype, call.x.device, call.group
+            products_of(len(call.firsts), call.firsts[0], call.seconds[0]), call.x.dtype, call.x.device, call.group
         ):
             return None
         return f"an expert has {int(fewest)} rows, where a layer leaves its GEMMs native"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder, begin_layout, dispatch
 from ditron_train.ep import expert_functions as pairs_of
-from ditron_train.ep.few_rows import RowProduct
+from ditron_train.ep.few_rows import NEVER, OTHER_BITS, RowProduct
 from ditron_train.ep.group_gemm import group_wgrad_into
 from ditron_train.ep.launch import compiling
 from ditron_train.ep.row_tiles import RowTiles
@@ -125,37 +125,48 @@ def fused_pairs_here(
     return chosen
 
 
-def fewest_rows_of(pairs: frozenset[Pair] | None, experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> int:
-    """How many rows an expert must have in a step for our products of rows ``like`` these to add up as native's do:
-    those of ``pairs`` that are one kernel, None: all of the layer. 0 where there are none (collective the first time).
-    """
-    if not like.is_cuda or not (pairs is None or pairs & frozenset(pairs_of.PAIRS)):
+def with_limits(
+    pairs: frozenset[Pair], experts: Any, like: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[frozenset[Pair], dict[Pair, int]]:
+    """``pairs``, and how many rows an expert must have in a step for the product of one to add up as native's does: of
+    rows ``like`` these. A pair whose product never does is left out (collective the first time)."""
+    first, second = tuple(experts.linear_fc1.weight0.shape), tuple(experts.linear_fc2.weight0.shape)
+    count = experts.num_local_experts
+    products = {"gemm_combine": RowProduct(second, count, True), "dgrad_combine": RowProduct(first, count, False)}
+    limits: dict[Pair, int] = {}
+    for pair in pairs_of.PAIRS:
+        if pair in pairs and like.is_cuda:
+            limits[pair] = agreed_fewest_rows(frozenset([products[pair]]), like.dtype, like.device, group)
+            if limits[pair] == NEVER:
+                log_once(f"ep {pair} never", f"ep: no kernel for {pair}, {OTHER_BITS}")
+                pairs -= {pair}
+    return pairs, limits
+
+
+def fewest_rows_of_layer(experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> int:
+    """How many rows an expert must have for all products of a layer to be as native's; 0 on CPUs (collective the first
+    time)."""
+    if not like.is_cuda:
         return 0
-    first, second = experts.linear_fc1.weight0, experts.linear_fc2.weight0
-    products = products_of(first, second)
-    if pairs is not None:
-        of_pairs = {
-            "gemm_combine": RowProduct(tuple(second.shape), True),
-            "dgrad_combine": RowProduct(tuple(first.shape), False),
-        }
-        products = frozenset(product for pair, product in of_pairs.items() if pair in pairs)
+    products = products_of(experts.num_local_experts, experts.linear_fc1.weight0, experts.linear_fc2.weight0)
     return agreed_fewest_rows(products, like.dtype, like.device, group)
 
 
 def logged_pairs_of_step(
-    pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest_rows: int
-) -> tuple[frozenset[Pair], int]:
+    pairs: frozenset[Pair], expert_rows: np.ndarray | None, limits: Mapping[Pair, int]
+) -> tuple[frozenset[Pair], dict[Pair, int]]:
     """``pairs_of_step``, which the log says the first time that it leaves something native."""
-    left, fewest = pairs_of.pairs_of_step(pairs, expert_rows, fewest_rows)
-    if expert_rows is not None and (fewest or left != pairs):
-        few = expert_rows[(expert_rows > 0) & (expert_rows < fewest_rows)]
+    left, natively = pairs_of.pairs_of_step(pairs, expert_rows, limits)
+    for pair in sorted((pairs - left) | natively.keys()):
+        assert expert_rows is not None, "all pairs stay"
+        few = expert_rows[(expert_rows > 0) & (expert_rows < limits[pair])]
         message = (
-            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {fewest_rows} rows in a step, "
-            f"{few.sum() / expert_rows.sum():.0%} of all rows: "
+            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {limits[pair]} rows in a step, "
+            f"{few.sum() / expert_rows.sum():.0%} of all rows: for {pair} "
         )
-        message += "their GEMMs" if fewest else "all GEMMs of such a step"
-        log_once(f"ep few rows apart {fewest}", f"{message} are Transformer Engine's")
-    return left, fewest
+        message += "their GEMMs" if pair in natively else "all GEMMs of such a step"
+        log_once(f"ep few rows {pair} {pair in natively}", f"{message} are Transformer Engine's")
+    return left, natively
 
 
 def _main_grad_dtype(weight: Any) -> torch.dtype:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from ditron_train.ep import EPContext, fewest_rows_before
+from ditron_train.ep.few_rows import NEVER
 from ditron_train.ep.orders import deterministic
 from ditron_train.policy import Function, OpSpec, Trial
 from ditron_train.runtime.logs import log_once
@@ -184,11 +185,12 @@ def warns_of_few_rows(context: EPContext, needed: int) -> bool:
     """With a fixed capacity: whether an expert had fewer than the ``needed`` rows, so that bits may differ, which the
     log then says (no host sync)."""
     fewest = fewest_rows_before(context)
-    if fewest is None or fewest >= needed:
+    if needed < NEVER and (fewest is None or fewest >= needed):
         return False
+    when = "" if needed == NEVER else f"an expert had {fewest} rows; where one has fewer than {needed} "
     message = (
-        f"ep: an expert had {fewest} rows; where one has fewer than {needed} the GEMMs of DITRON_EP_CAPACITY may "
-        "add up in another order than Transformer Engine's (exact sizes do not)"
+        f"ep: {when}the GEMMs of DITRON_EP_CAPACITY may add up in another order than Transformer Engine's (exact "
+        "sizes do not)"
     )
     log_once("ep few rows", message, level=logging.WARNING)
     return True

@@ -153,6 +153,12 @@ def _for_argparse(parse: Callable[[str], Any], before: str = "") -> Callable[[st
     return parse_word
 
 
+def _checked_trace_request(text: str) -> str:
+    """``text`` itself: Megatron's checkpoints hold the arguments, and are read with plain values alone."""
+    parse_trace_request(text)
+    return text
+
+
 def _argparse_setting(variable: str) -> Callable[[str], Any]:
     return _for_argparse(next(one.parse for one in SETTINGS if one.variable == variable), "{!r}: ")
 
@@ -201,7 +207,7 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--ditron-record-trace",
-        type=_for_argparse(parse_trace_request),
+        type=_for_argparse(_checked_trace_request),
         metavar="STEP[,RANK]",
         help="With --ditron-record: keeps there what the GPU of RANK (default 0) ran in that one step, as a Chrome "
         "trace (trace-rank<RANK>.json; Perfetto shows it). STEP: its number, or `middle`: in the middle of the steps "
@@ -213,7 +219,7 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def options_from_args(args: Any) -> Options:
     """The options in a parsed namespace; fields that are missing there count as not given."""
     features = tuple(getattr(args, "ditron", None) or ())
-    words = ("transport", "timeout_s", "policy", "plan", "record", "record_trace")
+    words, trace = ("transport", "timeout_s", "policy", "plan", "record"), getattr(args, "ditron_record_trace", None)
     sizes = {name: getattr(args, SIZE_ARGUMENTS[name], None) for name in features if name in SIZE_ARGUMENTS}
     slices = getattr(args, "expert_tensor_parallel_size", None)  # None: as many as of other layers
     return Options(
@@ -223,6 +229,7 @@ def options_from_args(args: Any) -> Options:
         has_rings="a2a+p2p" in (getattr(args, "cp_comm_type", None) or ()),
         optimizer=getattr(args, "optimizer", None),
         fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),
+        record_trace=None if trace is None else parse_trace_request(trace),
         **{name: getattr(args, f"ditron_{name}", None) for name in words},
     )
 

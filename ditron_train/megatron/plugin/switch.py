@@ -110,7 +110,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     _hook_optimizers()
     _start("ditron_train.megatron.plugin.job_start").announce(options.overlapping)
     if spec is not None:
-        classes = {native: ours for module in modules.values() for native, ours in module.class_map().items()}
+        classes = {native: ours for module in modules.values() for native, ours in _classes(module).items()}
         names, number = ", ".join(options.overlapping), count_replacements(spec, classes)
         level = logging.INFO if number else logging.WARNING
         log_once(f"spec {names} {number}", f"{names}: {number} modules of the layer spec replaced", level=level)
@@ -129,8 +129,17 @@ def _start(name: str) -> ModuleType:
     return module
 
 
+def _classes(module: ModuleType) -> dict[type, type]:
+    """What a feature replaces. Ours are called as native's are, since Megatron-FSDP and converters of checkpoints tell
+    layers apart by the names of their classes; pickles find them by ``__qualname__``, which stays."""
+    classes: dict[type, type] = module.class_map()
+    for native, ours in classes.items():
+        ours.__name__ = native.__name__
+    return classes
+
+
 def _patch(name: str, module: ModuleType) -> None:
-    classes = module.class_map()
+    classes = _classes(module)
     for native, ours in classes.items():
         patching.redirect_construction(native, ours)
     for native, ours in module.symbols() if hasattr(module, "symbols") else ():

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ditron_train.runtime.device import is_capturing
 from ditron_train.stream.cached_tensor import CachedTensor
 
 
 def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """RoPE's table of what ``group`` exchanges, from the local one [s / W, ...]; gathered once a table object."""
+    """RoPE's table of what ``group`` exchanges, from the local one [s / W, ...]; gathered once a table."""
     known = _TablesOf.get(local, group)
     if known is not None:
         return known
@@ -29,23 +29,31 @@ def whole_rotary_table(local: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
 
 class _TablesOf:
-    """Whole tables by the identity of the local ones, for as long as those live (tensors compare by value) and nobody
-    writes to them (positions in several dimensions change from batch to batch, and may come in one buffer), and by the
-    ranks that exchange."""
+    """Whole tables by the memory of the local ones, for as long as that lives (tensors compare by value, and layers
+    that are computed again get the table detached, as another object) and nobody writes to it (positions in several
+    dimensions change from batch to batch, and may come in one buffer), and by the ranks that exchange.
 
-    _entries: dict[tuple[int, dist.ProcessGroup], tuple[Any, int, CachedTensor]] = {}
+    Whether a table is known follows from what is asked for alone, so that all ranks gather or none: memory that an
+    entry holds weakly is not given to another storage.
+    """
+
+    _entries: dict[Hashable, tuple[StorageWeakRef, int, CachedTensor]] = {}
+
+    @staticmethod
+    def _key(local: torch.Tensor, group: dist.ProcessGroup) -> Hashable:
+        return local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local.dtype, group
 
     @classmethod
     def get(cls, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
-        entry = cls._entries.get((id(local), group))
-        is_known = entry is not None and entry[0]() is local and entry[1] == local._version
-        return entry[2].get() if entry is not None and is_known else None
+        entry = None if local.is_inference() else cls._entries.get(cls._key(local, group))
+        return entry[2].get() if entry is not None and entry[1] == local._version else None
 
     @classmethod
     def put(cls, local: torch.Tensor, group: dist.ProcessGroup, whole: torch.Tensor) -> None:
-        key = id(local), group
-        reference = weakref.ref(local, lambda _: cls._entries.pop(key, None))
-        cls._entries[key] = (reference, local._version, CachedTensor(whole))
+        for key in [key for key, (storage, *_) in cls._entries.items() if storage.expired()]:
+            del cls._entries[key]
+        entry = StorageWeakRef(local.untyped_storage()), local._version, CachedTensor(whole)
+        cls._entries[cls._key(local, group)] = entry
 
     @classmethod
     def clear(cls) -> None:

@@ -321,11 +321,13 @@ def _normal(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tens
 
 
 def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:
-    """The call's own ``like`` where it has ``shape`` and is there, else normal values."""
+    """The call's own ``like`` where it has ``shape`` and is there, else normal values. A copy: with
+    ``--overlap-param-gather`` a weight is only waited for when its own module is called, which is behind the
+    decision."""
     if tuple(like.shape) != tuple(shape):
         return _normal(shape, like, seed)
     with torch.inference_mode(False):
-        return like.clone() if like.is_inference() else own_or_normal(like, seed)
+        return own_or_normal(like, seed).clone()
 
 
 def _revealing_output(

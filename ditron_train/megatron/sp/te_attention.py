@@ -8,12 +8,15 @@ Imported only where Transformer Engine is installed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformer_engine.pytorch.attention.dot_product_attention.utils as dpa_utils
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -112,7 +115,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
     ) -> torch.Tensor:
         """Attention of what was exchanged, s rows: q, k, v [s, b, heads of this rank, d] -> [s, b, heads of this
         rank * d]; of ``packed`` ones without b."""
-        whole = self._whole[0]
+        whole, group = self._whole[0], self.exchange_group
+        assert group is not None, "the whole sequence is given"
         whole.train(self.training)
         value_size = getattr(self, _VALUE_SIZE, None)
         if value_size != getattr(whole, _VALUE_SIZE, None):
@@ -120,7 +124,8 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         mask_type = attn_mask_type or AttnMaskType[self.attn_mask_type]
         _hand_over_fp8(self, whole)
         try:
-            return whole(query, key, value, None, mask_type, packed_seq_params=packed)
+            with _kernels_of(self, group.size()):
+                return whole(query, key, value, None, mask_type, packed_seq_params=packed)
         finally:
             _hand_over_fp8(whole, self)
 
@@ -178,6 +183,25 @@ class DitronTEDotProductAttention(TEDotProductAttention):
         ):
             reason = f"q is {tuple(query.shape)}"
         return reason
+
+
+@contextlib.contextmanager
+def _kernels_of(native: Any, num_ranks: int) -> Iterator[None]:
+    """Inside, Transformer Engine chooses an attention's kernels as for ``native``, whose heads ``num_ranks`` exchange:
+    for context parallelism it takes others since 2.15 (no FlashAttention 4, nor cuDNN's of an odd number of heads)."""
+    describe = dpa_utils.AttentionParams
+
+    def describe_native(**given: Any) -> Any:
+        for name in {"num_heads", "num_gqa_groups", "cp_size"} & given.keys():
+            given[name] *= num_ranks
+        given.update(context_parallel=True, cp_comm_type=native.cp_comm_type)
+        return describe(**given)
+
+    dpa_utils.AttentionParams = describe_native
+    try:
+        yield
+    finally:
+        dpa_utils.AttentionParams = describe
 
 
 # An attention that computes in bf16 among linear layers in FP8 keeps the recipe all the same, and under delayed

@@ -20,7 +20,7 @@ from ditron_train.megatron.plugin.arguments import WGRAD, parse_features
 from ditron_train.megatron.plugin.record_trace import steps_of_warmup, trace_path
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import check_folder
-from ditron_train.tools.compare.launch import run_job, with_fp8, with_launcher
+from ditron_train.tools.compare.launch import RunningJob, may_start_together, running_jobs, with_fp8, with_launcher
 from ditron_train.tools.compare.row import Story, write_row
 from ditron_train.tools.compare.side_by_side import show
 from ditron_train.tools.compare.steps import Job, Runs, differences, read_job
@@ -107,7 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
         _check_alike(native, job)
     found = [difference for job in runs.ours for difference in differences(native, job)]
     if found and not arguments.notes and len(runs.native) == 1:  # is it native that does not repeat itself?
-        runs.native.append(_train(_command(arguments), "A", 1, arguments))
+        with running_jobs() as jobs:
+            jobs.append(_start(_command(arguments), "A", 1, arguments))
+            runs.native.append(_follow(jobs[0], "A", 1, arguments))
     own = [difference for job in runs.native[1:] for difference in differences(native, job)]
     skip = arguments.skip if arguments.skip is not None else steps_of_warmup(len(native))
     is_equal = show(runs, found, own, skip)
@@ -184,38 +186,56 @@ def _train_all(arguments: argparse.Namespace) -> Runs:
     """The jobs in their order; those behind the second only where time is left for them."""
     if arguments.ditron is None:
         raise SettingError("--ditron names what to accelerate: compare --ditron tp torchrun ... pretrain_gpt.py ...")
-    words = _command(arguments)
+    words, order = _command(arguments), arguments.order
+    turns = [(kind, order[:place].count(kind)) for place, kind in enumerate(order)]
     runs, began_s, longest_s = Runs([], []), time.monotonic(), 0.0
-    for kind in arguments.order:
-        job_began_s = time.monotonic()
-        is_needed = not (runs.native and runs.ours)
-        if not is_needed and arguments.within is not None and job_began_s + longest_s > began_s + arguments.within:
-            break
-        jobs = runs.native if kind == "A" else runs.ours
-        jobs.append(_train(words, kind, len(jobs), arguments))
-        longest_s = max(longest_s, time.monotonic() - job_began_s)
+    with running_jobs() as jobs:
+        for place, (kind, index) in enumerate(turns):
+            job_began_s = time.monotonic()
+            is_needed = not (runs.native and runs.ours)
+            if not is_needed and arguments.within is not None and job_began_s + longest_s > began_s + arguments.within:
+                break
+            if place == len(jobs):
+                are_held = may_start_together(words)
+                for turn in turns[place:] if are_held else turns[place : place + 1]:
+                    jobs.append(_start(words, *turn, arguments, is_held=are_held))
+            trained = runs.native if kind == "A" else runs.ours
+            trained.append(_follow(jobs[place], kind, index, arguments))
+            longest_s = max(longest_s, time.monotonic() - job_began_s)
     return runs
 
 
-def _train(words: Sequence[str], kind: str, index: int, arguments: argparse.Namespace) -> Job:
-    """One job, natively (``A``) or with ours: its notes in a folder of ``--output``, its log beside them. The first of
-    each kind is traced, if traces are asked for."""
-    name = {"A": "native", "B": "ditron"}[kind] + (f"-{index + 1}" if index else "")
+def _name(kind: str, index: int) -> str:
+    return {"A": "native", "B": "ditron"}[kind] + (f"-{index + 1}" if index else "")
+
+
+def _start(
+    words: Sequence[str], kind: str, index: int, arguments: argparse.Namespace, *, is_held: bool = False
+) -> RunningJob:
+    """Starts a job, natively (``A``) or with ours: its notes in a folder of ``--output``, its log beside them. The
+    first of each kind is traced, if traces are asked for. ``is_held``: it waits for its turn in front of its set-up.
+    """
     more = ["--ditron", WGRAD if kind == "A" else arguments.ditron]
     if arguments.trace and index == 0:
         more += ["--ditron-record-trace", f"middle,{arguments.trace_rank}"]
-    output = arguments.output
-    folder = output / name
+    name = _name(kind, index)
+    folder = (arguments.output / name).resolve()
     for old in (*folder.glob("rank*.jsonl"), *folder.glob(trace_path(folder, "*").name)):
         old.unlink()
+    command = [*words, *more, "--ditron-record", str(folder)]
+    return RunningJob(command, arguments.output / f"{name}.log", folder, is_held=is_held)
+
+
+def _follow(job: RunningJob, kind: str, index: int, arguments: argparse.Namespace) -> Job:
+    """Lets a job train, shows how far it is, and reads its notes."""
+    name = _name(kind, index)
+    folder = arguments.output / name
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(name, total=None)
-        command = [*words, *more, "--ditron-record", str(folder.resolve())]
-        watch = _watcher(
-            folder / "rank0.jsonl", lambda done, total: progress.update(task, completed=done, total=total)
+        job.finish(
+            _watcher(folder / "rank0.jsonl", lambda done, total: progress.update(task, completed=done, total=total))
         )
-        run_job(command, output / f"{name}.log", watch)
     return read_job(folder)
 
 

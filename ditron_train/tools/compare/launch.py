@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from ditron_train.megatron.plugin import turns
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.fp8.recipes import fp8_format
 
@@ -56,48 +58,84 @@ def with_fp8(words: Sequence[str], recipe: str | None) -> list[str]:
     return [*words, *(text for option in options.items() for text in option)]
 
 
-def run_job(words: Sequence[str], log: Path, watch: Callable[[], None]) -> None:
-    """Runs a command to its end, its output in ``log``; ``watch`` is called a few times a second.
+class RunningJob:
+    """A command that runs beside this process, its output in a file.
 
-    What ends this process, SIGTERM too, ends the job.
+    Args:
+        words: The command.
+        log: Its output.
+        folder: Of its notes.
+        is_held: Whether it waits for its turn in front of its set-up.
 
     Raises:
-        SettingError: It cannot be started, or fails; with the first error and the last lines of its output.
+        SettingError: It cannot be started.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as output:
+
+    def __init__(self, words: Sequence[str], log: Path, folder: Path, *, is_held: bool = False) -> None:
+        self._log, self._folder = log, folder
+        log.parent.mkdir(parents=True, exist_ok=True)
+        turns.release(folder)  # what a command that was killed has left
+        if is_held:
+            turns.hold(folder)
+        with log.open("w", encoding="utf-8") as output:
+            try:
+                self._process = subprocess.Popen(
+                    list(words), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                )
+            except OSError as error:
+                raise SettingError(f"cannot start {words[0]}: {error.strerror or error}") from None
+
+    def finish(self, watch: Callable[[], None]) -> None:
+        """Its turn: returns when it has ended; ``watch`` is called a few times a second.
+
+        Raises:
+            SettingError: It fails; with the first error and the last lines of its output.
+        """
+        turns.release(self._folder)
+        while self._process.poll() is None:
+            watch()
+            time.sleep(0.2)
+        if self._process.returncode:
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+            # torchrun has the last word, and says little
+            first = [f"its first error: {line}" for line in lines if _ERROR.match(line)][:1]
+            words = [f"the job ended with status {self._process.returncode}", *first]
+            raise SettingError(os.linesep.join([*words, f"the end of {self._log}:", *lines[-15:]]))
+
+    def interrupt(self) -> None:
+        """Begins to end it where it still runs: torchrun passes an interrupt on to its workers."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
+    def end(self) -> None:
+        """Waits for what ``interrupt`` has begun, and kills what does not end."""
         try:
-            job = subprocess.Popen(list(words), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        except OSError as error:
-            raise SettingError(f"cannot start {words[0]}: {error.strerror or error}") from None
-        previous = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            while job.poll() is None:
-                watch()
-                time.sleep(0.2)
-        finally:
-            signal.signal(signal.SIGTERM, previous)
-            _end(job)
-    if job.returncode:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        words = [f"the job ended with status {job.returncode}"]
-        words += [f"its first error: {line}" for line in lines if _ERROR.match(line)][
-            :1
-        ]  # torchrun has the last word, and says little
-        raise SettingError(os.linesep.join([*words, f"the end of {log}:", *lines[-15:]]))
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        turns.release(self._folder)
+
+
+@contextmanager
+def running_jobs() -> Iterator[list[RunningJob]]:
+    """A list of jobs, which end with the block, however that ends: what ends this process, SIGTERM too, ends them."""
+    jobs: list[RunningJob] = []
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield jobs
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        for job in jobs:
+            job.interrupt()
+        for job in jobs:
+            job.end()
+
+
+def may_start_together(words: Sequence[str]) -> bool:
+    """Whether several jobs of one command may be there at once: torchrun then finds a port of its own for each."""
+    return "--standalone" in words[: words.index(LAUNCHER)]
 
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _end(job: subprocess.Popen[bytes]) -> None:
-    """Ends a job that still runs: torchrun passes an interrupt on to its workers."""
-    if job.poll() is not None:
-        return
-    job.send_signal(signal.SIGINT)
-    try:
-        job.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()

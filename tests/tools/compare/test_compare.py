@@ -17,7 +17,7 @@ import torch
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.compare.comparison import add_arguments, run
-from ditron_train.tools.compare.launch import LAUNCHER, run_job, with_launcher
+from ditron_train.tools.compare.launch import LAUNCHER, RunningJob, may_start_together, with_launcher
 from ditron_train.tools.compare.row import Story, write_row
 from ditron_train.tools.compare.side_by_side import show
 from ditron_train.tools.compare.steps import Runs, differences, read_job
@@ -229,7 +229,7 @@ def test_commands_that_cannot_be_used(words, says):
 )
 def test_what_cannot_be_is_refused_before_anything_is_trained(monkeypatch, tmp_path, words, says):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ditron_train.tools.compare.comparison.run_job", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("ditron_train.tools.compare.comparison.RunningJob", lambda *_, **__: pytest.fail("trained"))
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with pytest.raises(SettingError, match=says):
@@ -268,28 +268,66 @@ def test_where_the_launcher_goes():
 
 def test_a_command_that_does_not_exist(tmp_path):
     with pytest.raises(SettingError, match="cannot start no-such-program"):
-        run_job(["no-such-program"], tmp_path / "log", lambda: None)
+        RunningJob(["no-such-program"], tmp_path / "log", tmp_path)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_ends_with_the_command_that_started_it(tmp_path, sent):
     code = f"""
 import pathlib, sys
-from ditron_train.tools.compare.launch import run_job
-run_job(["sh", "-c", "echo $$ > {tmp_path}/pid; exec sleep 60"], pathlib.Path("{tmp_path}/log"), lambda: None)
+from ditron_train.tools.compare.launch import RunningJob, running_jobs
+folder = pathlib.Path("{tmp_path}")
+with running_jobs() as jobs:
+    for name in ("later", "pid"):
+        words = ["sh", "-c", f"echo $$ > {{folder}}/{{name}}; exec sleep 60"]
+        jobs.append(RunningJob(words, folder / f"{{name}}.log", folder / f"{{name}}.notes", is_held=name == "later"))
+    (folder / "started").write_text("both")
+    jobs[1].finish(lambda: None)
 """
     path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     started = subprocess.Popen(
         [sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=path), stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+    files = [tmp_path / "later", tmp_path / "pid"]
+    while not all(file.exists() and file.read_text().strip() for file in [*files, tmp_path / "started"]):
         assert time.monotonic() < deadline and started.poll() is None
         time.sleep(0.05)
     started.send_signal(sent)
     started.wait(30)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+    assert not list(tmp_path.glob("*.notes/*"))
+
+
+def test_jobs_of_torchruns_own_ports_start_together(script, tmp_path):
+    """The first job does not train before the second one's script has run to its parser, and that goes no further."""
+    pytest.importorskip("megatron.core")
+    words = ["torchrun", "-m", LAUNCHER, "train.py", "--standalone"]
+    assert not may_start_together(words) and may_start_together(["torchrun", "--standalone", *words[1:]])
+    module = tmp_path / "megatron" / "training" / "training.py"
+    text = module.read_text().replace(
+        "def pretrain():\n    global _args\n",
+        f"""def pretrain():
+    global _args
+    import pathlib, sys, time
+    native, ours = (pathlib.Path({str(tmp_path)!r}) / f"{{name}}.began" for name in ("native", "ditron"))
+    mine, other = (native, ours) if "wgrad" in sys.argv else (ours, native)
+    mine.touch()
+    deadline = time.monotonic() + {HANG_S / 4}
+    while not other.exists():
+        assert time.monotonic() < deadline, "the other job has not started"
+        time.sleep(0.1)
+""",
+    )
+    module.write_text(text)
+    done = _compare(tmp_path, "--order", "AB", "--", *_torchrun(1, script))
+    assert done.returncode == 0, done.stdout + done.stderr
+    native, ours = (tmp_path / "out" / name / "rank0.jsonl" for name in ("native", "ditron"))
+    assert native.stat().st_mtime_ns < ours.stat().st_mtime_ns - 1e8, "one trains behind the other"
+    for name in ("native", "ditron"):
+        assert not (tmp_path / "out" / name / "waiting").exists()
 
 
 STAMP = {name: None for name in ("driver", "nccl", "nvshmem", "megatron_core", "transformer_engine", "commit")}
@@ -438,24 +476,40 @@ def test_a_row_tells_how_it_is_measured_again(tmp_path):
     assert not replace(row, plan=None).tells_all and not replace(row, trace=None).tells_all
 
 
-def test_jobs_behind_the_second_only_where_time_is_left(monkeypatch, tmp_path):
+@pytest.mark.parametrize("torchrun", [["torchrun"], ["torchrun", "--standalone"]], ids=["one_by_one", "together"])
+def test_jobs_behind_the_second_only_where_time_is_left(monkeypatch, tmp_path, torchrun):
     _write(tmp_path / "native", 0, 1, [1.0, 2.0])
-    now, started = [0.0], []
+    now, shown, jobs = [0.0], [], []
     monkeypatch.setattr("ditron_train.tools.compare.comparison.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("ditron_train.tools.compare.comparison.show", lambda runs, *_: started.append(runs) or True)
+    monkeypatch.setattr("ditron_train.tools.compare.comparison.show", lambda runs, *_: shown.append(runs) or True)
 
-    def train(words, kind, index, arguments):
+    class Started:
+        def __init__(self, words, log, folder, *, is_held):
+            jobs.append([folder.name, is_held])
+
+        def interrupt(self):
+            pass
+
+        def end(self):
+            pass
+
+    def follow(job, kind, index, arguments):
         now[0] += 100.0
         return read_job(tmp_path / "native")
 
-    monkeypatch.setattr("ditron_train.tools.compare.comparison._train", train)
+    monkeypatch.setattr("ditron_train.tools.compare.comparison.RunningJob", Started)
+    monkeypatch.setattr("ditron_train.tools.compare.comparison._follow", follow)
     for words, natively, ours in (([], 2, 2), (["--within", "250"], 1, 1), (["--within", "300"], 1, 2),
                                   (["--within", "1"], 1, 1), (["--order", "ABA"], 2, 1)):  # fmt: skip
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         options = ["--ditron", "tp", "--output", str(tmp_path / "out"), *words]
-        assert run(parser.parse_args([*options, "torchrun", __file__])) == 0
-        assert (len(started[-1].native), len(started[-1].ours)) == (natively, ours), words
+        jobs.clear()
+        assert run(parser.parse_args([*options, *torchrun, __file__])) == 0
+        assert (len(shown[-1].native), len(shown[-1].ours)) == (natively, ours), words
+        order = ["native", "ditron", *(["native-2"] if "ABA" in words else ["ditron-2", "native-2"])]
+        are_held = len(torchrun) > 1
+        assert jobs == [[name, are_held] for name in order][: None if are_held else natively + ours]
 
 
 def test_a_digest_shows_every_bit():

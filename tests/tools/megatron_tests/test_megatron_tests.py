@@ -207,6 +207,21 @@ def test_what_is_lost_is_run_natively_again(tmp_path, monkeypatch):
     assert launcher.repeat_natively("moe", [], ["a", "b"]).launches == 4, "they were run again"
 
 
+def test_what_could_not_be_run_natively_again_is_asked_for_again(tmp_path, monkeypatch):
+    """A launch that leaves no notes, and one that is cut off behind the first of two tests; then all three."""
+    monkeypatch.setattr(_Scripted, "script", [{}], raising=False)
+    launcher = _Scripted(tmp_path, tmp_path, 1, "tp", 1.0, time.monotonic() + 1000)
+    launcher.run(NATIVE, "moe", [])
+    with monkeypatch.context() as patched:
+        patched.setattr(_Scripted, "_launch", lambda self, mode, folder, number, *others: read_suite(folder))
+        assert launcher.repeat_natively("moe", [], ["a", "b"]).launches == 1
+    monkeypatch.setattr(_Scripted, "script", [{}, {"a": "hung"}, {}, {}, {}])
+    cut = launcher.repeat_natively("moe", [], ["a", "b"])
+    assert cut.launches == 2 and cut.unsteady == {"a"}
+    assert launcher.repeat_natively("moe", [], ["b"]).launches == 5
+    assert launcher.repeat_natively("moe", [], ["b"]).launches == 5
+
+
 def test_a_launch_that_gets_nowhere_is_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(_Scripted, "_launch", lambda self, mode, folder, number, *others: read_suite(folder))
     known = _Scripted(tmp_path, tmp_path, 1, "tp", 1.0, time.monotonic() + 1000).run("strict", "moe", [], ["a"])
