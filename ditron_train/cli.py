@@ -61,6 +61,7 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from ditron_train.tools.doctor import examine, show
 
     _refuse(rest)
+    warnings.simplefilter("ignore")  # of libraries that miss what a laptop does not have
     if arguments.job is not None:
         return _doctor_job(arguments)
     if not arguments.json:
@@ -71,7 +72,6 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _doctor_job(arguments: argparse.Namespace) -> int:
-    warnings.simplefilter("ignore")  # of libraries that miss what a laptop does not have
     try:
         from ditron_train.tools.doctor.job import examine_job, show_job
 

@@ -99,6 +99,11 @@ def why_not_config(dispatcher: Any) -> str | None:
     return None
 
 
+def why_not_beside(slices: int) -> str | None:
+    """Why rows of experts that so many tensor parallel ranks share move apart from the experts' GEMMs, or None."""
+    return f"experts are split over {slices} tensor parallel ranks" if slices > 1 else None
+
+
 def why_not_tensors(
     hidden_states: torch.Tensor, probs: torch.Tensor, expert_capacity: int | None, *, gathered: bool = False
 ) -> str | None:

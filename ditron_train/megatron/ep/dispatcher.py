@@ -35,6 +35,7 @@ from ditron_train.megatron.ep.capacity import FixedCapacity
 from ditron_train.megatron.ep.coverage import (
     COMPARED,
     context_of_layer,
+    why_not_beside,
     why_not_captured,
     why_not_config,
     why_not_tensors,
@@ -271,6 +272,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def _expert_call(self, hidden_states: torch.Tensor) -> ExpertCall | None:
         """What the experts need to move tokens themselves, or None where movement and GEMMs are apart."""
         if self._slices is not None:
+            self._log_apart(f"{why_not_beside(self.tp_size)}")
             return None
         if self._pairs is None:
             self._pairs = self._fused_pairs(hidden_states)

@@ -17,9 +17,8 @@ from ditron_train.tp.all_reduce_functions import column_linear_ar, row_linear_ar
 from ditron_train.tp.choices import Layout, Op, Problem, prefers_native
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.cost_model import wire_bytes
+from ditron_train.tp.linear_costs import MOST_RANKS_IN_ONE_ROUND
 from ditron_train.tp.spec import AG_GEMM, GEMM_AR, local_shapes, why_not_linear
-
-_MOST_RANKS_IN_ONE_ROUND = 4  # with 8, 3.5 times NCCL's bytes, and slots of 7 times the gradient for a probe to try it
 
 
 class ReducedLinearSpec(LinearSpec):
@@ -36,7 +35,7 @@ class ReducedLinearSpec(LinearSpec):
         self.row = f"{kind}_linear_ar"
 
     def _why_not_rows(self, call: LinearCall, world_size: int) -> str | None:
-        if self.kind == "column" and world_size > _MOST_RANKS_IN_ONE_ROUND:
+        if self.kind == "column" and world_size > MOST_RANKS_IN_ONE_ROUND:
             return f"in backward partial sums would go whole to {world_size - 1} peers: more than a GEMM hides"
         return why_hidden(call.x.device, call.x.shape[:-1].numel(), *call.weight.shape)
 

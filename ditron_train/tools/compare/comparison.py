@@ -148,6 +148,7 @@ def _check(arguments: argparse.Namespace) -> None:
                 "compare starts torchrun itself: python -m ditron_train compare --ditron tp torchrun "
                 "... pretrain_gpt.py ..."
             )
+        _command(arguments)  # a command that cannot be leaves no folder behind
         check_folder(arguments.output)
     if arguments.results is not None:
         check_folder(arguments.results)

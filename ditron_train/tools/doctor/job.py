@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,13 +18,21 @@ from rich.table import Table
 
 from ditron_train.runtime.device import assuming_gpu
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.settings import get_settings, under_policy
 from ditron_train.tools.doctor.job_config import config_of
 from ditron_train.tools.doctor.job_parts import Part, parts_of
-from ditron_train.tools.predict.megatron_arguments import parse_job
+from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.tables import terminal
 
 __all__ = ["JobReport", "examine_job", "show_job"]
 
+#: Where a part that is covered runs by the fused path, by policy.
+_WHERE = {
+    "strict": "where its bits are native's and it is faster, measured at its first call",
+    "fast": "where it is faster, measured at its first call",
+    "bits": "where its bits are native's, compared at its first call",
+    "force": "in every call",
+}
 _TARGET = "sm_90"  # of the GPUs that are assumed: Hopper
 
 
@@ -34,14 +43,18 @@ class JobReport:
     Attributes:
         parts: What the features that were asked for (all of them, without ``--ditron``) could accelerate.
         idle: Features without anything to accelerate, and what could not be asked, in words.
+        policy: Which decides in the job: its own argument, or the environment's.
     """
 
     parts: list[Part]
     idle: list[str]
+    policy: str = "strict"
 
     def to_json(self) -> str:
         """Returns everything as one JSON object."""
-        return json.dumps({"parts": [asdict(part) for part in self.parts], "idle": self.idle}, indent=1)
+        return json.dumps(
+            {"parts": [asdict(part) for part in self.parts], "idle": self.idle, "policy": self.policy}, indent=1
+        )
 
 
 def examine_job(words: str) -> JobReport:
@@ -51,20 +64,29 @@ def examine_job(words: str) -> JobReport:
         SettingError: A size is missing, is no number, or does not divide; a feature is unknown.
         ImportError: megatron-core is not installed.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from ditron_train.megatron.plugin.arguments import WGRAD, Options, available_features, parse_features
-
     try:
         split = shlex.split(words)
     except ValueError as error:
         raise SettingError(f"--job: {error}") from None
     job, config = parse_job(split), config_of(split)
+    with under_policy(getattr(config, "ditron_policy", None) or get_settings().policy):
+        policy = get_settings().policy  # refused here where there is none of this name
+        return _examine(job, config, policy)
+
+
+def _examine(job: Job, config: Any, policy: str) -> JobReport:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from ditron_train.megatron.plugin.arguments import WGRAD, Options, available_features, parse_features
+
     asked = job.words.get("ditron")
     features = tuple(available_features()) if asked is None else parse_features(asked)
     sizes = {"tp": job.tp, "sp": job.cp, "ep": job.ep, "pp": job.pp}
+    sizes = {name: size for name, size in sizes.items() if name in features}
     options = Options(tuple(name for name in features if name != WGRAD), sizes=sizes, optimizer=job.optimizer)
     idle = list(options.idle())
+    if asked is not None and features == (WGRAD,):
+        idle.append(f"{WGRAD}: gradient accumulation fusion works without apex; nothing is overlapped")
     if any(name.startswith("heterogeneous_layers_config") for name in vars(config)):
         idle.append("--heterogeneous-layers-config-...: layers of the arguments' sizes were asked, not of their own")
     parts: list[Part] = []
@@ -76,7 +98,7 @@ def examine_job(words: str) -> JobReport:
         parts += found
         if not found:
             idle.append(f"{name}: the model has no such layers")
-    return JobReport(parts, idle)
+    return JobReport(parts, idle, policy)
 
 
 def show_job(report: JobReport, console: Console | None = None) -> None:
@@ -86,7 +108,7 @@ def show_job(report: JobReport, console: Console | None = None) -> None:
     for part in report.parts:
         native = part.native_because is not None
         state = "[yellow]native[/]" if native else "[green]ours[/]"
-        why = part.native_because or "where its bits are native's and it is faster, measured at its first call"
+        why = part.native_because or _WHERE[report.policy]
         table.add_row(f"[bold]--ditron {part.feature}[/]", escape(part.name), state, escape(why))
     console.print("[bold]what of this job would run by the fused path, on Hopper inside a node[/]")
     console.print(table)

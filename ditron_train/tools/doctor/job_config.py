@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ditron_train.tools.predict.megatron_arguments import hybrid_pattern, words_by_name
 
-__all__ = ["config_of"]
+__all__ = ["config_of", "is_te", "recipe_of"]
 
 # Arguments that are called otherwise than the fields that they set.
 _FIELD_OF = {
@@ -38,6 +38,12 @@ _ARGUMENTS_DEFAULTS = {
     "hierarchical_context_parallel_sizes": None,
     "hybrid_attention_ratio": 0.0,
     "hybrid_mlp_ratio": 0.0,
+}
+_RECIPES = {
+    "tensorwise": "Float8CurrentScaling",
+    "delayed": "DelayedScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "blockwise": "Float8BlockScaling",
 }
 _OLD_GRAPHS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
 
@@ -98,6 +104,8 @@ def _derive(values: dict[str, Any], given: dict[str, Any]) -> None:
     values["cp_comm_type"] = comm_type[0] if isinstance(comm_type, list) and len(comm_type) == 1 else comm_type
     levels = values["hierarchical_context_parallel_sizes"]
     values["hierarchical_context_parallel_sizes"] = levels if isinstance(levels, list) else [levels] if levels else []
+    if given.get("recompute_activations"):
+        values["recompute_granularity"] = "selective"
     if values["recompute_granularity"] == "selective" and not values["recompute_modules"]:
         values["recompute_modules"] = ["core_attn"]
     values["cpu_offloading"] |= bool(given.get("cpu_offloading_num_layers"))
@@ -113,3 +121,15 @@ def _derive(values: dict[str, Any], given: dict[str, Any]) -> None:
     chunks = given.get("num_virtual_stages_per_pipeline_rank")
     values["virtual_pipeline_model_parallel_size"] = chunks
     values["moe_router_padding_for_quantization"] |= bool(values.get("moe_router_padding_for_fp8"))
+
+
+def is_te(config: Any) -> bool:
+    """Whether the layers are Transformer Engine's."""
+    return bool(config.transformer_impl == "transformer_engine")
+
+
+def recipe_of(config: Any) -> str | None:
+    """The class of the recipe that Transformer Engine's layers compute in, None in 16 bits."""
+    if config.fp4:
+        return "NVFP4BlockScaling"
+    return _RECIPES.get(config.fp8_recipe, config.fp8_recipe) if config.fp8 else None

@@ -6,9 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
+
 from ditron_train.tools.predict.megatron_arguments import Job
 
-__all__ = ["Matrix", "kinds_of", "matrices_of"]
+__all__ = ["DEVICE", "Matrix", "kinds_of", "matrices_of", "tensor"]
+
+DEVICE = torch.device("cuda", 0)  # one that no machine needs to have: tensors have no memory
 
 #: Name, kind, whole N and K of a tensor parallel layer, and whether it adds a bias itself.
 Matrix = tuple[str, Literal["column", "row"], int, int, bool]
@@ -82,3 +86,8 @@ def matrices_of(job: Job, config: Any) -> Iterator[Matrix]:
     if config.mtp_num_layers:
         yield "multi-token prediction: eh_proj", "column", hidden, 2 * hidden, False
     yield "output_layer", "column", model.vocabulary or 0, hidden, False
+
+
+def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """One of this shape, where tensors have no memory (``FakeTensorMode``)."""
+    return torch.empty(*shape, dtype=dtype, device=DEVICE)

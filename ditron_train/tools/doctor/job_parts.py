@@ -12,19 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import L2Norm
 
-from ditron_train.megatron.ep.coverage import (
-    why_not_config,
-    why_not_fp8_options,
-    why_not_fp8_recipe,
-    why_not_fp8_weight,
-    why_not_gathered,
-    why_not_kind,
-    why_not_tensors,
-)
-from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, why_not_fused
+from ditron_train.megatron.compat import captured_parts
 from ditron_train.megatron.pp.communicator import why_not_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
@@ -54,21 +44,22 @@ from ditron_train.megatron.tp.te_coverage import (
 )
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp.head_norms import Norms
-from ditron_train.tools.doctor.job_layers import kinds_of, matrices_of
+from ditron_train.tools.doctor.job_config import is_te, recipe_of
+from ditron_train.tools.doctor.job_experts import experts_of
+from ditron_train.tools.doctor.job_layers import kinds_of, matrices_of, tensor
 from ditron_train.tools.predict.megatron_arguments import Job
 
 __all__ = ["Part", "parts_of"]
 
-_DEVICE = torch.device("cuda", 0)
-_RECIPES = {
-    "tensorwise": "Float8CurrentScaling",
-    "delayed": "DelayedScaling",
-    "mxfp8": "MXFP8BlockScaling",
-    "blockwise": "Float8BlockScaling",
-}
 # Layers that normalise what the residual connection brings.
 _NORMED = ("attention: linear_qkv", "MLP: linear_fc1", "Mamba: in_proj", "gated delta net: in_proj")
-_PROBS_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+# Scopes of ``--cuda-graph-scope`` that a layer's call is a part of, by how its name begins.
+_GRAPH_SCOPES = {
+    "attention": frozenset({"attn"}),
+    "MLP": frozenset({"mlp"}),
+    "Mamba": frozenset({"mamba"}),
+    "shared experts": frozenset({"moe", "moe_router"}),
+}
 
 
 @dataclass(frozen=True)
@@ -104,12 +95,8 @@ _MegatronLayer = type("_MegatronLayer", (SimpleNamespace,), {"__module__": "mega
 def parts_of(feature: str, job: Job, config: Any) -> list[Part]:
     """The parts that ``feature`` could accelerate; to be called where tensors have no memory (``FakeTensorMode``) and
     a GPU is assumed."""
-    found = {"tp": _linears, "sp": _attention, "ep": _experts, "pp": _pipeline, "muon": _optimizer}[feature]
+    found = {"tp": _linears, "sp": _attention, "ep": experts_of, "pp": _pipeline, "muon": _optimizer}[feature]
     return [Part(feature, name, reason) for name, reason in found(job, config)]
-
-
-def _tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device=_DEVICE)
 
 
 def _linear_layer(kind: str, config: Any, weight: torch.Tensor, *, adds_bias: bool, is_ours: bool = True) -> Any:
@@ -138,20 +125,9 @@ def _linear_layer(kind: str, config: Any, weight: torch.Tensor, *, adds_bias: bo
     )
 
 
-def _is_te(config: Any) -> bool:
-    return bool(config.transformer_impl == "transformer_engine")
-
-
-def _recipe(config: Any) -> str | None:
-    """The class of the recipe that Transformer Engine's layers compute in, None in 16 bits."""
-    if config.fp4:
-        return "NVFP4BlockScaling"
-    return _RECIPES.get(config.fp8_recipe, config.fp8_recipe) if config.fp8 else None
-
-
 def _linears(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     yield from _linears_of_a_layer(job, config)
-    if config.first_last_layers_bf16 and _recipe(config) is not None:
+    if config.first_last_layers_bf16 and recipe_of(config) is not None:
         config = copy.copy(config)
         config.fp8 = config.fp4 = None
         for name, reason in _linears_of_a_layer(job, config):
@@ -163,33 +139,44 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
     tp, sequence = job.tp, job.model.seq_length // job.cp
     for name, kind, n, k, adds_bias in matrices_of(job, config):
         own = (n // tp, k) if kind == "column" else (n, k // tp)
-        weight = _tensor(*own, dtype=config.params_dtype)
+        weight = tensor(*own, dtype=config.params_dtype)
         rows = sequence // tp if kind == "column" and config.sequence_parallel else sequence
-        x = _tensor(rows, job.model.micro_batch_size, own[1], dtype=config.params_dtype)
+        x = tensor(rows, job.model.micro_batch_size, own[1], dtype=config.params_dtype)
         reason = None
-        if _is_te(config) and name != "output_layer":
+        if is_te(config) and name != "output_layer":
             layer = _linear_layer(kind, config, weight, adds_bias=adds_bias)
             if name.startswith("shared") and config.moe_shared_expert_overlap:
                 layer.parallel_mode = None
             wide = config.fp32_residual_connection and name in _NORMED
             reason = _why_not_te(layer, x.float() if wide else x, config)
-            if _recipe(config) is not None:
+            if recipe_of(config) is not None:
                 has_blocks = config.fp8_recipe == "blockwise"
+                reason = _why_not_captured(name, config) or reason
                 yield name, reason or why_not_fp8_sizes(kind, x, weight, tp, has_blocks=has_blocks)
                 continue
         yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _ranks(tp)))
 
 
+def _why_not_captured(name: str, config: Any) -> str | None:
+    """As the layers ask in FP8 where Transformer Engine makes the graphs and tells them; Megatron's own do not."""
+    parts = captured_parts(config)
+    if parts is None or config.cuda_graph_impl != "transformer_engine":
+        return None
+    scopes = next((scopes for start, scopes in _GRAPH_SCOPES.items() if name.startswith(start)), frozenset())
+    is_captured = bool(scopes) and (not parts or bool(scopes & parts))
+    return "FP8 is calibrated or captured" if is_captured else None
+
+
 def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     """As ``te_layers`` ask."""
-    recipe = _recipe(config)
+    recipe = recipe_of(config)
     if recipe is not None and not config.sequence_parallel:
         return WITHOUT_SEQUENCE_PARALLEL
     return _why_not_call(layer, x, config) or (None if recipe is None else why_not_delayed(layer))
 
 
 def _why_not_call(layer: Any, x: torch.Tensor, config: Any) -> str | None:
-    reason, recipe = None, _recipe(config)
+    reason, recipe = None, recipe_of(config)
     if recipe is not None:
         reason = why_not_recipe_name(recipe)
         if reason is None and config.fp8_param:
@@ -206,7 +193,7 @@ class _Asked(LocalLinears):
         self._config = config
 
     def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
-        if not _is_te(self._config):
+        if not is_te(self._config):
             return None
         return _why_not_call(layer, x, self._config) or why_not_delayed(layer)
 
@@ -239,7 +226,7 @@ def _why_not_exchanged(kind: str, ranks: int, config: Any) -> str | None:
     reason = why_not_comm_type(kind)
     if reason is None and kind == "a2a+p2p":
         reason = why_not_levels(config.hierarchical_context_parallel_sizes)
-        if not _is_te(config):
+        if not is_te(config):
             reason = "Megatron's local attention has no a2a+p2p"
     if reason is None and config.experimental_attention_variant == "dsa":
         reason = "the attention of dsa is not Transformer Engine's"
@@ -250,13 +237,13 @@ def _why_not_exchanged(kind: str, ranks: int, config: Any) -> str | None:
             config_of_one_rank(config, ranks)
         except NotSupportedError as error:
             reason = str(error)
-    if reason is None and _is_te(config):
+    if reason is None and is_te(config):
         reason = why_not_te_attention(config, is_training=True)
     return reason
 
 
 def _attention_of(kind: str, job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
-    model, is_te = job.model, _is_te(config)
+    model, has_te = job.model, is_te(config)
     sizes = config.hierarchical_context_parallel_sizes
     cp = sizes[0] if kind == "a2a+p2p" and sizes else job.cp
     reason = _why_not_exchanged(kind, cp, config)
@@ -265,13 +252,13 @@ def _attention_of(kind: str, job: Job, config: Any) -> Iterator[tuple[str, str |
     value_dim = config.v_head_dim if mla else model.channels
     shape = AttentionShape(model.heads // tp, (model.heads if mla else model.groups) // tp, head_dim, value_dim)
     rows = (model.seq_length // job.cp, model.micro_batch_size)
-    like = _tensor(*rows, model.heads // tp, head_dim, dtype=config.params_dtype)
+    like = tensor(*rows, model.heads // tp, head_dim, dtype=config.params_dtype)
     yield "attention: exchanges", reason or EXCHANGE.why_not_tensors(UlyssesCall(_ranks(cp), shape, rows, like))
     if reason is not None:
         return
-    x = _tensor(rows[0], rows[1], config.hidden_size, dtype=config.params_dtype)
+    x = tensor(rows[0], rows[1], config.hidden_size, dtype=config.params_dtype)
     qkv, out = (
-        _tensor(*sizes, dtype=config.params_dtype)
+        tensor(*sizes, dtype=config.params_dtype)
         for sizes in (
             ((model.heads + 2 * model.groups) * model.channels // tp, config.hidden_size),
             (config.hidden_size, model.heads * value_dim // tp),
@@ -281,7 +268,7 @@ def _attention_of(kind: str, job: Job, config: Any) -> Iterator[tuple[str, str |
     adds_bias = bool(config.add_bias_linear or config.add_qkv_bias)
     qkv_layer = _linear_layer("column", config, qkv, adds_bias=adds_bias, is_ours=is_ours)
     out_layer = _linear_layer("row", config, out, adds_bias=False, is_ours=is_ours)
-    asked = (_AskedInFp8 if is_te and config.fp8 else _Asked)(config)
+    asked = (_AskedInFp8 if has_te and config.fp8 else _Asked)(config)
     attention = _self_attention(config)
     if mla:
         fused: str | None = "multi-latent attention has its own projections"
@@ -305,7 +292,7 @@ def _self_attention(config: Any) -> Any:
     offloads = config.offload_modules if config.fine_grained_activation_offloading else ()
     return SimpleNamespace(
         config=config,
-        core_attention=SimpleNamespace(takes_packed=_is_te(config)),
+        core_attention=SimpleNamespace(takes_packed=is_te(config)),
         attn_mask_type=AttnMaskType.causal,
         world_size=config.tensor_model_parallel_size,
         q_layernorm=norm,
@@ -318,57 +305,6 @@ def _self_attention(config: Any) -> Any:
         offload_core_attention="core_attn" in offloads,
         offload_attn_proj="attn_proj" in offloads,
     )
-
-
-def _experts(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
-    if "E" not in kinds_of(job, config) or job.model.experts is None:
-        return
-    dispatcher = SimpleNamespace(config=config, ep_size=job.ep, tp_size=config.expert_tensor_parallel_size)
-    tokens = job.model.seq_length // job.cp * job.model.micro_batch_size
-    tokens //= job.tp if config.sequence_parallel else 1
-    hidden = _tensor(tokens, config.hidden_size, dtype=config.params_dtype)
-    probs = _tensor(
-        tokens, job.model.experts, dtype=_PROBS_DTYPES.get(config.moe_router_dtype or "", config.params_dtype)
-    )
-    reason = why_not_kind(config.moe_token_dispatcher_type)
-    gathered = config.moe_token_dispatcher_type == "allgather"
-    if reason is None:
-        reason = why_not_gathered(dispatcher) if gathered else why_not_config(dispatcher)
-    reason = reason or why_not_tensors(hidden, probs, None, gathered=gathered)
-    yield "experts: dispatch and combine", reason
-    if reason is None:
-        yield "experts: GEMMs in one kernel with them", _why_not_fused(config)
-        if _recipe(config) is not None and _is_te(config) and config.moe_grouped_gemm:
-            yield "experts: products in FP8 as one kernel", _why_not_products(job, config)
-
-
-def _why_not_products(job: Job, config: Any) -> str | None:
-    """As the grouped linear layers ask in FP8."""
-    reason = why_not_fp8_recipe([str(_recipe(config))], has_fp8_parameters=bool(config.fp8_param))
-    is_plain = config.quant_recipe is None and not config.add_bias_linear and not config.cpu_offloading
-    reason = reason or why_not_fp8_options(is_plain=is_plain)
-    ffn = job.model.expert_ffn // config.expert_tensor_parallel_size
-    for sizes in ((ffn * (2 if config.gated_linear_unit else 1), config.hidden_size), (config.hidden_size, ffn)):
-        reason = reason or why_not_fp8_weight(config.params_dtype, _tensor(*sizes, dtype=config.params_dtype))
-    return reason
-
-
-def _why_not_fused(config: Any) -> str | None:
-    if not (_is_te(config) and config.moe_grouped_gemm):
-        return why_not_fused(object.__new__(SequentialMLP), _DEVICE)
-    experts = object.__new__(DitronTEGroupedMLP)
-    offloads = config.offload_modules if config.fine_grained_activation_offloading else ()
-    linear = SimpleNamespace(te_quant_params=config.quant_recipe, weight0=None)
-    experts.__dict__.update(
-        config=config,
-        linear_fc1=linear,
-        linear_fc2=linear,
-        activation_func=config.activation_func,
-        activation_recompute=config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules,
-        offload_expert_fc1="expert_fc1" in offloads,
-        offload_moe_act="moe_act" in offloads,
-    )
-    return why_not_fused(experts, _DEVICE)
 
 
 def _pipeline(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:

@@ -33,7 +33,7 @@ from ditron_train.sp.cost_model import (
     qkv_backward,
     qkv_forward,
 )
-from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, reduced
+from ditron_train.tp.linear_costs import MOST_RANKS_IN_ONE_ROUND, Kind, linear_backward, linear_forward, reduced
 
 FEATURES = frozenset({"tp", "sp", "ep", "pp", "muon"})
 _ITEMSIZE = 2
@@ -83,6 +83,11 @@ def total(parts: Parts) -> Estimate:
     return whole
 
 
+def _quicker(one: Estimate) -> Estimate:
+    """What ``strict`` runs of one op."""
+    return one if one.ditron_us < one.native_us else one.natively()
+
+
 def _linear(
     kind: Kind, m: int, sizes: tuple[int, int], groups: Groups, machine: Machine, rates: MachineRates, backward: bool
 ) -> Estimate:
@@ -98,10 +103,12 @@ def _linear(
             product_us = (2 if backward else 1) * local
             return Estimate(product_us + sum_us, product_us + sum_us, product_us, sum_us)
         if kind == "row":
-            return Estimate.alike(2 * local) if backward else reduced(m, n, k, groups.tp, machine, rates)
+            return Estimate.alike(2 * local) if backward else _quicker(reduced(m, n, k, groups.tp, machine, rates))
         if not backward:
             return Estimate.alike(local)
-        return reduced(m, k, n, groups.tp, machine, rates) + Estimate.alike(local)
+        summed = reduced(m, k, n, groups.tp, machine, rates)
+        is_covered = groups.tp.ranks <= MOST_RANKS_IN_ONE_ROUND
+        return (_quicker(summed) if is_covered else summed.natively()) + Estimate.alike(local)
     whole = (linear_backward if backward else linear_forward)(kind, m, n, k, groups.tp, machine, rates, fp8)
     return whole if fp8 is None or machine.target in FP8_TARGETS else whole.natively()
 

@@ -19,6 +19,7 @@ _NUMBERS = (
     "make_vocab_size_divisible_by", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "context_parallel_size", "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank", "num_experts", "moe_ffn_hidden_size", "moe_router_topk",
+    "expert_tensor_parallel_size",
 )  # fmt: skip
 _WORDS = (
     "optimizer", "cp_comm_type", "recompute_granularity", "transformer_impl", "position_embedding_type", "fp8_format",
@@ -54,19 +55,20 @@ class Job:
     Attributes:
         model: One layer of it.
         num_layers: All.
-        global_batch: Sequences of a step.
+        global_batch: Sequences of a step; None: one microbatch of each replica.
         tp, pp, cp, ep: Parallel sizes.
         chunks: Virtual stages of a rank.
         optimizer: ``adam``, ``muon``, ``dist_muon``, ...
         flags: Megatron's switches that are on.
         words: Its named choices, such as ``cp_comm_type``.
         ignored: Arguments that the model does not look at.
+        expert_slices: Tensor parallel ranks that every expert is split over.
         fp8: The recipe of FP8 layers; None in 16 bits, and of a recipe that the model does not know.
     """
 
     model: ModelSizes
     num_layers: int
-    global_batch: int
+    global_batch: int | None
     tp: int
     pp: int
     cp: int
@@ -76,6 +78,7 @@ class Job:
     flags: frozenset[str]
     words: dict[str, str]
     ignored: tuple[str, ...] = ()
+    expert_slices: int = 1
 
     @property
     def fp8(self) -> Recipe | None:
@@ -94,7 +97,7 @@ class Job:
         if world_size % model_ranks:
             raise SettingError(f"{world_size} GPUs do not divide into TP {self.tp} x PP {self.pp} x CP {self.cp}")
         replicas = world_size // model_ranks
-        if self.global_batch % (replicas * self.model.micro_batch_size):
+        if (self.global_batch or 0) % (replicas * self.model.micro_batch_size):
             raise SettingError(
                 f"--global-batch-size {self.global_batch} does not divide over {replicas} replicas of "
                 f"--micro-batch-size {self.model.micro_batch_size}"
@@ -103,7 +106,12 @@ class Job:
 
     def microbatches(self, world_size: int) -> int:
         """Of a step, on each replica."""
-        return self.global_batch // (self.data_parallel(world_size) * self.model.micro_batch_size)
+        replicas = self.data_parallel(world_size)
+        return 1 if self.global_batch is None else self.global_batch // (replicas * self.model.micro_batch_size)
+
+    def expert_replicas(self, world_size: int) -> int:
+        """Ranks that hold the same experts."""
+        return max(world_size // (self.pp * self.ep * self.expert_slices), 1)
 
 
 def words_by_name(words: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -154,12 +162,12 @@ def parse_job(words: Sequence[str]) -> Job:
         known.setdefault("num_layers", len(pattern.replace("|", "")))
     missing = ["--" + name.replace("_", "-") for name in _NEEDED if name not in known]
     if missing:
-        raise SettingError(f"a step cannot be predicted without {', '.join(missing)}")
+        raise SettingError(f"the job's arguments lack {', '.join(missing)}")
     tp, pp = known["tensor_model_parallel_size"], known["pipeline_model_parallel_size"]
     return Job(
         model=_model(known, flags, tp),
         num_layers=known["num_layers"],
-        global_batch=known.get("global_batch_size", known["micro_batch_size"]),
+        global_batch=known.get("global_batch_size"),
         tp=tp,
         pp=pp,
         cp=known["context_parallel_size"],
@@ -169,6 +177,7 @@ def parse_job(words: Sequence[str]) -> Job:
         flags=frozenset(flags),
         words={name: known[name] for name in (*_WORDS,) if name in known},
         ignored=tuple(dict.fromkeys(ignored)),
+        expert_slices=known.get("expert_tensor_parallel_size", tp),
     )
 
 

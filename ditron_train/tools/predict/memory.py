@@ -23,7 +23,7 @@ def parameters_of(job: Job) -> dict[str, float]:
     experts = 0.0
     if model.experts is not None:
         one = (3 if model.swiglu else 2) * model.hidden * model.expert_ffn
-        experts, dense = one * model.experts / job.ep, model.hidden * model.experts * job.tp
+        experts, dense = one * model.experts / (job.ep * job.expert_slices), model.hidden * model.experts * job.tp
     tables = 2 if job.pp == 1 and "untie_embeddings_and_output_weights" in job.flags else 1
     return {
         "layers": layers * (attention + dense) / job.tp,
@@ -42,7 +42,9 @@ def _kept_bytes(job: Job) -> float:
     vectors = _KEPT_VECTORS * model.hidden / shared
     heads = ((model.heads + 2 * model.groups) * model.channels + model.heads * model.channels) / job.tp
     if model.experts is not None:
-        columns: float = model.topk * (model.hidden * 2 + model.expert_ffn * (3 if model.swiglu else 2))
+        # Rows that experts are split over come to each of the ranks whole, with a part of what is between.
+        rows_columns = model.hidden * 2 * job.expert_slices + model.expert_ffn * (3 if model.swiglu else 2)
+        columns: float = model.topk * rows_columns / shared
     else:
         columns = model.ffn * (3 if model.swiglu else 2) / job.tp
     return 2 * tokens * (vectors + heads + columns)
@@ -55,7 +57,7 @@ def memory_bytes(job: Job, world_size: int) -> dict[str, float]:
     number = sum(parameters.values())
     shards = replicas if "use_distributed_optimizer" in job.flags else 1
     states = _STATE * (number - parameters["experts"]) / shards
-    states += _STATE * parameters["experts"] / max(shards // job.ep, 1)
+    states += _STATE * parameters["experts"] / (job.expert_replicas(world_size) if shards > 1 else 1)
     in_flight: float = min(job.pp, job.microbatches(world_size))
     if job.chunks > 1:
         in_flight = in_flight * (1 + (job.pp - 1) / (job.pp * job.chunks))

@@ -20,12 +20,13 @@ from ditron_train.tools.arguments import check_folder, check_matplotlib
 from ditron_train.tools.predict.layers import FEATURES
 from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import memory_bytes
+from ditron_train.tools.predict.otherwise import estimated_otherwise
 from ditron_train.tools.predict.step import Cluster, Step, predict_step
 from ditron_train.tools.tables import terminal
 
 _MOST_GPUS = 128
 _MOST_OF_A_JOB = 1 << 16
-_WORTH = 1.002  # less is within the model's own error
+_WORTH = 1.002  # less is not worth a line
 _GIB = 2.0**30
 #: What Megatron has to be told, too, for a feature to have something to do.
 _NEEDS = {
@@ -35,6 +36,7 @@ _NEEDS = {
     "pp": "--pipeline-model-parallel-size above 1",
     "muon": "--optimizer muon or dist_muon",
 }
+_REDUCED = "the all-reduces of a job without --sequence-parallel"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,9 +104,10 @@ def _show(job: Job, cluster: Cluster, step: Step) -> None:
     out.print(f"memory: {whole:.1f} of {cluster.profile.memory_gib:g} GiB, {verdict} ({parts})")
     useful = useful_features(job, cluster)
     for feature, speedup in useful.items():
-        out.print(f"--ditron {feature}: {speedup:.3f}x, with {_NEEDS[feature]}")
+        needs = _NEEDS[feature] if feature != "tp" or "sequence_parallel" in job.flags else _REDUCED
+        out.print(f"--ditron {feature}: {speedup:.3f}x, with {needs}")
     if not useful:
-        out.print("nothing to switch on: no feature gains more than the model's own error here")
+        out.print(f"nothing to switch on: no feature gains more than {100 * (_WORTH - 1):.1f} % here")
     for gpus, scaled_step in scaled(job, cluster):
         out.print(
             f"{gpus} GPUs, as many sequences each: {scaled_step.native_us / 1e3:.1f} -> "
@@ -117,8 +120,12 @@ def _show(job: Job, cluster: Cluster, step: Step) -> None:
         out.print(f"FP8, {job.fp8}: linear layers and experts; activations in memory are counted as in bf16")
     elif "fp8_format" in job.words:
         out.print(f"FP8 by {job.words['fp8_recipe']} is not known here: products are estimated in bf16")
-    if job.ignored:
-        out.print(f"not looked at: {' '.join(job.ignored)}")
+    otherwise = estimated_otherwise(job)
+    for argument, words in otherwise.items():
+        out.print(f"{argument}: {words}")
+    ignored = [argument for argument in job.ignored if argument not in otherwise]
+    if ignored:
+        out.print(f"not looked at: {' '.join(ignored)}")
     if cluster.profile.about:
         out.print(f"{name}: {cluster.profile.about}")
 
@@ -148,8 +155,11 @@ def by_degree(job: Job, cluster: Cluster) -> dict[str, dict[int, float]]:
             continue
         speedups = {}
         for size in (2, 4, 8, 16, 32):
+            sizes = {kind: size}
+            if kind == "tp" and job.expert_slices == job.tp:
+                sizes["expert_slices"] = size
             try:
-                speedups[size] = predict_step(replace(job, **{kind: size}), cluster).speedup  # type: ignore[arg-type]
+                speedups[size] = predict_step(replace(job, **sizes), cluster).speedup  # type: ignore[arg-type]
             except SettingError:  # it does not divide
                 continue
         found[kind.upper()] = speedups
@@ -161,6 +171,6 @@ def scaled(job: Job, cluster: Cluster) -> Iterator[tuple[int, Step]]:
     nodes = 2 * cluster.nodes
     while nodes * cluster.per_node <= _MOST_GPUS:
         factor = nodes // cluster.nodes
-        larger = replace(job, global_batch=job.global_batch * factor)
+        larger = replace(job, global_batch=job.global_batch and job.global_batch * factor)
         yield nodes * cluster.per_node, predict_step(larger, replace(cluster, nodes=nodes))
         nodes *= 2

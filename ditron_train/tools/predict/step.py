@@ -151,8 +151,10 @@ def _sums(job: Job, cluster: Cluster, parameters: Mapping[str, float]) -> Estima
     dense = parameters["layers"] + parameters["vocabulary"]
     span = cluster.span(replicas, job.tp)
     exchange_us = 2 * ring_us(4 * dense, span, rates)  # an all-reduce; or scattered, and weights gathered
-    if parameters["experts"] and replicas > job.ep:
-        exchange_us += 2 * ring_us(4 * parameters["experts"], cluster.span(replicas // job.ep, job.ep), rates)
+    expert_replicas = job.expert_replicas(cluster.world_size)
+    if parameters["experts"] and expert_replicas > 1:
+        span = cluster.span(expert_replicas, job.ep * job.expert_slices)
+        exchange_us += 2 * ring_us(4 * parameters["experts"], span, rates)
     exposed = rates.nccl_share if "overlap_grad_reduce" in job.flags else 1.0
     return Estimate(exposed * exchange_us, exposed * exchange_us, 0.0, exchange_us)
 
@@ -186,9 +188,12 @@ def _check(job: Job, cluster: Cluster) -> None:
     model, replicas = job.model, job.data_parallel(cluster.world_size) * job.cp
     if job.fp8 is not None and cluster.profile.machine.target == "sm_80":
         raise SettingError(f"{cluster.profile.machine.device} has no FP8")
-    if job.ep > 1 and (model.experts is None or model.experts % job.ep or replicas * job.tp % job.ep):
+    if job.ep > 1 and (
+        model.experts is None or model.experts % job.ep or replicas * job.tp % (job.ep * job.expert_slices)
+    ):
         raise SettingError(
-            f"{model.experts or 'no'} experts of {replicas * job.tp} ranks: EP {job.ep} does not divide"
+            f"{model.experts or 'no'} experts of {replicas * job.tp} ranks: EP {job.ep} with experts split over "
+            f"{job.expert_slices} does not divide"
         )
     if model.heads % (job.tp * job.cp) or (model.ffn or 0) % job.tp:
         raise SettingError(f"{model.heads} heads and FFN {model.ffn} do not divide over TP {job.tp} x CP {job.cp}")

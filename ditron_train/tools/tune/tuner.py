@@ -1,4 +1,4 @@
-"""Times the ways to run each tensor-parallel op on this machine and writes the quickest into a table (under torchrun).
+"""Times the ways to run ops of tp, sp and ep on this machine and writes the quickest into a table (under torchrun).
 
 For every shape class it first tries ways of moving data, then tile sizes with the two best of them, beside native
 (cuBLAS and NCCL). Candidates whose bits differ from native's are thrown out. Times are medians of the maximum over

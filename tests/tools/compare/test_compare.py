@@ -236,6 +236,15 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(monkeypatch, tmp_p
         run(parser.parse_args(["--ditron", "tp", *words]))
 
 
+def test_a_command_that_cannot_be_leaves_no_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SettingError, match="no Python script in"):
+        run(parser.parse_args(["--ditron", "tp", "torchrun", "-m", "pretrain"]))
+    assert not list(tmp_path.iterdir())
+
+
 def test_under_torchrun_every_rank_would_start_jobs(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     parser = argparse.ArgumentParser()

@@ -74,6 +74,8 @@ def test_a_job_of_usual_flags_is_fast_all_over(base: str) -> None:
         (f"{EP} --cuda-graph-impl local", MOVED, "captured in a CUDA graph"),
         (f"{EP} --recompute-granularity selective --recompute-modules moe_act", FUSED, "moe_act is recomputed"),
         (f"{EP} --transformer-impl local", FUSED, "SequentialMLP computes expert by expert"),
+        (f"{EP} --moe-use-legacy-grouped-gemm", FUSED, "GroupedMLP computes expert by expert"),
+        (f"{EP} --tensor-model-parallel-size 2", FUSED, "experts are split over 2 tensor parallel ranks"),
         (
             f"{DENSE} --pipeline-model-parallel-size 2 --cuda-graph-impl local --cuda-graph-scope full_iteration",
             "messages between stages",
@@ -236,11 +238,20 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
         ),
         (f"{DEEPSEEK} {DEEPSEEK_LAYOUT} --ditron ep,pp", {MOVED, FUSED, STAGES}, {}),
         (f"{MLA_SP} --ditron sp", {EXCHANGES, OUT_A2A}, {QKV_A2A: "multi-latent attention"}),
-        (
-            f"{MLA_SP} --recompute-granularity selective --ditron sp",
-            {EXCHANGES},
-            {QKV_A2A: "multi-latent attention", OUT_A2A: "computed again in backward"},
+        *(
+            (
+                f"{MLA_SP} {recomputed} --ditron sp",
+                {EXCHANGES},
+                {QKV_A2A: "multi-latent attention", OUT_A2A: "computed again in backward"},
+            )
+            for recomputed in ("--recompute-granularity selective", "--recompute-activations")
         ),
+        (
+            f"{FP8} --fp8-recipe tensorwise --cuda-graph-impl transformer_engine --cuda-graph-scope attn",
+            {"MLP: linear_fc1", "MLP: linear_fc2", HEAD},
+            dict.fromkeys((QKV, PROJ), "FP8 is calibrated or captured"),
+        ),
+        (f"{FP8} --fp8-recipe tensorwise --cuda-graph-impl local", {*LINEARS, HEAD}, {}),
         (f"{MLA_SP} --experimental-attention-variant dsa --ditron sp", set(), {EXCHANGES: "the attention of dsa"}),
         (f"{A2A_P2P} 2 4", {EXCHANGES, QKV_A2A, OUT_A2A}, {}),
         (f"{A2A_P2P} 1 8", set(), {EXCHANGES: "each exchange of a2a+p2p is of one rank"}),
@@ -291,6 +302,31 @@ def test_jobs_of_very_different_kinds(words: str, ours: set[str], native: dict[s
     assert found.keys() - ours == native.keys()
     for name, says in native.items():
         assert says in (found[name] or "")
+
+
+def test_experts_that_are_not_split_run_beside_their_movement() -> None:
+    assert reasons(f"{EP} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1")[FUSED] is None
+    gathered = f"{EP} --tensor-model-parallel-size 2".replace("alltoall", "allgather")
+    assert reasons(gathered)[FUSED] is None
+
+
+def test_the_jobs_own_policy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"{EP} --overlap-moe-expert-parallel-comm"
+    assert reasons(f"{words} --ditron-policy bits")[MOVED] is None
+    monkeypatch.setenv("DITRON_POLICY", "bits")
+    assert reasons(words)[MOVED] is None
+    assert "beside another microbatch" in (reasons(f"{words} --ditron-policy strict")[MOVED] or "")
+    with pytest.raises(SettingError, match="DITRON_POLICY='quick'"):
+        examine_job(f"{words} --ditron-policy quick")
+    console = Console(record=True, width=200)
+    show_job(examine_job(words), console)
+    text = console.export_text()
+    assert "where its bits are native's, compared at its first call" in text and "faster" not in text
+
+
+def test_a_feature_that_was_not_asked_for_is_not_named() -> None:
+    assert examine_job(f"{TP} --ditron tp").idle == []
+    assert any(line.startswith("wgrad:") for line in examine_job(f"{TP} --ditron wgrad").idle)
 
 
 def test_what_could_not_be_asked_is_said() -> None:

@@ -14,7 +14,15 @@ def test_what_is_not_said_is_as_megatron_has_it() -> None:
     job = parse_job(SIZES)
     model = job.model
     assert (model.ffn, model.groups, model.channels, model.swiglu) == (4 * 4096, 32, 128, False)
-    assert (job.tp, job.pp, job.cp, job.ep, job.chunks, job.optimizer, job.global_batch) == (1, 1, 1, 1, 1, "adam", 1)
+    assert (job.tp, job.pp, job.cp, job.ep, job.chunks, job.optimizer, job.global_batch) == (
+        1,
+        1,
+        1,
+        1,
+        1,
+        "adam",
+        None,
+    )
     assert model.vocabulary == 32000 and model.experts is None
     assert parse_job([*SIZES, "--swiglu"]).model.ffn == 10880  # two thirds, in whole 64
 
@@ -55,6 +63,18 @@ def test_a_vocabulary_is_padded_for_its_ranks() -> None:
 def test_what_cannot_be_is_refused(words: list[str], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         parse_job(words)
+
+
+def test_without_a_global_batch_each_replica_has_one_microbatch() -> None:
+    job = parse_job([*SIZES, "--micro-batch-size", "2", "--tensor-model-parallel-size", "2"])
+    assert job.data_parallel(8) == 4 and job.microbatches(8) == 1 and job.microbatches(2) == 1
+
+
+def test_experts_are_split_as_other_layers_unless_said_otherwise() -> None:
+    words = [*SIZES, "--num-experts", "8", "--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
+    assert parse_job(words).expert_slices == 2 and parse_job(words).expert_replicas(8) == 2
+    whole = parse_job([*words, "--expert-tensor-parallel-size", "1"])
+    assert whole.expert_slices == 1 and whole.expert_replicas(8) == 4
 
 
 def test_microbatches_are_what_replicas_leave() -> None:

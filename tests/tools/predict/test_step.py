@@ -15,6 +15,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import network_named, profile_named, read_profile, shipped_profiles
 from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import memory_bytes
+from ditron_train.tools.predict.otherwise import estimated_otherwise
 from ditron_train.tools.predict.predictor import by_degree, scaled, useful_features
 from ditron_train.tools.predict.step import Cluster, predict_step
 
@@ -206,6 +207,70 @@ def test_the_command_needs_no_megatron(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_job_without_a_global_batch_is_estimated_on_any_number_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = LAYERS.replace("--global-batch-size 32 ", "").split()
+    assert main(["predict", "--nodes", "2", "--", *words, "--tensor-model-parallel-size", "8"]) == 0
+    assert "32 GPUs, as many sequences each" in capsys.readouterr().out
+
+
+def test_experts_that_are_split_take_their_part_of_memory() -> None:
+    words = (
+        "--num-experts 8 --moe-ffn-hidden-size 14336 --tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
+        "--use-distributed-optimizer --moe-token-dispatcher-type alltoall"
+    )
+    split = memory_bytes(job(words), 8)
+    whole = memory_bytes(job(f"{words} --expert-tensor-parallel-size 1"), 8)
+    expert = 3 * 8192 * 14336 * 8  # parameters of one, in all layers
+    assert whole["weights"] - split["weights"] == pytest.approx(2 * expert)  # two of each rank, or their halves
+    assert whole["optimizer"] == pytest.approx(
+        split["optimizer"]
+    )  # two ranks share what twice as many parameters need
+    with pytest.raises(SettingError, match="EP 8 with experts split over 2 does not divide"):
+        predict_step(job(words.replace("size 4", "size 8")), cluster())
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_without_sequence_parallelism_what_is_slower_is_megatrons(ranks: int) -> None:
+    words = LAYERS.replace(" --sequence-parallel", "") + f" --tensor-model-parallel-size {ranks}"
+    step = predict_step(parse_job(words.replace("8192 ", "4096 ").split()), cluster())
+    assert step.speedup >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "argument", "says"),
+    [
+        ("--tp-comm-overlap", "--tp-comm-overlap", "userbuffers"),
+        ("--multi-latent-attention", "--multi-latent-attention", "whole projections"),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp", "whole on each replica"),
+        ("--recompute-granularity selective", "--recompute-granularity selective", "counts as none"),
+        ("--context-parallel-size 2", "--cp-comm-type p2p", "counts as covered"),
+        ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "--cp-comm-type a2a+p2p", "the exchanges of heads"),
+        (
+            "--num-experts 8 --expert-model-parallel-size 8 --moe-token-dispatcher-type flex",
+            "--moe-token-dispatcher-type flex",
+            "--ditron ep leaves this one alone",
+        ),
+        (
+            "--num-experts 8 --tensor-model-parallel-size 2",
+            "--expert-tensor-parallel-size 2",
+            "each expert counts as on one rank",
+        ),
+    ],
+)
+def test_what_is_estimated_otherwise_is_said(
+    words: str, argument: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in estimated_otherwise(job(words))[argument]
+    assert main(["predict", "--", *LAYERS.split(), *words.split(), "--lr", "1"]) == 0
+    said = capsys.readouterr().out
+    assert argument in said and "not looked at: --lr\n" in said
+
+
+def test_of_a_usual_job_nothing_is_estimated_otherwise() -> None:
+    assert estimated_otherwise(job("--tensor-model-parallel-size 8 --lr 1e-4")) == {}
+    assert "without --bf16 or --fp16" in estimated_otherwise(parse_job(LAYERS.replace("--bf16", "").split()))
+
+
 def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--device", "h200", "--", "--num-layers", "8"]) == 2
-    assert "cannot be predicted without --hidden-size" in capsys.readouterr().err
+    assert "the job's arguments lack --hidden-size" in capsys.readouterr().err
