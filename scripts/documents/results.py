@@ -11,27 +11,23 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, measurement_files, read_results
+from ditron_train.tools.results import FP8_PREFIX, TRAINING, TRAINING_STEP, Row, Stamp, measurement_files, read_results
 from ditron_train.tools.tables import cells_of
 
 PICTURES = Path("benchmarks") / "pictures"
 RESULTS_PAGE = Path("benchmarks") / "README.md"
 
+_TP = (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward"))
 _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
-    "tp": (
-        ("ag_gemm", "forward"),
-        ("gemm_rs", "forward"),
-        ("transformer_layer", "forward_backward"),
-        ("ag_gemm fp8_tensorwise", "forward"),
-        ("gemm_rs fp8_tensorwise", "forward"),
-        ("transformer_layer fp8_tensorwise", "forward_backward"),
-    ),
+    "tp": _TP,
+    "tp fp8_tensorwise": _TP,
+    "tp fp8_blockwise": _TP,
     "sp": (("gemm_a2a", "forward"), ("a2a_gemm", "forward"), ("attention_layer", "forward_backward")),
     "ep": (("dispatch", "forward"), ("combine", "forward"), ("moe_layer", "forward_backward")),
     "pp": (("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
     "muon": (("newton_schulz", "forward"), ("muon_step", "forward")),
 }
-"""What the table of gains shows of each benchmark: op and pass."""
+"""What the table of gains shows of each benchmark, in bf16 or in a recipe: op and pass."""
 
 
 def picture_path(result: Path) -> Path:
@@ -83,11 +79,14 @@ def _gains(root: Path) -> str:
         "| `--ditron` | speed over Megatron's path, from the least to the most of the shapes | bits | measured on |",
         "| --- | --- | --- | --- |",
     ]
-    for feature, headlines in _HEADLINES.items():
+    for bench, headlines in _HEADLINES.items():
+        feature, _, recipe = bench.partition(" ")
+        name = f"`{feature}`" + (f" in FP8, {recipe.removeprefix(FP8_PREFIX)}" if recipe else "")
         shown, machines, equal = [], [], True
         for op, direction in headlines:
+            title = f"{op} {recipe}".strip()
             found = [
-                (stamp, [row for row in rows if (row.title, row.direction) == (op, direction)])
+                (stamp, [row for row in rows if (row.title, row.direction) == (title, direction)])
                 for stamp, rows in results
             ]
             found = [(stamp, rows) for stamp, rows in found if rows]
@@ -100,7 +99,7 @@ def _gains(root: Path) -> str:
             equal = equal and all(row.bitwise_equal for row in rows)
         if shown:
             bits = "equal" if equal else "**DIFFER**"
-            lines.append(f"| `{feature}` | {', '.join(shown)} | {bits} | {', '.join(dict.fromkeys(machines))} |")
+            lines.append(f"| {name} | {', '.join(shown)} | {bits} | {', '.join(dict.fromkeys(machines))} |")
     return "\n".join(lines) if len(lines) > 2 else "No results of a GPU machine are committed yet."
 
 
