@@ -11,15 +11,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from te_stand_in import MODULES
+from te_stand_in import modules
 
 from ditron_train.cpu import interpreter
 from tests.support.processes import run_workers_once
 
 
-def _install(change: tuple[str, str]) -> types.ModuleType:
-    """The stand-in, with one string in its code replaced by another."""
-    for name, source in MODULES.items():
+def install(sources: dict[str, str], change: tuple[str, str]) -> types.ModuleType:
+    """A stand-in of modules, with one string in their code replaced by another."""
+    for name, source in sources.items():
         module = sys.modules[name] = types.ModuleType(name)
         module.__path__ = []
         exec(source.replace(*change), module.__dict__)
@@ -30,12 +30,12 @@ def _install(change: tuple[str, str]) -> types.ModuleType:
     return sys.modules["transformer_engine.pytorch.module.linear"]
 
 
-def _classes(change: tuple[str, str] = ("", "")) -> tuple[type, type]:
+def _classes(change: tuple[str, str] = ("", ""), minor: int = 10) -> tuple[type, type]:
     """A layer as megatron-core derives it from Transformer Engine's, and ours."""
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
-    linear = _install(change)
+    linear = install(modules(minor), change)
     from ditron_train.megatron.tp.te_fp8 import overlapped_base
 
     class Native(linear.Linear):
@@ -75,10 +75,10 @@ def _passes(layer: torch.nn.Module, shape: tuple[int, ...], run: object) -> tupl
     return found, states
 
 
-def compare_layers(mode: str, recipe: str) -> tuple[list[tuple[str, tuple[int, int], bool]], ...]:
+def compare_layers(mode: str, recipe: str, minor: int) -> tuple[list[tuple[str, tuple[int, int], bool]], ...]:
     """Asserts equal results and equal states of quantizers after each step; returns the products of Transformer
-    Engine's in both."""
-    native, ours = _classes()
+    Engine's in both, of which 2.``minor`` is stood in for."""
+    native, ours = _classes(minor=minor)
     from ditron_train.megatron.tp import te_passes
     from ditron_train.megatron.tp.te_fp8 import overlapping, why_not_code
     from ditron_train.tp import get_tp_context
@@ -199,9 +199,9 @@ def projection_spec_on_cpu() -> list[str]:
     return said
 
 
-def refused_code(change: tuple[str, str]) -> str | None:
-    """Why the stand-in, with one string replaced, cannot be overlapped."""
-    _, ours = _classes(change)
+def refused_code(change: tuple[str, str], minor: int) -> str | None:
+    """Why the stand-in for 2.``minor``, with one string replaced, cannot be overlapped."""
+    _, ours = _classes(change, minor)
     from ditron_train.megatron.tp.te_fp8 import why_not_code
 
     return why_not_code(ours)

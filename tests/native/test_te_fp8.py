@@ -12,10 +12,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import te_fp8_workers as workers  # noqa: E402
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize(
+    "recipe, minor",
+    [("tensorwise", 10), ("delayed", 10), ("blockwise", 10), ("tensorwise", 15), ("delayed", 16), ("tensorwise", 18)],
+)
 @pytest.mark.parametrize("mode", ["column", "row"])
-def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_layer(mode, recipe):
-    for native, overlapped in workers.run(workers.compare_layers, mode, recipe):
+def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_layer(mode, recipe, minor):
+    for native, overlapped in workers.run(workers.compare_layers, mode, recipe, minor):
         forwards, ours = ([call for call in calls if call[0] == "TN"] for calls in (native, overlapped))
         if recipe == "blockwise":  # the rows of each rank by themselves
             assert len(forwards) == 4 and [call[1][0] for call in ours] == [128, 128] * 4
@@ -47,16 +50,18 @@ def test_what_the_policy_compares_of_a_qkv_projection():
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "change, words, minor",
     [
-        (("general_gemm(matrix, gathered", "general_gemm_2(matrix, gathered"), "general_gemm"),
-        (("gather_along_first_dim(grad_output, ", "gather(grad_output, "), "gather_along_first_dim"),
-        (("class _Linear(", "class _Affine("), "layers of another build"),
+        (("general_gemm(matrix, gathered", "general_gemm_2(matrix, gathered"), "general_gemm", 10),
+        (("gather_along_first_dim(grad_output, ", "gather(grad_output, "), "gather_along_first_dim", 10),
+        (("class _Linear(", "class _Affine("), "layers of another build", 10),
+        (("general_gemm(matrix, gathered", "general_gemm_2(matrix, gathered"), "general_gemm", 18),
+        (("weight, inp, bias, layer):", "weight, x, bias, layer):"), "layers of another build", 18),
     ],
-    ids=["products", "gathers", "functions"],
+    ids=["products", "gathers", "functions", "products of functions", "inputs"],
 )
-def test_code_that_calls_others_is_left_alone(change, words):
-    for reason in workers.run(workers.refused_code, change, num_workers=1):
+def test_code_that_calls_others_is_left_alone(change, words, minor):
+    for reason in workers.run(workers.refused_code, change, minor, num_workers=1):
         assert words in reason and reason.startswith("this version of Transformer Engine")
 
 
