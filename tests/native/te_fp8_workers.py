@@ -9,6 +9,7 @@ import sys
 import types
 from unittest import mock
 
+import te_sources
 import torch
 import torch.distributed as dist
 from te_stand_in import modules
@@ -35,10 +36,13 @@ def _classes(change: tuple[str, str] = ("", ""), minor: int = 10) -> tuple[type,
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
-    linear = install(modules(minor), change)
+    return _derived(install(modules(minor), change).Linear)
+
+
+def _derived(linear: type) -> tuple[type, type]:
     from ditron_train.megatron.tp.te_fp8 import overlapped_base
 
-    class Native(linear.Linear):
+    class Native(linear):
         def forward(self, x):
             return super().forward(x, is_first_microbatch=True)
 
@@ -75,10 +79,25 @@ def _passes(layer: torch.nn.Module, shape: tuple[int, ...], run: object) -> tupl
     return found, states
 
 
-def compare_layers(mode: str, recipe: str, minor: int) -> tuple[list[tuple[str, tuple[int, int], bool]], ...]:
+Products = list[tuple[str, tuple[int, int], bool]]
+
+
+def compare_layers(mode: str, recipe: str, minor: int) -> tuple[Products, Products]:
     """Asserts equal results and equal states of quantizers after each step; returns the products of Transformer
     Engine's in both, of which 2.``minor`` is stood in for."""
-    native, ours = _classes(minor=minor)
+    return _compare(*_classes(minor=minor), mode, recipe)
+
+
+def compare_sources(mode: str, checkout: str, module: str, name: str) -> tuple[Products, Products]:
+    """The same with Transformer Engine's own code of a checkout, of its layer ``name``, around the stand-in's
+    operands."""
+    import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
+
+    interpreter.install()
+    return _compare(*_derived(te_sources.pose(checkout, module, name)), mode, "tensorwise")
+
+
+def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products, Products]:
     from ditron_train.megatron.tp import te_passes
     from ditron_train.megatron.tp.te_fp8 import overlapping, why_not_code
     from ditron_train.tp import get_tp_context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 
@@ -11,6 +12,8 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import te_fp8_workers as workers  # noqa: E402
 
+TRANSFORMER_ENGINE = os.environ.get("TRANSFORMER_ENGINE")
+
 
 @pytest.mark.parametrize(
     "recipe, minor",
@@ -19,17 +22,31 @@ import te_fp8_workers as workers  # noqa: E402
 @pytest.mark.parametrize("mode", ["column", "row"])
 def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_layer(mode, recipe, minor):
     for native, overlapped in workers.run(workers.compare_layers, mode, recipe, minor):
-        forwards, ours = ([call for call in calls if call[0] == "TN"] for calls in (native, overlapped))
-        if recipe == "blockwise":  # the rows of each rank by themselves
-            assert len(forwards) == 4 and [call[1][0] for call in ours] == [128, 128] * 4
-        else:
-            assert len(forwards) == 4 and not ours, "forward is ours"
-        assert [call for call in native if call[0] == "NT"] == [call for call in overlapped if call[0] == "NT"]
-        dgrads, ours = ([call for call in calls if call[0] == "NN"] for calls in (native, overlapped))
-        if mode == "row":  # the rows of each rank by themselves
-            assert len(ours) == 4 and {call[1] for call in ours} == {(rows // 2, k) for _, (rows, k), _ in dgrads}
-        else:
-            assert ours == dgrads
+        _check_products(native, overlapped, mode, recipe)
+
+
+@pytest.mark.skipif(not TRANSFORMER_ENGINE, reason="TRANSFORMER_ENGINE names no checkout of Transformer Engine")
+@pytest.mark.parametrize(
+    "mode, module, name",
+    [("column", "linear", "Linear"), ("column", "layernorm_linear", "LayerNormLinear"), ("row", "linear", "Linear")],
+)
+def test_the_same_with_transformer_engines_own_code(mode, module, name):
+    for native, overlapped in workers.run(workers.compare_sources, mode, TRANSFORMER_ENGINE, module, name):
+        _check_products(native, overlapped, mode, "tensorwise")
+
+
+def _check_products(native, overlapped, mode, recipe):
+    forwards, ours = ([call for call in calls if call[0] == "TN"] for calls in (native, overlapped))
+    if recipe == "blockwise":  # the rows of each rank by themselves
+        assert len(forwards) == 4 and [call[1][0] for call in ours] == [128, 128] * 4
+    else:
+        assert len(forwards) == 4 and not ours, "forward is ours"
+    assert [call for call in native if call[0] == "NT"] == [call for call in overlapped if call[0] == "NT"]
+    dgrads, ours = ([call for call in calls if call[0] == "NN"] for calls in (native, overlapped))
+    if mode == "row":  # the rows of each rank by themselves
+        assert len(ours) == 4 and {call[1] for call in ours} == {(rows // 2, k) for _, (rows, k), _ in dgrads}
+    else:
+        assert ours == dgrads
 
 
 def test_the_amax_of_all_ranks_is_asked_for_by_the_pass_from_cpp():
