@@ -9,7 +9,7 @@ import sys
 import te_fp8_workers
 import torch
 import torch.distributed as dist
-from te_stand_in import MODULES
+from te_stand_in import modules
 
 from ditron_train.cpu import interpreter
 
@@ -109,12 +109,11 @@ def install(change=("", ""), measures_no_rows=True):
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
-    modules = dict(MODULES)
-    modules["transformer_engine.pytorch.tensor.float8_tensor"] += _MORE_OPERANDS
-    modules["transformer_engine.pytorch.cpp_extensions"] += _OPS
-    modules["transformer_engine.pytorch.module.grouped_linear"] = _GROUPED
-    MODULES.update(modules)
-    te_fp8_workers._install(change)
+    sources = modules()
+    sources["transformer_engine.pytorch.tensor.float8_tensor"] += _MORE_OPERANDS
+    sources["transformer_engine.pytorch.cpp_extensions"] += _OPS
+    sources["transformer_engine.pytorch.module.grouped_linear"] = _GROUPED
+    te_fp8_workers.install(sources, change)
     from ditron_train.megatron.ep import fp8_spec, te_fp8
 
     if measures_no_rows:

@@ -9,17 +9,18 @@ import sys
 import types
 from unittest import mock
 
+import te_sources
 import torch
 import torch.distributed as dist
-from te_stand_in import MODULES
+from te_stand_in import modules
 
 from ditron_train.cpu import interpreter
 from tests.support.processes import run_workers_once
 
 
-def _install(change: tuple[str, str]) -> types.ModuleType:
-    """The stand-in, with one string in its code replaced by another."""
-    for name, source in MODULES.items():
+def install(sources: dict[str, str], change: tuple[str, str]) -> types.ModuleType:
+    """A stand-in of modules, with one string in their code replaced by another."""
+    for name, source in sources.items():
         module = sys.modules[name] = types.ModuleType(name)
         module.__path__ = []
         exec(source.replace(*change), module.__dict__)
@@ -30,15 +31,18 @@ def _install(change: tuple[str, str]) -> types.ModuleType:
     return sys.modules["transformer_engine.pytorch.module.linear"]
 
 
-def _classes(change: tuple[str, str] = ("", "")) -> tuple[type, type]:
+def _classes(change: tuple[str, str] = ("", ""), minor: int = 10) -> tuple[type, type]:
     """A layer as megatron-core derives it from Transformer Engine's, and ours."""
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
-    linear = _install(change)
+    return _derived(install(modules(minor), change).Linear)
+
+
+def _derived(linear: type) -> tuple[type, type]:
     from ditron_train.megatron.tp.te_fp8 import overlapped_base
 
-    class Native(linear.Linear):
+    class Native(linear):
         def forward(self, x):
             return super().forward(x, is_first_microbatch=True)
 
@@ -75,10 +79,25 @@ def _passes(layer: torch.nn.Module, shape: tuple[int, ...], run: object) -> tupl
     return found, states
 
 
-def compare_layers(mode: str, recipe: str) -> tuple[list[tuple[str, tuple[int, int], bool]], ...]:
+Products = list[tuple[str, tuple[int, int], bool]]
+
+
+def compare_layers(mode: str, recipe: str, minor: int) -> tuple[Products, Products]:
     """Asserts equal results and equal states of quantizers after each step; returns the products of Transformer
-    Engine's in both."""
-    native, ours = _classes()
+    Engine's in both, of which 2.``minor`` is stood in for."""
+    return _compare(*_classes(minor=minor), mode, recipe)
+
+
+def compare_sources(mode: str, checkout: str, module: str, name: str) -> tuple[Products, Products]:
+    """The same with Transformer Engine's own code of a checkout, of its layer ``name``, around the stand-in's
+    operands."""
+    import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
+
+    interpreter.install()
+    return _compare(*_derived(te_sources.pose(checkout, module, name)), mode, "tensorwise")
+
+
+def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products, Products]:
     from ditron_train.megatron.tp import te_passes
     from ditron_train.megatron.tp.te_fp8 import overlapping, why_not_code
     from ditron_train.tp import get_tp_context
@@ -199,9 +218,9 @@ def projection_spec_on_cpu() -> list[str]:
     return said
 
 
-def refused_code(change: tuple[str, str]) -> str | None:
-    """Why the stand-in, with one string replaced, cannot be overlapped."""
-    _, ours = _classes(change)
+def refused_code(change: tuple[str, str], minor: int) -> str | None:
+    """Why the stand-in for 2.``minor``, with one string replaced, cannot be overlapped."""
+    _, ours = _classes(change, minor)
     from ditron_train.megatron.tp.te_fp8 import why_not_code
 
     return why_not_code(ours)

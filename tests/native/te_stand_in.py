@@ -4,7 +4,13 @@ It is built as Transformer Engine is: a module whose forward calls an autograd f
 ``gather_along_first_dim``, ``general_gemm`` and ``reduce_scatter_along_first_dim`` by these names, and quantizers with
 one scale a tensor (tensorwise, delayed) or one a block, which remember each use. What they keep, and how operands lie
 and travel, is as in Transformer Engine; scales are powers of two.
+
+Its passes are written once, and built as each version builds them (``modules``).
 """
+
+from __future__ import annotations
+
+import textwrap
 
 _OPERANDS = """
 import enum
@@ -218,6 +224,13 @@ def general_gemm(A, B, layout="TN", grad=False, out_dtype=None, out=None, use_sp
     return (product.view(*B.size()[:-1], -1) if layout == "TN" else product), None, None, None
 """
 
+_COMMON = """
+def set_quantizer_amax_reduction_group(quantizer, amax_reduction_group):
+    if hasattr(quantizer, "with_amax_reduction"):
+        quantizer.with_amax_reduction = amax_reduction_group is not None
+        quantizer.amax_reduction_group = amax_reduction_group
+"""
+
 _BASE = """
 from transformer_engine.pytorch.distributed import gather_along_first_dim
 
@@ -231,65 +244,87 @@ class TransformerEngineBaseModule:
         return quantizer(grad_output), grad_output.sum(dim=0)
 """
 
-_LINEAR = """
-import functools
-import torch
-from transformer_engine.pytorch.cpp_extensions import general_gemm
-from transformer_engine.pytorch.distributed import gather_along_first_dim, reduce_scatter_along_first_dim
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8CurrentScalingQuantizer, Float8Quantizer
+# ``{groups_forward}`` and ``{groups_backward}`` are what 2.18 says there.
+_PASSES = """\
+def forward(ctx, weight, inp, bias, layer):
+    {groups_forward}
+    total = layer.inputs
+    total.set_usage(rowwise=True, columnwise=layer.mode != "column" or layer.has_blocks)
+    rows = total(inp)
+    matrix = layer.weights(weight)
+    gathered = rows
+    if layer.mode == "column":
+        total.set_usage(columnwise=False)
+        gathered, _ = gather_along_first_dim(rows, layer.group, quantizer=total)
+    out, *_ = general_gemm(matrix, gathered, out_dtype=torch.bfloat16, bias=bias)
+    if layer.mode == "column":
+        gathered.clear()
+    elif layer.mode == "row":
+        out, _ = reduce_scatter_along_first_dim(out, layer.group)
+    out = {out}
+    if ctx is not None:
+        ctx.layer, ctx.group, ctx.shape, ctx.kept = layer, layer.group, inp.shape, (rows, matrix)
+        ctx.has_bias = bias is not None
+        ctx.requires_dgrad, ctx.requires_wgrad = inp.requires_grad, weight.requires_grad
+    return out
 
 
+def backward(ctx, grad_output):
+    layer, (rows, matrix) = ctx.layer, ctx.kept
+    {groups_backward}
+    is_column, options = layer.mode == "column", dict(grad=True, out_dtype=torch.bfloat16)
+    layer.grads.set_usage(rowwise=True, columnwise=True)
+    grad, grad_bias = TransformerEngineBaseModule.grad_output_preprocess(
+        ctx, grad_output, layer.mode == "row", layer.grads
+    )
+    total, work, dgrad, wgrad = rows, None, None, None
+    if is_column and ctx.requires_wgrad:
+        layer.inputs.set_usage(rowwise=not layer.has_blocks, columnwise=layer.has_blocks)
+        total, work = gather_along_first_dim(rows, layer.group, async_op=True, quantizer=layer.inputs)
+    if ctx.requires_dgrad:
+        dgrad, *_ = general_gemm(matrix, grad, layout="NN", use_split_accumulator=True, **options)
+        if is_column:
+            dgrad, dgrad_work = reduce_scatter_along_first_dim(dgrad, layer.group, async_op=True)
+    if work is not None:
+        work.wait()
+    if ctx.requires_wgrad:
+        total.update_usage(columnwise_usage=True)
+        grad.update_usage(columnwise_usage=True)
+        wgrad, *_ = general_gemm(total, grad, layout="NT", use_split_accumulator=True, **options)
+    if is_column and ctx.requires_dgrad:
+        dgrad_work.wait()
+    layer.update("backward")
+    return wgrad, None if dgrad is None else dgrad.view(ctx.shape), grad_bias if ctx.has_bias else None, None
+"""
+
+_FUNCTIONS = """
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, inp, bias, layer):
-        total = layer.inputs
-        total.set_usage(rowwise=True, columnwise=layer.mode != "column" or layer.has_blocks)
-        rows = total(inp)
-        matrix = layer.weights(weight)
-        gathered = rows
-        if layer.mode == "column":
-            total.set_usage(columnwise=False)
-            gathered, _ = gather_along_first_dim(rows, layer.group, quantizer=total)
-        out, *_ = general_gemm(matrix, gathered, out_dtype=torch.bfloat16, bias=bias)
-        if layer.mode == "column":
-            gathered.clear()
-        elif layer.mode == "row":
-            out, _ = reduce_scatter_along_first_dim(out, layer.group)
+        kept = {kept}
+        out = _linear_forward_impl(kept, weight, inp, bias, layer)
         if ctx is not None:
-            ctx.layer, ctx.group, ctx.shape, ctx.kept = layer, layer.group, inp.shape, (rows, matrix)
-            ctx.has_bias = bias is not None
-            ctx.requires_dgrad, ctx.requires_wgrad = inp.requires_grad, weight.requires_grad
+            ctx.backward_objects = kept
         return out
 
     @staticmethod
     def backward(ctx, grad_output):
-        layer, (rows, matrix) = ctx.layer, ctx.kept
-        is_column, options = layer.mode == "column", dict(grad=True, out_dtype=torch.bfloat16)
-        layer.grads.set_usage(rowwise=True, columnwise=True)
-        grad, grad_bias = TransformerEngineBaseModule.grad_output_preprocess(
-            ctx, grad_output, layer.mode == "row", layer.grads
-        )
-        total, work, dgrad, wgrad = rows, None, None, None
-        if is_column and ctx.requires_wgrad:
-            layer.inputs.set_usage(rowwise=not layer.has_blocks, columnwise=layer.has_blocks)
-            total, work = gather_along_first_dim(rows, layer.group, async_op=True, quantizer=layer.inputs)
-        if ctx.requires_dgrad:
-            dgrad, *_ = general_gemm(matrix, grad, layout="NN", use_split_accumulator=True, **options)
-            if is_column:
-                dgrad, dgrad_work = reduce_scatter_along_first_dim(dgrad, layer.group, async_op=True)
-        if work is not None:
-            work.wait()
-        if ctx.requires_wgrad:
-            total.update_usage(columnwise_usage=True)
-            grad.update_usage(columnwise_usage=True)
-            wgrad, *_ = general_gemm(total, grad, layout="NT", use_split_accumulator=True, **options)
-        if is_column and ctx.requires_dgrad:
-            dgrad_work.wait()
-        layer.update("backward")
-        return wgrad, None if dgrad is None else dgrad.view(ctx.shape), grad_bias if ctx.has_bias else None, None
+        return _linear_backward(ctx.backward_objects, grad_output)
+"""
 
+_LINEAR = """
+import functools
+import torch
+import types
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.distributed import gather_along_first_dim, reduce_scatter_along_first_dim
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+{imports}
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8CurrentScalingQuantizer, Float8Quantizer
+
+
+{passes}
 
 def undecorated(function):
     return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
@@ -304,7 +339,7 @@ class Linear(torch.nn.Module):
         self.scales, self.amaxes = torch.ones(3), torch.zeros(2, 3)  # of delayed scaling alone
         made = [self.made(recipe, index) for index in range(3)]
         self.inputs, self.weights, self.grads = made
-        self.tp_group, self.quantizers = group, {"scaling_fwd": made[:2], "scaling_bwd": made[2:]}
+        self.tp_group, self.quantizers = group, dict(scaling_fwd=made[:2], scaling_bwd=made[2:])
 
     def made(self, recipe, index):
         dtype = DType.kFloat8E5M2 if index == 2 else DType.kFloat8E4M3
@@ -314,7 +349,10 @@ class Linear(torch.nn.Module):
             return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, **options)
         if recipe == "delayed":
             return Float8Quantizer(dtype, self.scales[index], self.amaxes[0, index])
-        return Float8CurrentScalingQuantizer(dtype, None, group=self.group if travels else None)
+        return Float8CurrentScalingQuantizer(dtype, None, group=self.group if travels and {keeps_group} else None)
+
+    def group_of(self, mode):
+        return self.group if self.mode == mode else None
 
     def update(self, which):
         places = slice(2, 3) if which == "backward" else slice(0, 2)
@@ -334,16 +372,44 @@ class Linear(torch.nn.Module):
         return _Linear.forward(None, self.weight, inp, self.bias, self)
 """
 
-#: By name, parents first.
-MODULES = {
-    "transformer_engine": "",
-    "transformer_engine.pytorch": "",
-    "transformer_engine.pytorch.tensor": "",
-    "transformer_engine.pytorch.module": "",
-    "transformer_engine.pytorch.tensor.float8_tensor": _OPERANDS,
-    "transformer_engine.pytorch.tensor.float8_blockwise_tensor": _BLOCKS,
-    "transformer_engine.pytorch.distributed": _DISTRIBUTED,
-    "transformer_engine.pytorch.cpp_extensions": _OPS,
-    "transformer_engine.pytorch.module.base": _BASE,
-    "transformer_engine.pytorch.module.linear": _LINEAR,
+_GROUPS = {
+    "imports": "from transformer_engine.pytorch.module._common import set_quantizer_amax_reduction_group",
+    "groups_forward": "set_quantizer_amax_reduction_group(layer.inputs, layer.group_of('column'))",
+    "groups_backward": "set_quantizer_amax_reduction_group(layer.grads, layer.group_of('row'))",
 }
+
+
+def _linear(minor: int) -> str:
+    """The module of ``Linear`` as 2.``minor`` builds it: its passes are methods, from 2.15 on functions; what backward
+    needs lies in autograd's context, from 2.16 on in an object of its own; quantizers have their group for good, from
+    2.18 on they are given it in each pass."""
+    says = _GROUPS if minor >= 18 else dict.fromkeys(_GROUPS, "pass")
+    out = "out.view(-1, *inp.shape[1:-1], weight.shape[0])" if minor >= 17 else "out"
+    passes = _PASSES
+    for name, text in {**says, "out": out}.items():
+        passes = passes.replace(f"{{{name}}}", text)
+    if minor < 15:
+        methods = textwrap.indent(passes.replace("def ", "@staticmethod\ndef "), "    ")
+        made = f"class _Linear(torch.autograd.Function):\n{methods}"
+    else:
+        functions = passes.replace("def forward", "def _linear_forward_impl").replace("def back", "def _linear_back")
+        made = functions + _FUNCTIONS.replace("{kept}", "ctx" if minor < 16 else "types.SimpleNamespace()")
+    source = _LINEAR.replace("{passes}", made).replace("{imports}", says["imports"])
+    return source.replace("{keeps_group}", str(minor < 18))
+
+
+def modules(minor: int = 10) -> dict[str, str]:
+    """Sources of a stand-in for 2.``minor`` by name, parents first."""
+    return {
+        "transformer_engine": "",
+        "transformer_engine.pytorch": "",
+        "transformer_engine.pytorch.tensor": "",
+        "transformer_engine.pytorch.module": "",
+        "transformer_engine.pytorch.tensor.float8_tensor": _OPERANDS,
+        "transformer_engine.pytorch.tensor.float8_blockwise_tensor": _BLOCKS,
+        "transformer_engine.pytorch.distributed": _DISTRIBUTED,
+        "transformer_engine.pytorch.cpp_extensions": _OPS,
+        "transformer_engine.pytorch.module._common": _COMMON,
+        "transformer_engine.pytorch.module.base": _BASE,
+        "transformer_engine.pytorch.module.linear": _linear(minor),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 
@@ -11,22 +12,41 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import te_fp8_workers as workers  # noqa: E402
 
+TRANSFORMER_ENGINE = os.environ.get("TRANSFORMER_ENGINE")
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+
+@pytest.mark.parametrize(
+    "recipe, minor",
+    [("tensorwise", 10), ("delayed", 10), ("blockwise", 10), ("tensorwise", 15), ("delayed", 16), ("tensorwise", 18)],
+)
 @pytest.mark.parametrize("mode", ["column", "row"])
-def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_layer(mode, recipe):
-    for native, overlapped in workers.run(workers.compare_layers, mode, recipe):
-        forwards, ours = ([call for call in calls if call[0] == "TN"] for calls in (native, overlapped))
-        if recipe == "blockwise":  # the rows of each rank by themselves
-            assert len(forwards) == 4 and [call[1][0] for call in ours] == [128, 128] * 4
-        else:
-            assert len(forwards) == 4 and not ours, "forward is ours"
-        assert [call for call in native if call[0] == "NT"] == [call for call in overlapped if call[0] == "NT"]
-        dgrads, ours = ([call for call in calls if call[0] == "NN"] for calls in (native, overlapped))
-        if mode == "row":  # the rows of each rank by themselves
-            assert len(ours) == 4 and {call[1] for call in ours} == {(rows // 2, k) for _, (rows, k), _ in dgrads}
-        else:
-            assert ours == dgrads
+def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_layer(mode, recipe, minor):
+    for native, overlapped in workers.run(workers.compare_layers, mode, recipe, minor):
+        _check_products(native, overlapped, mode, recipe)
+
+
+@pytest.mark.skipif(not TRANSFORMER_ENGINE, reason="TRANSFORMER_ENGINE names no checkout of Transformer Engine")
+@pytest.mark.parametrize(
+    "mode, module, name",
+    [("column", "linear", "Linear"), ("column", "layernorm_linear", "LayerNormLinear"), ("row", "linear", "Linear")],
+)
+def test_the_same_with_transformer_engines_own_code(mode, module, name):
+    for native, overlapped in workers.run(workers.compare_sources, mode, TRANSFORMER_ENGINE, module, name):
+        _check_products(native, overlapped, mode, "tensorwise")
+
+
+def _check_products(native, overlapped, mode, recipe):
+    forwards, ours = ([call for call in calls if call[0] == "TN"] for calls in (native, overlapped))
+    if recipe == "blockwise":  # the rows of each rank by themselves
+        assert len(forwards) == 4 and [call[1][0] for call in ours] == [128, 128] * 4
+    else:
+        assert len(forwards) == 4 and not ours, "forward is ours"
+    assert [call for call in native if call[0] == "NT"] == [call for call in overlapped if call[0] == "NT"]
+    dgrads, ours = ([call for call in calls if call[0] == "NN"] for calls in (native, overlapped))
+    if mode == "row":  # the rows of each rank by themselves
+        assert len(ours) == 4 and {call[1] for call in ours} == {(rows // 2, k) for _, (rows, k), _ in dgrads}
+    else:
+        assert ours == dgrads
 
 
 def test_the_amax_of_all_ranks_is_asked_for_by_the_pass_from_cpp():
@@ -47,16 +67,18 @@ def test_what_the_policy_compares_of_a_qkv_projection():
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "change, words, minor",
     [
-        (("general_gemm(matrix, gathered", "general_gemm_2(matrix, gathered"), "general_gemm"),
-        (("gather_along_first_dim(grad_output, ", "gather(grad_output, "), "gather_along_first_dim"),
-        (("class _Linear(", "class _Affine("), "layers of another build"),
+        (("general_gemm(matrix, gathered", "general_gemm_2(matrix, gathered"), "general_gemm", 10),
+        (("gather_along_first_dim(grad_output, ", "gather(grad_output, "), "gather_along_first_dim", 10),
+        (("class _Linear(", "class _Affine("), "layers of another build", 10),
+        (("general_gemm(matrix, gathered", "general_gemm_2(matrix, gathered"), "general_gemm", 18),
+        (("weight, inp, bias, layer):", "weight, x, bias, layer):"), "layers of another build", 18),
     ],
-    ids=["products", "gathers", "functions"],
+    ids=["products", "gathers", "functions", "products of functions", "inputs"],
 )
-def test_code_that_calls_others_is_left_alone(change, words):
-    for reason in workers.run(workers.refused_code, change, num_workers=1):
+def test_code_that_calls_others_is_left_alone(change, words, minor):
+    for reason in workers.run(workers.refused_code, change, minor, num_workers=1):
         assert words in reason and reason.startswith("this version of Transformer Engine")
 
 

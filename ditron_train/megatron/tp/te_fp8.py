@@ -2,8 +2,9 @@
 
 In FP8 a layer is more than its products: quantizers, scales, amax histories, copies of weights that are kept between
 microbatches, who updates what behind which backward. All of that is left to Transformer Engine: the code of its own
-layers runs, in a copy in which its three functions that communicate and multiply are replaced (``te_passes``). A
-version whose code calls others runs natively.
+layers runs, in a copy in which its three functions that communicate and multiply are replaced (``te_passes``). From
+2.15 on ``Linear``'s passes are functions of its module, which are copied likewise; from 2.18 on each pass says over
+which ranks a quantizer asks for the largest amax. A version whose code calls others runs natively.
 
 Imported only where Transformer Engine is installed.
 """
@@ -57,6 +58,9 @@ class _Layer(NamedTuple):
     def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
         return backward_pass(*self, needs_dgrad=needs_dgrad)
 
+
+_INPUT = "inp"  # what Transformer Engine's autograd functions call a layer's input
+_GIVES_GROUP = "set_quantizer_amax_reduction_group"  # from 2.18 on; before, a quantizer had its group once and for all
 
 _standing: set[type] = set()  # what ``overlapped_base`` has made
 _chosen: ContextVar[Passes | None] = ContextVar("ditron_train_te_layer", default=None)
@@ -144,6 +148,11 @@ def _native_layer(layer_class: type) -> type | None:
     return None
 
 
+def _arguments(function: Any) -> list[str]:
+    """What autograd passes to a function, by name; the first of its forward's is the context."""
+    return list(inspect.signature(function.forward).parameters)[1:]
+
+
 @cache
 def why_not_code(layer_class: type) -> str | None:
     """Why the code of this Transformer Engine's layer cannot run with other functions, or None."""
@@ -152,7 +161,7 @@ def why_not_code(layer_class: type) -> str | None:
         return "it is no layer of Transformer Engine"
     function = getattr(importlib.import_module(native.__module__), f"_{native.__name__}", None)
     base = importlib.import_module("transformer_engine.pytorch.module.base").TransformerEngineBaseModule
-    if function is None or not hasattr(base, "grad_output_preprocess"):
+    if function is None or not hasattr(base, "grad_output_preprocess") or _INPUT not in _arguments(function):
         return "this version of Transformer Engine has layers of another build"
     wanted = {
         native.forward: {function.__name__},
@@ -170,7 +179,10 @@ def _function_of(native: type) -> type:
     function, base = getattr(module, f"_{native.__name__}"), module.TransformerEngineBaseModule
     preprocess = with_names(base.grad_output_preprocess, te_passes.STAND_INS)
     names = {**te_passes.STAND_INS, "TransformerEngineBaseModule": _Namespace(base, preprocess)}
+    if hasattr(module, _GIVES_GROUP):
+        names[_GIVES_GROUP] = te_passes.giving_group(getattr(module, _GIVES_GROUP))
     run_forward, run_backward = (with_names(code, names) for code in (function.forward, function.backward))
+    place = _arguments(function).index(_INPUT)
 
     class Overlapped(function):  # type: ignore[misc, valid-type]
         """Forward and backward are the code of the native one."""
@@ -187,7 +199,8 @@ def _function_of(native: type) -> type:
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             refuse_second_derivatives("a linear layer in FP8")
-            with te_passes.passing(ctx.ditron_layer.backward(ctx.requires_dgrad)):
+            # Where Transformer Engine keeps the same differs from version to version.
+            with te_passes.passing(ctx.ditron_layer.backward(ctx.needs_input_grad[place])):
                 return run_backward(ctx, *grads)
 
     return outside_compile(Overlapped)

@@ -10,7 +10,7 @@ Transformer Engine's own doing. Imported only where Transformer Engine is instal
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -158,9 +158,24 @@ def reduce_amax_in_passes(layer: Any) -> None:
     for quantizers in layer.quantizers.values():
         for quantizer in quantizers:
             if getattr(quantizer, "with_amax_reduction", False) and quantizer.amax_reduction_group is group:
-                if group not in _amax_groups:
-                    _amax_groups[group] = AmaxGroup(group)
-                quantizer.amax_reduction_group = _amax_groups[group]
+                quantizer.amax_reduction_group = _amax_group(group)
+
+
+def _amax_group(group: dist.ProcessGroup) -> AmaxGroup:
+    if group not in _amax_groups:
+        _amax_groups[group] = AmaxGroup(group)
+    return _amax_groups[group]
+
+
+def giving_group(native: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """The function of Transformer Engine's by which a pass of a layer gives a quantizer the group to reduce its amax
+    over, or None: inside a pass of ours the amax is reduced by it."""
+
+    def give(quantizer: Any, amax_reduction_group: Any) -> None:
+        is_native = amax_reduction_group is None or _active.get() is None
+        native(quantizer, amax_reduction_group if is_native else _amax_group(amax_reduction_group))
+
+    return give
 
 
 #: By the names under which Transformer Engine's layers call them.
