@@ -18,8 +18,12 @@ from ditron_train.policy.spec import Call, Context, OpSpec
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
-from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.logs import get_logger, log_once
+from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.exchange import exchange
 
+#: What code raises where a library's interface is another than the one that it was written for.
+_OTHER_INTERFACES = (TypeError, AttributeError, ImportError, LookupError, NotImplementedError)
 _CAPTURED = "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
 
 
@@ -37,6 +41,7 @@ class Answer:
 
 
 _Key = tuple[Hashable, ...]
+_FAILED = "failed: "
 
 
 class Gate:
@@ -117,9 +122,27 @@ class Gate:
             decision = spec.decide(call, context)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             return self._native(spec, str(error))
+        except _OTHER_INTERFACES as error:
+            return self._native(spec, _failed_alike(error, spec.group(call)))
         if decision.use_ditron:
             return Answer(context)
         return self._native(spec, f"{spec.where(call)}{decision.reason}")
+
+
+def _failed_alike(error: Exception, group: dist.ProcessGroup | None) -> str:
+    """Why the op runs natively although nobody has foreseen ``error``: every rank has met it (collective).
+
+    Raises:
+        Exception: ``error`` itself under ``force``, or where other ranks met none.
+        PeerTimeoutError: Others did not come.
+    """
+    words = f"the fused path cannot run here: {type(error).__name__}: {error}"
+    if get_settings().policy == "force":
+        raise error
+    if group is not None and not all(str(said).startswith(_FAILED) for said in exchange(group, _FAILED + words)):
+        raise error
+    get_logger("policy").debug("%s", words, exc_info=error)
+    return words
 
 
 def _key_of(spec: OpSpec[Call, Context], call: Call) -> _Key:

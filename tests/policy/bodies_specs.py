@@ -109,6 +109,23 @@ def ask_gate() -> list[bool]:
     return [*found, decided == 2]
 
 
+class _OfAnotherVersion(DoubledGather):
+    """Its fused path calls a library whose interface is another one."""
+
+    name = "tp other_version"
+
+    def fused(self, call, context):
+        return lambda x: [all_gather(x, a_new_name=context)]
+
+
+def ask_gate_of_another_version(on_ranks: tuple[int, ...]) -> str | None:
+    """Why the op is native, where its fused path fails on these ranks."""
+    spec = _OfAnotherVersion() if dist.get_rank() in on_ranks else DoubledGather()
+    place = Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    gate.forget()
+    return gate.answer_for(spec, spec.sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
+
+
 def names_of_specs() -> list[str]:
     """Those that make up calls of their own."""
     return [spec.name for room in ROOMS for spec in specs_of(room) if spec.shapes(2, False)]

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_specs import (  # noqa: E402
     ask_gate,
+    ask_gate_of_another_version,
     bad_calls_are_refused,
     doctor_names_the_op,
     names_of_specs,
@@ -31,6 +32,19 @@ QUICK = ("--repetitions", "1")
 
 def test_the_gate_decides_about_it_once_a_shape() -> None:
     assert run_workers(2, ask_gate) == [[True] * 4] * 2
+
+
+def test_code_for_another_version_of_a_library_is_native() -> None:
+    """On all ranks; under ``force`` it is an error."""
+    for reason in run_workers(2, ask_gate_of_another_version, (0, 1)):
+        assert reason is not None and reason.startswith("the fused path cannot run here: TypeError: "), reason
+    with pytest.raises(Exception, match="a_new_name"):
+        run_workers(2, ask_gate_of_another_version, (0, 1), env={"DITRON_POLICY": "force"})
+
+
+def test_code_that_fails_on_one_rank_is_its_error() -> None:
+    with pytest.raises(Exception, match="a_new_name|rank 1 waited 3 s for rank 0"):
+        run_workers(2, ask_gate_of_another_version, (0,), env={"DITRON_TIMEOUT_S": "3"})
 
 
 def test_bench_measures_it(tmp_path: Path) -> None:
