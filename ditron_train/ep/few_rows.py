@@ -1,8 +1,8 @@
 """From how many rows on an expert's product adds up as native's does, measured.
 
 cuBLAS splits the sum of a product of few tiles over several programs, and then adds up in another order than our
-kernels. From how many rows on it no longer does depends on the shape: of sums of 7168 terms into 2048 columns it was
-seen to split up to 400 rows and more, of 2048 terms into 7168 columns not even few (docs/measurements/ep.md). So both
+kernels. From how many rows on it no longer does depends on the shape: sums of 28672 terms into 4096 columns were seen
+to be split beyond 512 rows, those of 2048 terms into 7168 columns not even of few (docs/measurements/ep.md). So both
 products are compared, for every number of rows up to 512 and every ninth beyond, on values that show the order of
 sums, in calls of as many experts as a layer has: no other kernels are compiled for it.
 """
