@@ -4,11 +4,13 @@
     python scripts/jobs.py dense-70b-tp --megatron-lm ../Megatron-LM --compare "--within 600" -- --num-layers 4
     python scripts/jobs.py dense-70b-tp-pp --megatron-lm ../Megatron-LM --posed
     python scripts/jobs.py --list 2
+    python scripts/jobs.py --all 2 --within 1500 --megatron-lm ../Megatron-LM --compare "--results benchmarks/results"
 
-What stands behind ``--`` goes to Megatron behind the job's own arguments, and so replaces them. ``--show`` prints the
-command and trains nothing. ``--posed`` is for bits alone: ranks share whatever GPUs there are, each rank holds as few
-layers and experts as the job's kind allows, and nothing is timed or written to results. ``--list N`` says which jobs
-run whole on N GPUs, and which posed.
+Several jobs run one after the other, and ``--all N`` are those that run whole on N GPUs. Logs and notes of each lie in
+``compare/<job>``. What stands behind ``--`` goes to Megatron behind the job's own arguments, and so replaces them.
+``--show`` prints the commands and trains nothing. ``--posed`` is for bits alone: ranks share whatever GPUs there are,
+each rank holds as few layers and experts as the job's kind allows, and nothing is timed or written to results.
+``--list N`` says which jobs run whole on N GPUs, and which posed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +113,7 @@ def command_of(
         more: More arguments of Megatron, which replace the job's.
         posed: Whether it is for bits alone, on fewer GPUs than ranks: each path once, untraced.
     """
-    how = ["--order", "AB"] if posed else ["--trace", "--model", job.name]
+    how = ["--output", f"compare/{job.name}", *(["--order", "AB"] if posed else ["--trace", "--model", job.name])]
     comparing = ["-m", "ditron_train", "compare", "--ditron", job.ditron, *how, *compare]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.gpus)]
     scripts = [str(SHARED), str(script)] if posed else [str(script)]
@@ -128,14 +131,42 @@ def list_of(num_gpus: int) -> str:
     return "\n".join(lines)
 
 
+def run_in_turn(jobs: Sequence[StandardJob], run: Callable[[StandardJob], int], within: float | None) -> int:
+    """Runs each of them, whatever became of those before; 0 where all ran and said 0.
+
+    Args:
+        jobs: In their order.
+        run: Gives a job's status.
+        within: Seconds; a job that would not end in them, if it took as long as the longest before, is not begun.
+    """
+    began_s, longest_s = time.monotonic(), 0.0
+    ended: dict[str, str] = {}
+    for job in jobs:
+        job_began_s = time.monotonic()
+        if within is not None and ended and job_began_s + longest_s > began_s + within:
+            ended[job.name] = "not begun, no time is left"
+            continue
+        status = run(job)
+        seconds = time.monotonic() - job_began_s
+        longest_s = max(longest_s, seconds)
+        ended[job.name] = f"{f'status {status}' if status else 'equal'}, {seconds:.0f} s"
+    if len(jobs) > 1:
+        print("\n".join(f"{name:26} {words}" for name, words in ended.items()))
+    return int(not all(words.startswith("equal") for words in ended.values()))
+
+
 def main() -> int:
-    """Runs or shows the command; returns its status."""
+    """Runs or shows the commands; returns their status."""
     words, more = sys.argv[1:], []
     if "--" in words:
         place = words.index("--")
         words, more = words[:place], words[place + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", nargs="?", choices=job_names())
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help=", ".join(job_names()))
+    parser.add_argument("--all", type=int, metavar="GPUS", help="all jobs that run whole on so many GPUs")
+    parser.add_argument(
+        "--within", type=float, metavar="S", help="no job begins that would not end in so many seconds"
+    )
     parser.add_argument("--megatron-lm", type=Path, default=Path(os.environ.get("MEGATRON_LM", "Megatron-LM")))
     parser.add_argument("--compare", default="", metavar="OPTIONS", help="more options of compare, in one word")
     parser.add_argument("--show", action="store_true", help="print the command and train nothing")
@@ -145,17 +176,25 @@ def main() -> int:
     if arguments.list is not None:
         print(list_of(arguments.list))
         return 0
-    if arguments.job is None:
-        parser.error("which job?")
-    job, script = read_job(arguments.job), arguments.megatron_lm / "pretrain_gpt.py"
-    command = command_of(job, script, shlex.split(arguments.compare), more, posed=arguments.posed)
+    if bool(arguments.jobs) == (arguments.all is not None):
+        parser.error("name jobs, or --all GPUS")
+    try:
+        jobs = [read_job(name) for name in arguments.jobs or job_names()]
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.all is not None:
+        jobs = [job for job in jobs if job.gpus <= arguments.all]
+    script, options = arguments.megatron_lm / "pretrain_gpt.py", shlex.split(arguments.compare)
+    commands = {job.name: command_of(job, script, options, more, posed=arguments.posed) for job in jobs}
     if arguments.show:
-        print(shlex.join(command))
+        print("\n".join(map(shlex.join, commands.values())))
         return 0
     path = os.pathsep.join([str(ROOT), str(arguments.megatron_lm.resolve()), os.environ.get("PYTHONPATH", "")])
     policy = {"DITRON_POLICY": "bits"} if arguments.posed else {}  # times of ranks that share a GPU decide nothing
     env = {**ENVIRONMENT, **policy, **os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, env=env, check=False).returncode
+    return run_in_turn(
+        jobs, lambda job: subprocess.run(commands[job.name], env=env, check=False).returncode, arguments.within
+    )
 
 
 if __name__ == "__main__":

@@ -174,3 +174,37 @@ def test_megatron_takes_the_arguments() -> None:
         kind = "a2a" if name.startswith("ulysses") else "p2p"
         assert f"TAKEN {name} True {experts} {kind}" in done.stdout
         assert f"POSED {name} True {experts and jobs.POSED_EXPERTS} {kind}" in done.stdout
+
+
+def test_jobs_run_in_turn_while_there_is_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Each takes 100 s, and what one ends with keeps no other from running."""
+    now, ran = [0.0], []
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: now[0])
+    several = [jobs.read_job(name) for name in ("dense-32b-tp", "dense-70b-tp", "moe-128-ep")]
+
+    def run(job: Any, status: int = 0) -> int:
+        now[0] += 100.0
+        ran.append(job.name)
+        return status
+
+    assert jobs.run_in_turn(several, run, None) == 0 and ran == [job.name for job in several]
+    assert jobs.run_in_turn(several, lambda job: run(job, 1 if "32b" in job.name else 0), 300.0) == 1 and len(ran) == 6
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split() == ["dense-32b-tp", "equal,", "100", "s"] and said[3].endswith("status 1, 100 s")
+    assert jobs.run_in_turn(several, run, 250.0) == 1 and len(ran) == 8
+    assert "moe-128-ep                 not begun, no time is left" in capsys.readouterr().out
+    assert jobs.run_in_turn(several[:1], run, 1.0) == 0 and not capsys.readouterr().out
+
+
+def test_jobs_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def main(*words: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["jobs.py", *words])
+        assert jobs.main() == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert len(main("dense-70b-tp", "moe-128-ep", "--show")) == 2
+    assert len(main("--all", "2", "--show")) == jobs.list_of(2).count("whole")
+    for words in ([], ["dense-70b-tp", "--all", "2"], ["dense"]):
+        with pytest.raises(SystemExit):
+            main(*words)
+    assert "no standard job 'dense'; there are" in capsys.readouterr().err
