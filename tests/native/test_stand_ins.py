@@ -366,8 +366,22 @@ assert TELinears().why_not_out(layer, 1) is None, "a reduce-scatter adds up"
 """
 
 
+_FP8_IN_MEGATRONS_GRAPH = """
+import torch
+
+layer, x = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4)
+states.fp8_graph_capturing = lambda: False  # of graphs that Transformer Engine makes; Megatron's own say nothing
+tp_te.why_not_recipe = tp_te.why_not_code = lambda *args: None
+assert tp_te.why_not_fp8(layer, x) is None
+tp_te.is_capturing = lambda device: True
+assert tp_te.why_not_fp8(layer, x) == "FP8 is calibrated or captured"
+"""
+
+
 @pytest.mark.parametrize(
-    "body", [_NORM_RETURNED, _COMMUNICATION_OF_ANOTHER, _SYMMETRIC], ids=["norm", "shared_experts", "symmetric"]
+    "body",
+    [_NORM_RETURNED, _COMMUNICATION_OF_ANOTHER, _SYMMETRIC, _FP8_IN_MEGATRONS_GRAPH],
+    ids=["norm", "shared_experts", "symmetric", "fp8_in_a_graph"],
 )
 def test_what_transformer_engine_does_that_ours_do_not_runs_natively(body):
     """Of its layers, only what is asked here stands for them."""

@@ -33,6 +33,7 @@ from ditron_train.megatron.ep.experts import (
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall, fewest_rows_of
 from ditron_train.megatron.ep.te_fp8 import AtOnce, ExpertProduct, grouped_base, multiplying_at_once, why_not_code
 from ditron_train.policy import gate, log_native
+from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 
@@ -73,7 +74,8 @@ def _products_at_once(linear: Any, x: torch.Tensor) -> AtOnce:
 
 
 def _why_not_fp8(linear: Any) -> str | None:
-    if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
+    is_captured = FP8GlobalStateManager.fp8_graph_capturing() or is_capturing(linear.weight0.device)
+    if FP8GlobalStateManager.is_fp8_calibration() or is_captured:
         return "FP8 is calibrated or captured"
     recipe = FP8GlobalStateManager.get_fp8_recipe()
     if getattr(recipe, "backward_override", None) is not None:

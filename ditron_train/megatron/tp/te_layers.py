@@ -35,6 +35,7 @@ from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scalin
 from ditron_train.megatron.tp.te_passes import reduce_amax_in_passes
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
@@ -103,7 +104,8 @@ def _why_not_options(layer: Any, x: torch.Tensor) -> str | None:
 
 def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
     """As ``why_not_covered``, where the layer computes in FP8."""
-    if FP8GlobalStateManager.is_fp8_calibration() or FP8GlobalStateManager.fp8_graph_capturing():
+    is_captured = FP8GlobalStateManager.fp8_graph_capturing() or is_capturing(x.device)  # by TE, or by Megatron
+    if FP8GlobalStateManager.is_fp8_calibration() or is_captured:
         return "FP8 is calibrated or captured"
     recipe = FP8GlobalStateManager.get_fp8_recipe()
     reason = why_not_recipe(recipe)

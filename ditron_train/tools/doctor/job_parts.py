@@ -158,9 +158,9 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
 
 
 def _why_not_captured(name: str, config: Any) -> str | None:
-    """As the layers ask in FP8 where Transformer Engine makes the graphs and tells them; Megatron's own do not."""
+    """As the layers ask in FP8, whoever makes the graphs."""
     parts = captured_parts(config)
-    if parts is None or config.cuda_graph_impl != "transformer_engine":
+    if parts is None:
         return None
     scopes = next((scopes for start, scopes in _GRAPH_SCOPES.items() if name.startswith(start)), frozenset())
     is_captured = bool(scopes) and (not parts or bool(scopes & parts))

@@ -251,7 +251,11 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
             {"MLP: linear_fc1", "MLP: linear_fc2", HEAD},
             dict.fromkeys((QKV, PROJ), "FP8 is calibrated or captured"),
         ),
-        (f"{FP8} --fp8-recipe tensorwise --cuda-graph-impl local", {*LINEARS, HEAD}, {}),
+        (
+            f"{FP8} --fp8-recipe tensorwise --cuda-graph-impl local",
+            {HEAD},
+            dict.fromkeys(LINEARS, "FP8 is calibrated or captured"),
+        ),
         (f"{MLA_SP} --experimental-attention-variant dsa --ditron sp", set(), {EXCHANGES: "the attention of dsa"}),
         (f"{A2A_P2P} 2 4", {EXCHANGES, QKV_A2A, OUT_A2A}, {}),
         (f"{A2A_P2P} 1 8", set(), {EXCHANGES: "each exchange of a2a+p2p is of one rank"}),
