@@ -42,7 +42,7 @@ class Supported(NamedTuple):
 
 
 _PYTHON = "3.11 and 3.12 run all tests; 3.10 and 3.13 ran small trainings and tests of the lower floors on CPUs"
-_TORCH = "2.11 ran on GPUs; 2.13 and 2.15 ran on CPUs alone"
+_TORCH = "2.11 ran on GPUs; 2.13, 2.14 and 2.15 ran on CPUs alone"
 _TRITON = (
     "3.6 and 3.9 ran on GPUs; the kernels of 3.7 and 3.8 order memory as those of 3.6, and run in the interpreter"
 )

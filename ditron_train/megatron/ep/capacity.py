@@ -10,6 +10,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from ditron_train.ep import EPContext
 from ditron_train.ep.few_rows import NEVER, OTHER_BITS
+from ditron_train.megatron.ep.coverage import why_not_beside
 from ditron_train.megatron.ep.experts import why_not_called
 from ditron_train.megatron.ep.pair_spec import fewest_rows_of_layer
 from ditron_train.megatron.ep.spec import warns_of_few_rows
@@ -34,12 +35,12 @@ class FixedCapacity:
         factor = get_settings().ep_capacity
         if factor is None:
             return
-        reason: str | None = "Transformer Engine is not installed"
-        if tp_size > 1:
-            reason = f"experts are split over {tp_size} tensor parallel ranks"
-        elif is_apart:
+        reason = why_not_beside(tp_size)
+        if reason is None and is_apart:
             reason = "overlap_moe_expert_parallel_comm is on"
-        elif HAVE_TE:
+        if reason is None and not HAVE_TE:
+            reason = "Transformer Engine is not installed"
+        if reason is None:
             from ditron_train.megatron.ep.te_experts import why_not_capacity
 
             reason = why_not_capacity(experts)
