@@ -46,6 +46,7 @@ MODULES = {
     "pytest-timeout": "pytest_timeout",
     "hypothesis": "hypothesis",
     "psutil": "psutil",
+    "einops": "einops",  # Megatron-core asks for it in a2a+p2p
     "setuptools": "setuptools",
     "ruff": "ruff",
     "mypy": "mypy",
@@ -53,7 +54,7 @@ MODULES = {
 }
 _OLDEST = {"setuptools": 77}  # pyproject.toml asks for it; venv puts an older one beside pip on Python 3.11
 BASE = (*CORE, "packaging", "rich", "megatron-core", "matplotlib", "setuptools")
-TEST = (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil")
+TEST = (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil", "einops")
 LINT = ("ruff", "mypy")  # in no other version than the one pinned: what they say differs between versions
 PURPOSES = {"quickstart": BASE, "bench": BASE, "test": TEST, "ci": (*TEST, *LINT)}
 HASHED = ("ci",)

@@ -20,7 +20,7 @@ PY=$venv/bin/python
 
 if [ ! -e "$venv/complete" ]; then
   "$outer" -m venv --clear "$venv"
-  pins=("torch==$torch" packaging rich setuptools numpy matplotlib pytest pytest-timeout hypothesis psutil)
+  pins=("torch==$torch" packaging rich setuptools numpy matplotlib pytest pytest-timeout hypothesis psutil einops)
   [ "${triton%.*}" != 3.6 ] || pins+=("numpy<2.4") # its interpreter breaks with later ones
   "$PY" -m pip install --quiet "${pins[@]/#torch==$torch/torch==$torch+cpu}" 2>"$venv/said" ||
     "$PY" -m pip install --quiet "${pins[@]}" || die "pip has no torch $torch for Python $python: see above and $venv/said"
