@@ -1,6 +1,7 @@
 """What the workers of the FP8 tests run: ours in the code of a stand-in for Transformer Engine's linear layer.
 
-Operands are integers below 4 and scales powers of two: everything is exact.
+Operands are integers below 4 by powers of two, and so are scales: everything is exact, and a scale in another's place
+is seen.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def _derived(linear: type) -> tuple[type, type]:
 
 
 def _integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    values = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    columns, rows = torch.arange(shape[-1]), torch.arange(values[..., 0].numel())
+    powers = (rows % 3).view(*shape[:-1], 1) + (columns + columns // 128) % 3 + seed % 2
+    return (values * 2.0**powers).bfloat16()
 
 
 def _passes(layer: torch.nn.Module, shape: tuple[int, ...], run: object) -> tuple[list[torch.Tensor], list]:
@@ -88,21 +92,21 @@ def compare_layers(mode: str, recipe: str, minor: int) -> tuple[Products, Produc
     return _compare(*_classes(minor=minor), mode, recipe)
 
 
-def compare_sources(mode: str, checkout: str, module: str, name: str) -> tuple[Products, Products]:
+def compare_sources(mode: str, recipe: str, checkout: str, module: str, name: str) -> tuple[Products, Products]:
     """The same with Transformer Engine's own code of a checkout, of its layer ``name``, around the stand-in's
     operands."""
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
-    return _compare(*_derived(te_sources.pose(checkout, module, name)), mode, "tensorwise")
+    return _compare(*_derived(te_sources.pose(checkout, module, name)), mode, recipe)
 
 
 def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products, Products]:
-    from ditron_train.megatron.tp import te_passes
+    from ditron_train.megatron.tp import te_blocks, te_passes
     from ditron_train.megatron.tp.te_fp8 import overlapping, why_not_code
     from ditron_train.tp import get_tp_context
 
-    assert why_not_code(native) is None and why_not_code(ours) is None
+    assert why_not_code(native) is None and why_not_code(ours) is None and te_blocks.why_not_form() is None
     reduced = mock.Mock(side_effect=te_passes.largest_of_ranks)
     te_passes.largest_of_ranks = reduced
     context = get_tp_context(None, torch.device("cpu"))
@@ -114,11 +118,11 @@ def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products
             return layer(x)
 
     block = 128 if recipe == "blockwise" else 32
-    shape = (block // 2 if mode == "column" else block, 2, block)
+    shape = (block // 2 if mode == "column" else block, 2, 2 * block)
 
     products, results, states = [], [], []
     for made, run in ((native, lambda layer, x: layer(x)), (ours, lambda layer, x: layer(x)), (ours, overlapped)):
-        weight = _integers((256 if recipe == "blockwise" else 48, block), 7 + dist.get_rank())
+        weight = _integers((256 if recipe == "blockwise" else 48, 2 * block), 7 + dist.get_rank())
         bias = (
             _integers((len(weight),), 9 + dist.get_rank()) if mode == "column" else None
         )  # of rows it is added later
@@ -226,9 +230,17 @@ def refused_code(change: tuple[str, str], minor: int) -> str | None:
     return why_not_code(ours)
 
 
-def spec_on_cpu(kind: str, scaling: str) -> list[str]:
+def form_of_blocks(minor: int, change: tuple[str, str]) -> str | None:
+    """Why blocks of the stand-in for 2.``minor``, with one string replaced, do not travel by ours."""
+    _classes(change, minor)
+    from ditron_train.megatron.tp.te_blocks import why_not_form
+
+    return why_not_form()
+
+
+def spec_on_cpu(kind: str, scaling: str, minor: int) -> list[str]:
     """The trial of the policy: what it compares has the shapes of results and gradients."""
-    _classes()
+    _classes(minor=minor)
     from ditron_train.megatron.tp.fp8_spec import FP8_COLUMN, FP8_ROW, Fp8Call
 
     spec, said = {"column": FP8_COLUMN, "row": FP8_ROW}[kind], []

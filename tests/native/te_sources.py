@@ -1,12 +1,14 @@
 """Transformer Engine's own code of its linear layers, from a checkout of any version, on the operands of the stand-in.
 
 The modules of the layers, and those that they are written with, are executed as they are. Everything else is posed:
-operands, products and movement are the stand-in's, a norm changes nothing, the rest is names without a content.
+operands, products and movement are the stand-in's, a norm changes nothing, the rest is names without a content. Blocks
+from 2.12 on lie in the checkout's own tensors, too, and are gathered by its own code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.util
 import pathlib
@@ -18,6 +20,12 @@ from te_stand_in import modules
 
 #: What is executed as it stands in the checkout.
 _REAL = ("module.base", "module._common", "module.linear", "module.layernorm_linear", "torch_version", "utils")
+#: Likewise of versions whose blocks lie as GEMMs take them; two of the names stand for modules that are posed, too.
+_REAL_BLOCKS = {
+    "tensor.storage.float8_blockwise_tensor_storage": "tensor.storage.float8_blockwise_tensor_storage",
+    "tensor.real_quantizer": "tensor.float8_blockwise_tensor",
+    "real_distributed": "distributed",
+}
 _PACKAGE = "transformer_engine.pytorch"
 
 
@@ -49,15 +57,16 @@ class _Posed(types.ModuleType):
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of Transformer Engine: real ones in the checkout, the others posed."""
 
-    def __init__(self, checkout):
+    def __init__(self, checkout, minor):
         self._files = pathlib.Path(checkout) / "transformer_engine" / "pytorch"
+        self._real = {**dict(zip(_REAL, _REAL)), **(_REAL_BLOCKS if minor >= 12 else {})}
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname.split(".")[0] not in ("transformer_engine", "transformer_engine_torch"):
             return None
         name = fullname.removeprefix(f"{_PACKAGE}.")
-        if name in _REAL:
-            file = self._files.joinpath(*name.split(".")).with_suffix(".py")
+        if name in self._real:
+            file = self._files.joinpath(*self._real[name].split(".")).with_suffix(".py")
             return importlib.util.spec_from_file_location(fullname, file) if file.exists() else None
         return importlib.util.spec_from_loader(fullname, self, is_package=True)
 
@@ -111,7 +120,7 @@ _POSED = {
     "quantization": {"FP8GlobalStateManager": _States},
     "export": {"is_in_onnx_export_mode": _no},
     "graph": {"is_graph_capturing": _no},
-    "constants": {"TE_DType": {}},
+    "constants": {"TE_DType": {}, "DType": _Names("DType", (), {"cast": staticmethod(lambda dtype: dtype)})},
     "cpu_offload": {"is_cpu_offload_enabled": _no, **dict.fromkeys(_OFFLOADS, _nothing)},
     "tensor.utils": {"is_custom": _no},
     "distributed_weight": {"is_distributed_weight": _no},
@@ -136,22 +145,66 @@ def _operands(module):
             self.transpose(True)
 
     module.Storage.update_usage = update_usage
-    module.Quantizer.supports_only_rowwise_all_gather = module.Quantizer.is_requantization_safe = lambda self: True
+    module.Quantizer.is_requantization_safe = lambda self: True
+    module.Quantizer.supports_only_rowwise_all_gather = lambda self: hasattr(self, "scale")
     module.Quantizer.is_quantizable = lambda self, values: True
     module.rmsnorm_bwd = lambda grad, x, deviation, weight, *_: (grad, grad.sum(dim=0))
     module.bgrad_quantize = lambda grad, quantizer: (grad.sum(dim=0), quantizer(grad))
     return {
-        "QuantizedTensorStorage": module.Storage,
+        "QuantizedTensorStorage": module.Quantized,
+        "Quantizer": module.Quantizer,
         "prepare_for_saving": _keep,
         **dict.fromkeys(_RESTORED, _restore),
     }
 
 
+class _AtOnce(contextlib.nullcontext):
+    """``_coalescing_manager`` of torch where each collective has ended when it returns, as gloo's do."""
+
+    def __init__(self, group=None, device=None, async_ops=False):
+        super().__init__(self)
+
+    def wait(self):
+        pass
+
+
+def _real_blocks(posed):
+    """Has a version's own code lay blocks out and gather them: values and products alone are the stand-in's."""
+
+    def real(name):
+        return importlib.import_module(f"{_PACKAGE}.{name}")
+
+    stand_in, distributed = posed["tensor.float8_blockwise_tensor"], posed["distributed"]
+    made, others = stand_in.Float8BlockQuantizer, distributed.gather_along_first_dim
+    storage = real("tensor.storage.float8_blockwise_tensor_storage").Float8BlockwiseQTensorStorage
+    storage.values, storage.is_ready = stand_in.Fields.values, stand_in.BlockStorage.is_ready
+    quantizer = real("tensor.real_quantizer").Float8BlockQuantizer
+    kept = {name: getattr(made, name) for name in ("blocks", "made", "make_empty", "quantize")}
+    kept["num_dimensions"] = property(lambda self: self.block_scaling_dim)
+    stand_in.Float8BlockQuantizer = type(quantizer.__name__, (quantizer,), kept)
+    stand_in.BlockStorage = storage
+    posed["tensor.float8_tensor"].swap_first_dims = lambda first, out: out.copy_(first.transpose(0, 1))
+    torch.distributed._coalescing_manager = _AtOnce
+    gather = real("real_distributed").gather_along_first_dim
+
+    def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None):
+        is_block = isinstance(quantizer, stand_in.Float8BlockQuantizer)
+        return (gather if is_block else others)(inp, process_group, async_op, quantizer)
+
+    distributed.gather_along_first_dim = gather_along_first_dim
+
+
+def _minor_of(checkout):
+    """X of the version 2.X of a checkout."""
+    return int((pathlib.Path(checkout) / "build_tools" / "VERSION.txt").read_text().split(".")[1])
+
+
 def pose(checkout, module, layer):
     """Has Python find Transformer Engine of ``checkout``; returns its class ``layer`` as one of layers that are
     made as those of the stand-in."""
-    sys.meta_path.insert(0, _Finder(checkout))
-    sources = modules()
+    minor = _minor_of(checkout)
+    sys.meta_path.insert(0, _Finder(checkout, minor))
+    sources = modules(minor)
     posed = {
         name: importlib.import_module(f"{_PACKAGE}.{name}") for name in (*_STAND_INS, *_POSED, "quantized_tensor")
     }
@@ -163,14 +216,34 @@ def pose(checkout, module, layer):
         vars(posed[name]).update(values)
     sys.modules["transformer_engine_torch"] = posed["tensor.float8_tensor"]
     importlib.import_module(f"{_PACKAGE}.utils")._empty_tensor = lambda: torch.empty(0)
+    if minor >= 12:
+        _real_blocks(posed)
     base = importlib.import_module(f"{_PACKAGE}.module.base")
     base.quantize_weight = lambda *, tensor, quantizer, **_: (quantizer(tensor), None)
     found = importlib.import_module(f"{_PACKAGE}.module.{module}")
     gives_group = hasattr(found, "set_quantizer_amax_reduction_group")
-    return _layer_class(getattr(found, layer), posed["tensor.float8_tensor"], gives_group)
+    return _layer_class(getattr(found, layer), functools.partial(_quantizers, minor, gives_group))
 
 
-def _layer_class(native, operands, gives_group):
+def _quantizers(minor, gives_group, recipe, mode, group):
+    """Of a layer's input, weight and gradient."""
+    tensors, blocks = (
+        sys.modules[f"{_PACKAGE}.tensor.{name}"] for name in ("float8_tensor", "float8_blockwise_tensor")
+    )
+    kinds, travels = [tensors.DType.kFloat8E4M3] * 2 + [tensors.DType.kFloat8E5M2], 0 if mode == "column" else 2
+    made = []
+    for place, kind in enumerate(kinds):
+        if recipe == "blockwise":
+            options = dict(rowwise=True, columnwise=True, block_scaling_dim=2 if place == 1 else 1)
+            options.update({"all_gather_usage": place == travels} if minor < 12 else {})
+            made.append(blocks.Float8BlockQuantizer(kind, **options))
+        else:
+            of = group if place == travels and not gives_group else None
+            made.append(tensors.Float8CurrentScalingQuantizer(kind, None, group=of))
+    return made
+
+
+def _layer_class(native, quantizers):
     opens = not hasattr(native, "end_forward")
     on, off = ["fp8", "sequence_parallel"], ["fp8_calibration", "fuse_wgrad_accumulation", "save_original_input"]
     off += ["is_fsdp2", "gemm_bias_unfused_add", "return_bias", "primary_weights_in_fp8", *_USERBUFFERS]
@@ -193,11 +266,7 @@ def _layer_class(native, operands, gives_group):
             self.use_bias = self.apply_bias = bias is not None
             self.scales = self.amaxes = torch.zeros(1)  # of delayed scaling
             self._fp8_workspaces = {}
-            kinds = [operands.DType.kFloat8E4M3, operands.DType.kFloat8E4M3, operands.DType.kFloat8E5M2]
-            travels = 0 if mode == "column" else 2
-            groups = [group if place == travels and not gives_group else None for place in range(3)]
-            made = [operands.Float8CurrentScalingQuantizer(kind, None, group=of) for kind, of in zip(kinds, groups)]
-            self.inputs, self.weights, self.grads = made
+            self.inputs, self.weights, self.grads = made = quantizers(recipe, mode, group)
             self.quantizers = dict(scaling_fwd=made[:2], scaling_bwd=made[2:])
 
         def prepare_forward(self, inp, *_, **__):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import textwrap
 
+from te_stand_in_blocks import blocks, gather
+
 _OPERANDS = """
 import enum
 import torch
@@ -22,7 +24,11 @@ Float8BlockScaleTensorFormat = enum.Enum("Float8BlockScaleTensorFormat", ["GEMM_
 TYPES = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 
 
-class Storage:
+class Quantized:
+    pass
+
+
+class Storage(Quantized):
     def __init__(self, data, fp8_scale_inv, fp8_dtype, data_transpose=None, quantizer=None):
         self._data, self._scale_inv, self._fp8_dtype = data, fp8_scale_inv, fp8_dtype
         self._transpose, self._quantizer = data_transpose, quantizer
@@ -47,9 +53,9 @@ class Storage:
 
 
 class Quantizer:
-    def __init__(self, fp8_dtype, *, rowwise=True, columnwise=True):
+    def __init__(self, fp8_dtype=None, *, rowwise=True, columnwise=True):
         self.dtype, self.rowwise_usage, self.columnwise_usage = fp8_dtype, rowwise, columnwise
-        self.history, self.internal = [], False
+        self.history, self.internal, self.optimize_for_gemm = [], False, False
 
     def set_usage(self, *, rowwise=None, columnwise=None):
         self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
@@ -92,79 +98,6 @@ class Float8Quantizer(Quantizer):
         return self.cast(values)
 """
 
-_BLOCKS = """
-import torch
-from transformer_engine.pytorch.tensor.float8_tensor import Float8BlockScaleTensorFormat, Quantizer, TYPES
-
-READY, COMPACT = Float8BlockScaleTensorFormat.GEMM_READY, Float8BlockScaleTensorFormat.COMPACT
-FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "fp8_dtype", "quantizer",
-          "is_2D_scaled", "data_format")
-
-
-class BlockStorage:
-    def __init__(self, **fields):
-        assert set(fields) == set(FIELDS)
-        vars(self).update({f"_{name}": value for name, value in fields.items()})
-
-    def get_metadata(self):
-        return {name: getattr(self, f"_{name}") for name in FIELDS}
-
-    def update_usage(self, columnwise_usage):
-        assert self._columnwise_data is not None
-
-    def clear(self):
-        for name in FIELDS[:4]:
-            setattr(self, f"_{name}", None)
-
-    def size(self):
-        return (self._columnwise_data if self._rowwise_data is None else self._rowwise_data).shape
-
-    def _transpose_columnwise_data(self):
-        self._columnwise_data = self._columnwise_data.t().contiguous()
-
-    def values(self, rowwise):
-        side = "_rowwise" if rowwise else "_columnwise"
-        data, scales = getattr(self, f"{side}_data"), getattr(self, f"{side}_scale_inv")
-        assert self._data_format == READY and data.is_contiguous() and scales.is_contiguous()
-        data = data.reshape(-1, data.shape[-1]).view(TYPES[self._fp8_dtype]).float()
-        rows = scales.repeat_interleave(128, 0)[: len(data)] if self._is_2D_scaled else scales.t()
-        return data * rows.repeat_interleave(128, 1)[:, : data.shape[1]]
-
-
-class Float8BlockQuantizer(Quantizer):
-    def __init__(self, fp8_dtype, *, rowwise, columnwise, force_pow_2_scales=True, block_scaling_dim=2,
-                 all_gather_usage=False):
-        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        self.num_dimensions, self.all_gather_usage = block_scaling_dim, all_gather_usage
-        assert force_pow_2_scales
-
-    def is_quantizable(self, values):
-        return values.shape[-1] % 128 == 0 and values.shape[:-1].numel() % 128 == 0
-
-    def blocks(self, values):
-        rows, columns = values.shape
-        height = 128 if self.num_dimensions == 2 else 1
-        blocks = values.reshape(rows // height, height, columns // 128, 128)
-        scales = 2.0 ** -torch.ceil(torch.log2(blocks.abs().amax((1, 3), keepdim=True).clamp(min=1.0))) * 4
-        data = (blocks * scales).reshape(rows, columns).to(TYPES[self.dtype]).view(torch.uint8)
-        return data, 1 / scales[:, 0, :, 0]
-
-    def quantize(self, values):
-        flat, found = values.reshape(-1, values.shape[-1]), dict.fromkeys(FIELDS)
-        is_flat, travels = self.num_dimensions == 1, self.all_gather_usage
-        if self.rowwise_usage:
-            data, scales = self.blocks(flat)
-            scales = scales.t().contiguous() if is_flat and not travels else scales
-            found.update(rowwise_data=data.view(values.shape), rowwise_scale_inv=scales)
-        if self.columnwise_usage:
-            data, scales = self.blocks(flat.t().contiguous())
-            data = data.t().contiguous().view(values.shape) if travels else data
-            found.update(columnwise_data=data, columnwise_scale_inv=scales.t().contiguous() if is_flat else scales)
-        form = COMPACT if travels else READY
-        found.update(fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=not is_flat, data_format=form)
-        return BlockStorage(**found)
-"""
-
 _DISTRIBUTED = """
 import torch
 import torch.distributed as dist
@@ -185,17 +118,8 @@ def all_rows(rows, group):
 
 def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None):
     handle = Done() if async_op else None
-    if hasattr(quantizer, "all_gather_usage"):
-        inp = inp if isinstance(inp, BlockStorage) else quantizer(inp)
-        fields = inp.get_metadata()
-        for name in FIELDS[:4]:
-            used = quantizer.rowwise_usage if name.startswith("row") else quantizer.columnwise_usage
-            fields[name] = all_rows(fields[name], process_group) if used else None
-        if quantizer.rowwise_usage:
-            fields["rowwise_scale_inv"] = fields["rowwise_scale_inv"].t().contiguous()
-        if quantizer.columnwise_usage:
-            fields["columnwise_data"] = fields["columnwise_data"].flatten(0, -2).t().contiguous()
-        return BlockStorage(**{**fields, "data_format": READY}), handle
+    if hasattr(quantizer, "num_dimensions"):
+        return gather_blocks(inp, process_group, quantizer), handle
     if not isinstance(inp, Storage):
         columnwise = quantizer.columnwise_usage
         quantizer.set_usage(rowwise=True, columnwise=False)
@@ -345,7 +269,7 @@ class Linear(torch.nn.Module):
         dtype = DType.kFloat8E5M2 if index == 2 else DType.kFloat8E4M3
         travels = (self.mode, index) in (("column", 0), ("row", 2))
         if recipe == "blockwise":
-            options = dict(block_scaling_dim=2 if index == 1 else 1, all_gather_usage=travels)
+            options = dict(block_scaling_dim=2 if index == 1 else 1, {travels})
             return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, **options)
         if recipe == "delayed":
             return Float8Quantizer(dtype, self.scales[index], self.amaxes[0, index])
@@ -395,6 +319,7 @@ def _linear(minor: int) -> str:
         functions = passes.replace("def forward", "def _linear_forward_impl").replace("def back", "def _linear_back")
         made = functions + _FUNCTIONS.replace("{kept}", "ctx" if minor < 16 else "types.SimpleNamespace()")
     source = _LINEAR.replace("{passes}", made).replace("{imports}", says["imports"])
+    source = source.replace("{travels}", "all_gather_usage=travels" if minor < 12 else "")
     return source.replace("{keeps_group}", str(minor < 18))
 
 
@@ -406,8 +331,8 @@ def modules(minor: int = 10) -> dict[str, str]:
         "transformer_engine.pytorch.tensor": "",
         "transformer_engine.pytorch.module": "",
         "transformer_engine.pytorch.tensor.float8_tensor": _OPERANDS,
-        "transformer_engine.pytorch.tensor.float8_blockwise_tensor": _BLOCKS,
-        "transformer_engine.pytorch.distributed": _DISTRIBUTED,
+        "transformer_engine.pytorch.tensor.float8_blockwise_tensor": blocks(minor),
+        "transformer_engine.pytorch.distributed": _DISTRIBUTED + gather(minor),
         "transformer_engine.pytorch.cpp_extensions": _OPS,
         "transformer_engine.pytorch.module._common": _COMMON,
         "transformer_engine.pytorch.module.base": _BASE,

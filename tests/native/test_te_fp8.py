@@ -17,7 +17,10 @@ TRANSFORMER_ENGINE = os.environ.get("TRANSFORMER_ENGINE")
 
 @pytest.mark.parametrize(
     "recipe, minor",
-    [("tensorwise", 10), ("delayed", 10), ("blockwise", 10), ("tensorwise", 15), ("delayed", 16), ("tensorwise", 18)],
+    [
+        *[("tensorwise", 10), ("delayed", 10), ("blockwise", 10), ("blockwise", 12), ("blockwise", 14)],
+        *[("tensorwise", 15), ("delayed", 16), ("tensorwise", 18), ("blockwise", 18)],
+    ],
 )
 @pytest.mark.parametrize("mode", ["column", "row"])
 def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_layer(mode, recipe, minor):
@@ -30,9 +33,10 @@ def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_laye
     "mode, module, name",
     [("column", "linear", "Linear"), ("column", "layernorm_linear", "LayerNormLinear"), ("row", "linear", "Linear")],
 )
-def test_the_same_with_transformer_engines_own_code(mode, module, name):
-    for native, overlapped in workers.run(workers.compare_sources, mode, TRANSFORMER_ENGINE, module, name):
-        _check_products(native, overlapped, mode, "tensorwise")
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_the_same_with_transformer_engines_own_code(mode, recipe, module, name):
+    for native, overlapped in workers.run(workers.compare_sources, mode, recipe, TRANSFORMER_ENGINE, module, name):
+        _check_products(native, overlapped, mode, recipe)
 
 
 def _check_products(native, overlapped, mode, recipe):
@@ -82,16 +86,31 @@ def test_code_that_calls_others_is_left_alone(change, words, minor):
         assert words in reason and reason.startswith("this version of Transformer Engine")
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "block"])
+@pytest.mark.parametrize("scaling, minor", [("tensor", 10), ("block", 10), ("block", 12)])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_what_the_policy_compares(kind, scaling):
-    first, second = workers.run(workers.spec_on_cpu, kind, scaling)
+def test_what_the_policy_compares(kind, scaling, minor):
+    first, second = workers.run(workers.spec_on_cpu, kind, scaling, minor)
     words, size, alignment = (", block", 8, 128) if scaling == "block" else ("", 1, 16)
     sizes = f"{32 * size}x{64 * size} {48 * size}x{64 * size}"
     assert first == second
     assert first[0].startswith(f"tp {kind} fp8 {sizes} gradients E5M2{words}: [") and "frozen" in first[1]
     assert ("bias" in first[1]) == (kind == "column")
     assert f"multiples of {alignment}" in first[2]
+
+
+@pytest.mark.parametrize(
+    "minor, change, is_known",
+    [
+        (11, ("", ""), True),
+        (12, ("", ""), True),
+        (12, ("return (shape[-1], *shape[:-1])", "return tuple(shape)"), False),
+        (12, ("def get_scale_shape(self, shape, columnwise)", "def get_scale_shape(self, shape)"), False),
+    ],
+    ids=["2.11", "2.12", "columns as the tensor lies", "another interface"],
+)
+def test_blocks_that_lie_otherwise_are_left_alone(minor, change, is_known):
+    (reason,) = workers.run(workers.form_of_blocks, minor, change, num_workers=1)
+    assert reason is None if is_known else "sends blocks in another form" in reason
 
 
 @pytest.mark.parametrize("what", ["shape", "type", "recipe", "format", "frozen"])

@@ -21,6 +21,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from ditron_train.gemm.revealing import revealing_matrix
 from ditron_train.megatron.shared.devices import why_not_fp8_on_device
 from ditron_train.megatron.tp.spec import Kind
+from ditron_train.megatron.tp.te_blocks import travel_options
 from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, why_not_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
@@ -261,7 +262,7 @@ def _quantizer(
         columnwise=columnwise,
         force_pow_2_scales=call.scaling == "block",
         block_scaling_dim=num_dimensions,
-        all_gather_usage=travels,
+        **travel_options(travels),
     )
     quantizer.internal = True
     return quantizer

@@ -2,8 +2,8 @@
 
 A tensor's bytes and its scales travel together, by rows for the products with W and by columns for the weight
 gradient: neither can be made from the other. All products are Transformer Engine's own, for the rows of one rank at a
-time, whose scales are transposed as its GEMM takes them; its bits do not depend on the number of rows. Imported only
-where Transformer Engine is installed.
+time; its bits do not depend on the number of rows. How operands lie and travel differs from version to version
+(``te_blocks``). Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -16,51 +16,49 @@ import torch
 import transformer_engine.pytorch.cpp_extensions as te_ops
 
 from ditron_train.megatron.tp import te_tensor_passes as tensorwise
+from ditron_train.megatron.tp.te_blocks import (
+    COLUMNS,
+    ROWS,
+    Side,
+    arrived_rows,
+    finish_columns,
+    is_sendable,
+    quantized_to_travel,
+    rows_of,
+    sent,
+)
 from ditron_train.megatron.tp.te_passes import Pass, Sharded, like_quantized
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
 from ditron_train.tp.movement import scatter_as_computed
 
-_ROWS, _COLUMNS = "rowwise", "columnwise"
 
-
-def _is_sendable(operand: Any, sides: Sequence[str]) -> bool:
-    """Whether an operand holds these sides as they travel: not transposed."""
-    fields = operand.get_metadata() if hasattr(operand, "get_metadata") else {}
-    is_compact = getattr(fields.get("data_format"), "name", None) == "COMPACT"
-    return is_compact and all(fields[f"{side}_data"] is not None for side in sides)
-
-
-def _start(operand: Any, sides: Sequence[str], context: TPContext, *, num_in_turn: int) -> StartedParts:
+def _start(operand: Any, sides: Sequence[Side], context: TPContext, *, num_in_turn: int) -> StartedParts:
     """A gather of the bytes of each side and their scales."""
-    fields, parts = operand.get_metadata(), []
-    for side in sides:
-        data = fields[f"{side}_data"]
-        parts += [data.view(-1, data.shape[-1]), fields[f"{side}_scale_inv"]]
+    parts = [part for side in sides for part in sent(operand, side)]
     return start_gather_of_parts(parts, context=context, num_in_turn=num_in_turn)
 
 
-def _ready(operand: Any) -> Any:
-    """How an operand lies that GEMMs take."""
-    return type(operand.get_metadata()["data_format"]).GEMM_READY
-
-
-def _rows_of(like: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
-    """A quantized tensor of rows and scales as GEMMs take them: [K / 128, rows]."""
-    fields = {f"{_ROWS}_data": data, f"{_ROWS}_scale_inv": scales.contiguous(), "data_format": _ready(like)}
-    return like_quantized(like, data.shape, **fields, columnwise_data=None, columnwise_scale_inv=None)
+def _total(like: Any, shape: Sequence[int], sides: Sequence[Side], started: StartedParts) -> Any:
+    """A quantized tensor of ``shape`` of what all ranks have sent, as it travels."""
+    fields: dict[str, Any] = {}
+    for side in (ROWS, COLUMNS):
+        fields.update({f"{side}_data": None, f"{side}_scale_inv": None})
+    for side, data, scales in zip(sides, started.totals[::2], started.totals[1::2]):
+        fields.update({f"{side}_data": data, f"{side}_scale_inv": scales})
+    return like_quantized(like, torch.Size(shape), **fields)
 
 
 def _multiply_arrivals(
     started: StartedParts, like: Any, weight: Any, shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """The product, of ``shape``, of the rows of all ranks, for those of each rank as they arrive."""
-    total, own = started.totals[0], like.get_metadata()[f"{_ROWS}_data"]
+    total, own = started.totals[0], like.get_metadata()[f"{ROWS}_data"]
     out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
     shares = out.view(total.shape[0], -1).chunk(total.numel() // own.numel())
     with contextlib.closing(started.arrivals()) as arrivals:
         for source, (data, scales) in arrivals:
-            rows = _rows_of(like, data, scales.t())
+            rows = arrived_rows(like, data, scales)
             te_ops.general_gemm(weight, rows, *args, **{**kwargs, "out": shares[source]})
     return out
 
@@ -73,9 +71,9 @@ class ColumnForward(Pass):
         self._started: StartedParts | None = None
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        if not _is_sendable(inp, (_ROWS,)):
+        if not is_sendable(inp, (ROWS,)):
             return super().gather(inp, group, async_op, quantizer)
-        self._started = _start(inp, (_ROWS,), self._context, num_in_turn=2)
+        self._started = _start(inp, (ROWS,), self._context, num_in_turn=2)
         return Sharded(inp), None
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -83,8 +81,8 @@ class ColumnForward(Pass):
             return super().multiply(weight, rows, *args, **kwargs)
         started, self._started = self._started, None
         assert started is not None, "rows are multiplied once"
-        size = rows.rows.get_metadata()[f"{_ROWS}_data"].shape
-        num_columns = weight.get_metadata()[f"{_ROWS}_data"].shape[0]
+        size = rows.rows.get_metadata()[f"{ROWS}_data"].shape
+        num_columns = weight.get_metadata()[f"{ROWS}_data"].shape[0]
         shape = (size[0] * self._context.world_size, *size[1:-1], num_columns)
         return _multiply_arrivals(started, rows.rows, weight, shape, *args, **kwargs), None, None, None
 
@@ -99,48 +97,42 @@ class RowForward(tensorwise.RowForward):
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
         weight, rows, args, kwargs = partial
         fields = rows.get_metadata()
-        data, scales = fields[f"{_ROWS}_data"], fields[f"{_ROWS}_scale_inv"]
+        data, scales = fields[f"{ROWS}_data"], fields[f"{ROWS}_scale_inv"]
         flat = data.view(-1, data.shape[-1])
 
         def compute(place: slice, out: torch.Tensor) -> None:
-            part = _rows_of(rows, flat[place], scales[:, place])
+            part = rows_of(rows, flat[place], scales[:, place])
             te_ops.general_gemm(weight, part, *args, **{**kwargs, "out": out})
 
-        shape = (*data.shape[:-1], weight.get_metadata()[f"{_ROWS}_data"].shape[0])
+        shape = (*data.shape[:-1], weight.get_metadata()[f"{ROWS}_data"].shape[0])
         return scatter_as_computed(compute, shape, kwargs["out_dtype"], context=self._context), None
-
-
-def _transpose_columns(total: Any) -> None:
-    """What was gathered by columns, as GEMMs take it: in memory of its own."""
-    total._transpose_columnwise_data()
-    total._data_format = _ready(total)
 
 
 class ColumnBackward(tensorwise.ColumnBackward):
     """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather, by columns, lies under dY @ W."""
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        if not _is_sendable(inp, (_COLUMNS,)):
+        if not is_sendable(inp, (COLUMNS,)):
             return Pass.gather(self, inp, group, async_op, quantizer)
-        self._started = started = _start(inp, (_COLUMNS,), self._context, num_in_turn=0)
+        self._started = started = _start(inp, (COLUMNS,), self._context, num_in_turn=0)
         data, scales = started.totals
-        fields = {f"{_COLUMNS}_data": data, f"{_COLUMNS}_scale_inv": scales}
-        total = like_quantized(inp, data.shape, **fields, rowwise_data=None, rowwise_scale_inv=None)
-        return total, _Transposing(self, total)
+        num_columns = scales.shape[-1]  # 128 of a column have a scale
+        total = _total(inp, (data.numel() // num_columns, num_columns), (COLUMNS,), started)
+        return total, _Finishing(self, total, self._context.world_size)
 
 
-class _Transposing:
-    """What native code waits for: all columns, transposed."""
+class _Finishing:
+    """What native code waits for: all columns, as GEMMs take them."""
 
-    def __init__(self, gathering: ColumnBackward, total: Any) -> None:
-        self._gathering, self._total = gathering, total
+    def __init__(self, gathering: ColumnBackward, total: Any, world_size: int) -> None:
+        self._gathering, self._total, self._world_size = gathering, total, world_size
 
     def wait(self) -> None:
         """Again it does nothing."""
         self._gathering.wait()
         total, self._total = self._total, None
         if total is not None:
-            _transpose_columns(total)
+            finish_columns(total, self._world_size)
 
 
 class RowBackward(tensorwise.RowBackward):
@@ -148,35 +140,30 @@ class RowBackward(tensorwise.RowBackward):
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
         """See `Pass`. As natively, this rank's rows are quantized as they travel."""
-        sides = [_ROWS, _COLUMNS] if quantizer.columnwise_usage else [_ROWS]
+        sides = [ROWS, COLUMNS] if quantizer.columnwise_usage else [ROWS]
         if not quantizer.rowwise_usage or (not hasattr(inp, "get_metadata") and not quantizer.is_quantizable(inp)):
             return Pass.gather(self, inp, group, async_op, quantizer)
         if not hasattr(inp, "get_metadata"):
-            as_before, quantizer.all_gather_usage = quantizer.all_gather_usage, True
-            inp = quantizer(inp)
-            quantizer.all_gather_usage = as_before
-        if not _is_sendable(inp, sides):
+            inp = quantized_to_travel(quantizer, inp)
+        if not is_sendable(inp, sides):
             return Pass.gather(self, inp, group, async_op, quantizer)
         self._started = started = _start(inp, sides, self._context, num_in_turn=2)
-        fields: dict[str, Any] = {f"{_COLUMNS}_data": None, f"{_COLUMNS}_scale_inv": None}
-        for side, data, scales in zip(sides, started.totals[::2], started.totals[1::2]):
-            fields.update({f"{side}_data": data, f"{side}_scale_inv": scales})
-        self._rows, self._total = inp, like_quantized(inp, started.totals[0].shape, **fields)
+        self._rows, self._total = inp, _total(inp, started.totals[0].shape, sides, started)
         if not self._needs_dgrad:
             self.wait()
             self._finish()
         return self._total, None
 
     def _finish(self) -> None:
-        if self._total.get_metadata()[f"{_COLUMNS}_data"] is not None:
-            _transpose_columns(self._total)
+        if self._total.get_metadata()[f"{COLUMNS}_data"] is not None:
+            finish_columns(self._total, self._context.world_size)
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         started = self._started
         if rows is not self._total or started is None:
             return Pass.multiply(self, weight, rows, *args, **kwargs)
         self._started = None
-        shape = (started.totals[0].shape[0], weight.get_metadata()[f"{_COLUMNS}_data"].shape[0])
+        shape = (started.totals[0].shape[0], weight.get_metadata()[f"{COLUMNS}_data"].shape[0])
         dgrad = _multiply_arrivals(started, self._rows, weight, shape, *args, **kwargs)
         self._finish()
         return dgrad, None, None, None

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from ditron_train.megatron.shared.other_names import called, with_names
-from ditron_train.megatron.tp import te_block_passes, te_passes, te_tensor_passes
+from ditron_train.megatron.tp import te_block_passes, te_blocks, te_passes, te_tensor_passes
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, why_not_recipe_name
 from ditron_train.runtime.derivatives import refuse_second_derivatives
@@ -82,11 +82,7 @@ def why_not_recipe(recipe: Any) -> str | None:
         return why_not_recipe_name(type(recipe).__name__)
     if (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) != (1, 2, 1):
         return "blocks of another shape than 128 of inputs and gradients, 128 x 128 of weights"
-    quantizers = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
-    options = inspect.signature(quantizers.Float8BlockQuantizer.__init__).parameters
-    if "all_gather_usage" not in options:  # from 2.12 on
-        return "this version of Transformer Engine sends blocks in another form"
-    return None
+    return te_blocks.why_not_form()
 
 
 def scaling_of(recipe: Any) -> Scaling:

@@ -12,6 +12,7 @@ import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
+from ditron_train.megatron.tp.te_blocks import travel_options
 from ditron_train.megatron.tp.te_fp8 import Scaling, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Cost, Function, Place, Shape
@@ -55,9 +56,7 @@ def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, tr
     if recipe == "blockwise":
         dimensions = 2 if is_weight else 1
         options = dict(rowwise=True, columnwise=False, block_scaling_dim=dimensions)
-        if travels and why_native(recipe) is None:  # versions whose blocks travel in another form do not know it
-            options["all_gather_usage"] = True
-        quantizer = Float8BlockQuantizer(kind, **options)
+        quantizer = Float8BlockQuantizer(kind, **options, **travel_options(travels))
     else:
         quantizer = Float8CurrentScalingQuantizer(kind, device, columnwise=False)
     quantizer.internal = True
