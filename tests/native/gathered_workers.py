@@ -88,3 +88,15 @@ def trials_beside_newer_permutations() -> bool:
     finally:
         gathered_spec.permute = permute
     return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
+
+
+def trial_of_an_evaluation() -> bool:
+    """Whether both paths of the experts can be compared, and are equal, where the first call is one of inference."""
+    shape = moe_layer("test", 12, 16, 8, 2 * dist.get_world_size(), 2)
+    shape.options["deterministic"] = True
+    spec, place = gathered_spec.GATHERED_EXPERTS, Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    with megatron_on_cpu(), spec.surroundings(shape), torch.inference_mode():
+        call = spec.sample(shape, place, 1)
+        trial = spec.trial(call, spec.context(call))
+        native, ours = trial.megatron(), trial.fused()
+    return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
