@@ -335,21 +335,31 @@ def test_two_nodes():
     assert run_workers(4, layers_agree_over_two_nodes, options, (8, 5, 1, 9), torch.bfloat16) == [{2}] * 4
 
 
+@pytest.mark.parametrize("over_nodes", [False, True], ids=["one_node", "rails"])
 @pytest.mark.parametrize("num_sms", [108, 132, 148])
 @pytest.mark.parametrize("overlaps, tensor_parallel", [(True, 2), (True, 1), (False, 2)])
-def test_launches_beside_collectives_of_shared_experts_leave_room(monkeypatch, num_sms, overlaps, tensor_parallel):
-    """32 blocks of NCCL's and all programs that wait for peers are resident together."""
+def test_launches_beside_collectives_of_shared_experts_leave_room(
+    monkeypatch, num_sms, overlaps, tensor_parallel, over_nodes
+):
+    """32 blocks of NCCL's and all programs that wait for peers are resident together, inside a node of several, too."""
+    from ditron_train.ep import RailContext
     from ditron_train.ep.context import EPContext, MoveConfig
     from ditron_train.megatron.ep import coverage
 
-    context = object.__new__(EPContext)
-    context.num_sms, context.move = num_sms, MoveConfig(num_programs=num_sms)
-    monkeypatch.setattr(coverage, "get_ep_context", lambda *arguments: context)
+    inner = object.__new__(EPContext)
+    inner.num_sms, inner.move = num_sms, MoveConfig(num_programs=num_sms)
+    rails = RailContext(inner, None, 8, 2)
+    monkeypatch.setenv("DITRON_EP_RAILS", "on" if over_nodes else "off")
+    monkeypatch.setattr(coverage, "get_ep_context", lambda *arguments: inner)
+    monkeypatch.setattr(coverage, "get_rail_context", lambda *arguments: rails)
     config = SimpleNamespace(
-        moe_router_topk=2, moe_shared_expert_overlap=overlaps, tensor_model_parallel_size=tensor_parallel
+        **dict.fromkeys(coverage._NOT_OVER_NODES, False),
+        moe_router_topk=2,
+        moe_shared_expert_overlap=overlaps,
+        tensor_model_parallel_size=tensor_parallel,
     )
-    dispatcher = SimpleNamespace(config=config, ep_group=None, num_experts=8)
-    assert coverage.context_of_layer(dispatcher, torch.device("cpu")) is context
-    left = num_sms - context.move.num_programs
+    dispatcher = SimpleNamespace(config=config, ep_group=None, num_experts=8, tp_size=1)
+    assert coverage.context_of_layer(dispatcher, torch.device("cpu")) is (rails if over_nodes else inner)
+    left = num_sms - inner.move.num_programs
     assert left == (32 if overlaps and tensor_parallel > 1 else 0)
-    assert context.move.num_senders < context.move.num_programs
+    assert inner.move.num_senders < inner.move.num_programs

@@ -170,4 +170,6 @@ def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailC
             raise NotSupportedError(f"{option} is on in a group that spans nodes")
     if dispatcher.tp_size > 1:
         raise NotSupportedError("experts are split over tensor parallel ranks in a group that spans nodes")
+    if shares_with_collectives(config):
+        over_nodes.inner.leave_room()
     return over_nodes
