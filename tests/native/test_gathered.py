@@ -16,6 +16,7 @@ from gathered_workers import (  # noqa: E402
     layers_are_exact,
     trial_of_an_evaluation,
     trials_beside_newer_permutations,
+    weight_grads_of_frozen_tokens,
 )
 
 from ditron_train.cpu import interpreter  # noqa: E402
@@ -103,6 +104,11 @@ def test_products_beside_the_movement_are_exact(ranks, sizes):
 
 def test_gathered_experts_are_tried_in_an_evaluation_before_training():
     assert run_workers(2, trial_of_an_evaluation) == [True] * 2
+
+
+def test_ranks_with_and_without_gemms_beside_agree_on_tokens_without_gradient():
+    """Of frozen layers: who alone scattered gradients would wait for the others."""
+    assert run_workers(2, weight_grads_of_frozen_tokens, env={"DITRON_TIMEOUT_S": "20"}) == [True] * 2
 
 
 def test_gathered_experts_are_tried_beside_any_version_of_megatron():
