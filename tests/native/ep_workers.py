@@ -256,6 +256,29 @@ def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
     return ours.token_dispatcher._native_because
 
 
+def routed_wider_than_topk():
+    """A router of the user's that gives some tokens of the second step more experts than top-k; why ours is native in
+    the end."""
+    with groups(**sizes_of({})):
+        native, ours = (build({"params_dtype": torch.float32}, which) for which in (False, True))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for step in range(3):
+            for layer in (native, ours):
+                layer.router.forward = functools.partial(_widened, type(layer.router).forward, layer.router, step == 1)
+            x, grad = (torch.randn(9, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
+            assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
+            assert (ours.token_dispatcher.ep_context is not None) == (step == 0)
+        return ours.token_dispatcher._native_because
+
+
+def _widened(route, router, widens, *given):
+    probs, routing_map = route(router, *given)
+    if widens and dist.get_rank() == 0:
+        routing_map = routing_map.clone()
+        routing_map[0] = True
+    return probs, routing_map
+
+
 def _dispatchers_agree(prepare, steps=2):
     """Steps of a layer, native and ours, which ``prepare(dispatcher)`` has before each; which contexts ours ran
     with."""

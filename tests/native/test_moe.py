@@ -21,6 +21,7 @@ from ep_workers import (  # noqa: E402
     layers_agree,
     layers_agree_over_two_nodes,
     policy_is_asked_once,
+    routed_wider_than_topk,
     said_of,
     schedule_without_its_flag,
     sliced_layers_agree,
@@ -289,6 +290,11 @@ def test_the_policy_is_asked_once_whatever_tokens_the_ranks_hold():
 def test_too_little_memory_goes_over_to_native():
     reasons = run_workers(2, falls_back_when_memory_is_capped, env={"DITRON_ARENA_BYTES": "20000"})
     assert "DITRON_ARENA_BYTES" in reasons[0] and reasons[0] == reasons[1]
+
+
+def test_tokens_of_more_experts_than_topk_go_over_to_native():
+    reasons = run_workers(2, routed_wider_than_topk, env={"DITRON_POLICY": "force"})
+    assert all("a token has 4 experts, top-k is 2" in reason for reason in reasons)
 
 
 def test_experts_that_were_wrapped_after_their_capacity_get_exact_sizes():

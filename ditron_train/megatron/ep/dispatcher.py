@@ -246,7 +246,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         reason, self._no_room = self._no_room, None
         try:
             self._layout = None if pending is None else pending.finish()
-        except ArenaError as error:  # raised by every rank of the expert parallel group alike
+        except (ArenaError, NotSupportedError) as error:  # raised by every rank of the expert parallel group alike
+            if isinstance(pending, rails.PendingRailLayout) and isinstance(error, NotSupportedError):
+                raise  # of this node alone
             self._layout, reason = None, str(error)
         if self.tp_size > 1:
             reason = self._meet_slices(hidden_states.device, reason)
