@@ -329,6 +329,31 @@ def captured_calls():
         torch.use_deterministic_algorithms(False)
 
 
+def captured_numbers_of_tokens(options):
+    """Calls of 16 and of 24 tokens, then the same and a third number in a capture, which is pretended; whether ours
+    moved the tokens of each."""
+    from ditron_train.ep import context as rooms
+    from ditron_train.megatron.ep import dispatcher as ep
+
+    is_capturing, moved = False, []
+    before = ep.is_capturing
+    torch.use_deterministic_algorithms(True)
+    try:
+        ep.is_capturing = rooms.is_capturing = lambda device: is_capturing
+        with groups(**sizes_of({})):
+            native, ours = (build({"params_dtype": torch.float32, **options}, which) for which in (False, True))
+            ours.token_dispatcher.decide_elsewhere()
+            for num_tokens, is_capturing in ((16, False), (24, False), (16, True), (20, True), (24, True), (20, False)):
+                generator = torch.Generator().manual_seed(num_tokens + dist.get_rank())
+                x, grad = (torch.randn(num_tokens, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
+                assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
+                moved.append(ours.token_dispatcher.ep_context is not None)
+    finally:
+        ep.is_capturing = rooms.is_capturing = before
+        torch.use_deterministic_algorithms(False)
+    return moved
+
+
 def gpt(config, *, te=False, vocabulary=64, sequence=16):
     """A GPT of that configuration, its weights from a seed."""
     from megatron.core.models.gpt import GPTModel

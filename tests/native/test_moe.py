@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 from ep_workers import (  # noqa: E402
     captured_calls,
+    captured_numbers_of_tokens,
     combined_schedule,
     experts_wrapped_after_their_capacity,
     falls_back_when_memory_is_capped,
@@ -304,6 +305,11 @@ def test_experts_that_were_wrapped_after_their_capacity_get_exact_sizes():
 
 def test_calls_in_a_capture_are_native_where_ours_would_sync():
     assert run_workers(2, captured_calls) == [[False, True, False]] * 2
+
+
+def test_numbers_of_tokens_that_come_first_in_a_capture_are_native():
+    """Padded to capacity no call needs the host; but buffers cannot grow."""
+    assert run_workers(2, captured_numbers_of_tokens, PADDED) == [[True, True, True, False, True, True]] * 2
 
 
 @pytest.mark.parametrize(
