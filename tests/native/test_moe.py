@@ -353,7 +353,7 @@ def test_two_nodes():
 def test_launches_beside_collectives_of_shared_experts_leave_room(
     monkeypatch, num_sms, overlaps, tensor_parallel, over_nodes
 ):
-    """32 blocks of NCCL's and all programs that wait for peers are resident together, inside a node of several, too."""
+    """32 blocks of NCCL's and all programs that wait for peers are resident together, in a node of several, too."""
     from ditron_train.ep import RailContext
     from ditron_train.ep.context import EPContext, MoveConfig
     from ditron_train.megatron.ep import coverage
