@@ -280,6 +280,10 @@ class EPContext(OpContext):
         slots = shape.world_size * min(num_tokens, of_a_rank)
         return Room(shape.world_size * of_a_rank, slots, shape.num_experts * expert_capacity)
 
+    def has_reserved(self, room: Room, hidden: int, dtype: torch.dtype) -> bool:
+        """Whether ``reserve_room`` was called for this room: a CUDA graph's capture may use it, and no other."""
+        return (room, hidden, dtype) in self._reserved
+
     def reserve_room(self, room: Room, num_tokens: int, hidden: int, dtype: torch.dtype) -> None:
         """Makes the buffers of a capacity large enough; the first call of its kind is collective and waits for the
         device.
@@ -291,14 +295,13 @@ class EPContext(OpContext):
             ArenaError: They do not fit; on every rank alike.
             NotSupportedError: A first call while a CUDA graph is being captured.
         """
-        key = (room, hidden, dtype)
-        if key in self._reserved:
+        if self.has_reserved(room, hidden, dtype):
             return
         if is_capturing(self.device):
             raise NotSupportedError("expert parallel: run a step of this shape before the CUDA graph is captured")
         self.counts_channel.synchronize()
         self.reserve(room, num_tokens * self.shape.world_size, hidden, dtype)
-        self._reserved.add(key)
+        self._reserved.add((room, hidden, dtype))
 
 
 _moves: weakref.WeakKeyDictionary[SymmetricArena, CallOrder] = weakref.WeakKeyDictionary()

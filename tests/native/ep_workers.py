@@ -256,6 +256,29 @@ def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
     return ours.token_dispatcher._native_because
 
 
+def routed_wider_than_topk():
+    """A router of the user's that gives some tokens of the second step more experts than top-k; why ours is native in
+    the end."""
+    with groups(**sizes_of({})):
+        native, ours = (build({"params_dtype": torch.float32}, which) for which in (False, True))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for step in range(3):
+            for layer in (native, ours):
+                layer.router.forward = functools.partial(_widened, type(layer.router).forward, layer.router, step == 1)
+            x, grad = (torch.randn(9, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
+            assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
+            assert (ours.token_dispatcher.ep_context is not None) == (step == 0)
+        return ours.token_dispatcher._native_because
+
+
+def _widened(route, router, widens, *given):
+    probs, routing_map = route(router, *given)
+    if widens and dist.get_rank() == 0:
+        routing_map = routing_map.clone()
+        routing_map[0] = True
+    return probs, routing_map
+
+
 def _dispatchers_agree(prepare, steps=2):
     """Steps of a layer, native and ours, which ``prepare(dispatcher)`` has before each; which contexts ours ran
     with."""
@@ -304,6 +327,32 @@ def captured_calls():
     finally:
         ep.is_capturing = before
         torch.use_deterministic_algorithms(False)
+
+
+def captured_numbers_of_tokens(options):
+    """Calls of 16 and of 24 tokens, then the same and a third number in a capture, which is pretended; whether ours
+    moved the tokens of each."""
+    from ditron_train.ep import context as rooms
+    from ditron_train.megatron.ep import dispatcher as ep
+
+    is_capturing, moved = False, []
+    before = ep.is_capturing
+    torch.use_deterministic_algorithms(True)
+    try:
+        ep.is_capturing = rooms.is_capturing = lambda device: is_capturing
+        with groups(**sizes_of({})):
+            native, ours = (build({"params_dtype": torch.float32, **options}, which) for which in (False, True))
+            ours.token_dispatcher.decide_elsewhere()
+            for call, num_tokens in enumerate((16, 24, 16, 20, 24, 20)):
+                is_capturing = 2 <= call < 5
+                generator = torch.Generator().manual_seed(num_tokens + dist.get_rank())
+                x, grad = (torch.randn(num_tokens, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
+                assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
+                moved.append(ours.token_dispatcher.ep_context is not None)
+    finally:
+        ep.is_capturing = rooms.is_capturing = before
+        torch.use_deterministic_algorithms(False)
+    return moved
 
 
 def gpt(config, *, te=False, vocabulary=64, sequence=16):

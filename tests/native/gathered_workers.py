@@ -11,7 +11,7 @@ from ditron_train.cpu.megatron_shim import megatron_on_cpu
 from ditron_train.ep.gathered import GatheredLayout
 from ditron_train.ep.spec import moe_layer
 from ditron_train.megatron.ep import gathered_spec
-from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, gather_to_rows, linear_scatter
 from ditron_train.policy import Place, results
 from ditron_train.tp.context import get_tp_context
 
@@ -73,6 +73,26 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
     return equal
 
 
+def weight_grads_of_frozen_tokens() -> bool:
+    """Tokens that need no gradient, the GEMM beside their movement on rank 0 alone: whether the weights' gradients are
+    exact."""
+    world, rank, dtype = dist.get_world_size(), dist.get_rank(), torch.float32
+    x = _integers(6, 8, seed=rank, dtype=dtype)
+    weights = [_integers(8, 8, seed=10 + expert, dtype=dtype).requires_grad_() for expert in range(2)]
+    routed = torch.rand(world * len(x), len(weights), generator=torch.Generator().manual_seed(rank)) < 0.6
+    layout = GatheredLayout(routed, world)
+    call = GatheredCall(layout, get_tp_context(None, torch.device("cpu")), "ascending", dtype)
+    if rank == 0:
+        y = gather_linear(x, weights, call)
+    else:
+        pieces = gather_to_rows(x, call).split(layout.tokens_per_expert.tolist())
+        y = torch.cat([piece @ weight.t() for piece, weight in zip(pieces, weights)])
+    y.backward(torch.ones_like(y))
+    all_x = torch.cat([_integers(6, 8, seed=source, dtype=dtype) for source in range(world)])
+    sums = [all_x[routed[:, expert]].sum(0).expand(8, -1) for expert in range(len(weights))]
+    return all(torch.equal(weight.grad, total) for weight, total in zip(weights, sums, strict=True))
+
+
 def trials_beside_newer_permutations() -> bool:
     """Whether the spec compares both paths exactly where ``permute`` returns what it does since Megatron-core 0.17:
     offsets of padding and counts, too."""
@@ -87,4 +107,16 @@ def trials_beside_newer_permutations() -> bool:
             native, ours = results(spec, call), results(spec, call, spec.context(call))
     finally:
         gathered_spec.permute = permute
+    return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
+
+
+def trial_of_an_evaluation() -> bool:
+    """Whether both paths of the experts can be compared, and are equal, where the first call is one of inference."""
+    shape = moe_layer("test", 12, 16, 8, 2 * dist.get_world_size(), 2)
+    shape.options["deterministic"] = True
+    spec, place = gathered_spec.GATHERED_EXPERTS, Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    with megatron_on_cpu(), spec.surroundings(shape), torch.inference_mode():
+        call = spec.sample(shape, place, 1)
+        trial = spec.trial(call, spec.context(call))
+        native, ours = trial.megatron(), trial.fused()
     return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))

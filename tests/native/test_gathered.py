@@ -12,7 +12,12 @@ import torch
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 from ep_workers import gathered_layers_agree, slices_of_experts  # noqa: E402
-from gathered_workers import layers_are_exact, trials_beside_newer_permutations  # noqa: E402
+from gathered_workers import (  # noqa: E402
+    layers_are_exact,
+    trial_of_an_evaluation,
+    trials_beside_newer_permutations,
+    weight_grads_of_frozen_tokens,
+)
 
 from ditron_train.cpu import interpreter  # noqa: E402
 from ditron_train.ep.gathered import GatheredLayout, place, sum_to_tokens  # noqa: E402
@@ -95,6 +100,15 @@ def test_slices_of_experts_travel_by_the_fused_path(experts):
 def test_products_beside_the_movement_are_exact(ranks, sizes):
     """New routings on memory full of other values, each time with other ranks late."""
     assert run_workers(ranks, layers_are_exact, *sizes, 0.2) == [True] * ranks
+
+
+def test_gathered_experts_are_tried_in_an_evaluation_before_training():
+    assert run_workers(2, trial_of_an_evaluation) == [True] * 2
+
+
+def test_ranks_with_and_without_gemms_beside_agree_on_tokens_without_gradient():
+    """Of frozen layers: who alone scattered gradients would wait for the others."""
+    assert run_workers(2, weight_grads_of_frozen_tokens, env={"DITRON_TIMEOUT_S": "20"}) == [True] * 2
 
 
 def test_gathered_experts_are_tried_beside_any_version_of_megatron():

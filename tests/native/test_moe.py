@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 from ep_workers import (  # noqa: E402
     captured_calls,
+    captured_numbers_of_tokens,
     combined_schedule,
     experts_wrapped_after_their_capacity,
     falls_back_when_memory_is_capped,
@@ -21,6 +22,7 @@ from ep_workers import (  # noqa: E402
     layers_agree,
     layers_agree_over_two_nodes,
     policy_is_asked_once,
+    routed_wider_than_topk,
     said_of,
     schedule_without_its_flag,
     sliced_layers_agree,
@@ -291,6 +293,11 @@ def test_too_little_memory_goes_over_to_native():
     assert "DITRON_ARENA_BYTES" in reasons[0] and reasons[0] == reasons[1]
 
 
+def test_tokens_of_more_experts_than_topk_go_over_to_native():
+    reasons = run_workers(2, routed_wider_than_topk, env={"DITRON_POLICY": "force"})
+    assert all("a token has 4 experts, top-k is 2" in reason for reason in reasons)
+
+
 def test_experts_that_were_wrapped_after_their_capacity_get_exact_sizes():
     """Here they are megatron-core's own, which know no counts without a host, as little as an adapter does."""
     assert run_workers(2, experts_wrapped_after_their_capacity) == [([True, True], None)] * 2
@@ -298,6 +305,11 @@ def test_experts_that_were_wrapped_after_their_capacity_get_exact_sizes():
 
 def test_calls_in_a_capture_are_native_where_ours_would_sync():
     assert run_workers(2, captured_calls) == [[False, True, False]] * 2
+
+
+def test_numbers_of_tokens_that_come_first_in_a_capture_are_native():
+    """Padded to capacity no call needs the host; but buffers cannot grow."""
+    assert run_workers(2, captured_numbers_of_tokens, PADDED) == [[True, True, True, False, True, True]] * 2
 
 
 @pytest.mark.parametrize(
@@ -335,21 +347,31 @@ def test_two_nodes():
     assert run_workers(4, layers_agree_over_two_nodes, options, (8, 5, 1, 9), torch.bfloat16) == [{2}] * 4
 
 
+@pytest.mark.parametrize("over_nodes", [False, True], ids=["one_node", "rails"])
 @pytest.mark.parametrize("num_sms", [108, 132, 148])
 @pytest.mark.parametrize("overlaps, tensor_parallel", [(True, 2), (True, 1), (False, 2)])
-def test_launches_beside_collectives_of_shared_experts_leave_room(monkeypatch, num_sms, overlaps, tensor_parallel):
-    """32 blocks of NCCL's and all programs that wait for peers are resident together."""
+def test_launches_beside_collectives_of_shared_experts_leave_room(
+    monkeypatch, num_sms, overlaps, tensor_parallel, over_nodes
+):
+    """32 blocks of NCCL's and all programs that wait for peers are resident together, in a node of several, too."""
+    from ditron_train.ep import RailContext
     from ditron_train.ep.context import EPContext, MoveConfig
     from ditron_train.megatron.ep import coverage
 
-    context = object.__new__(EPContext)
-    context.num_sms, context.move = num_sms, MoveConfig(num_programs=num_sms)
-    monkeypatch.setattr(coverage, "get_ep_context", lambda *arguments: context)
+    inner = object.__new__(EPContext)
+    inner.num_sms, inner.move = num_sms, MoveConfig(num_programs=num_sms)
+    rails = RailContext(inner, None, 8, 2)
+    monkeypatch.setenv("DITRON_EP_RAILS", "on" if over_nodes else "off")
+    monkeypatch.setattr(coverage, "get_ep_context", lambda *arguments: inner)
+    monkeypatch.setattr(coverage, "get_rail_context", lambda *arguments: rails)
     config = SimpleNamespace(
-        moe_router_topk=2, moe_shared_expert_overlap=overlaps, tensor_model_parallel_size=tensor_parallel
+        **dict.fromkeys(coverage._NOT_OVER_NODES, False),
+        moe_router_topk=2,
+        moe_shared_expert_overlap=overlaps,
+        tensor_model_parallel_size=tensor_parallel,
     )
-    dispatcher = SimpleNamespace(config=config, ep_group=None, num_experts=8)
-    assert coverage.context_of_layer(dispatcher, torch.device("cpu")) is context
-    left = num_sms - context.move.num_programs
+    dispatcher = SimpleNamespace(config=config, ep_group=None, num_experts=8, tp_size=1)
+    assert coverage.context_of_layer(dispatcher, torch.device("cpu")) is (rails if over_nodes else inner)
+    left = num_sms - inner.move.num_programs
     assert left == (32 if overlaps and tensor_parallel > 1 else 0)
-    assert context.move.num_senders < context.move.num_programs
+    assert inner.move.num_senders < inner.move.num_programs

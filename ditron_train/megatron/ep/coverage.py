@@ -125,12 +125,12 @@ def why_not_captured(*, is_decided: bool, is_sized: bool, slices: int) -> str | 
     """Why a call is native while a CUDA graph is being captured, or None.
 
     Args:
-        is_decided: Whether the policy has been asked about such layers.
+        is_decided: Whether the policy has been asked about such layers, and there is room for so many tokens.
         is_sized: Whether the host knows all sizes: tokens are padded to capacity, or there is a fixed capacity.
         slices: Tensor parallel ranks that experts are split over.
     """
     if not is_decided:
-        return "a layer was first called while a CUDA graph was being captured (run a warm-up step before)"
+        return "a layer was first called so while a CUDA graph was being captured (run a warm-up step before)"
     if not is_sized or slices > 1:
         return "a CUDA graph is being captured, which the host sync for its sizes does not allow"
     return None
@@ -170,4 +170,6 @@ def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailC
             raise NotSupportedError(f"{option} is on in a group that spans nodes")
     if dispatcher.tp_size > 1:
         raise NotSupportedError("experts are split over tensor parallel ranks in a group that spans nodes")
+    if shares_with_collectives(config):
+        over_nodes.inner.leave_room()
     return over_nodes

@@ -138,7 +138,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return None
         if self._native_because is None and is_capturing(hidden_states.device):
             is_sized = self.drop_and_pad or self._capacity.factor is not None
-            reason = why_not_captured(is_decided=not self._asks_policy, is_sized=is_sized, slices=self.tp_size)
+            is_decided = not self._asks_policy and (not is_sized or self._has_room(hidden_states, len(probs)))
+            reason = why_not_captured(is_decided=is_decided, is_sized=is_sized, slices=self.tp_size)
             if reason is not None:
                 log_native("ep", reason)
                 return None
@@ -149,6 +150,18 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 self._native_because, context = "another tensor parallel rank's expert parallel group is native", None
                 self._log_native()
         return context
+
+    def _has_room(self, hidden_states: torch.Tensor, num_tokens: int) -> bool:
+        """Whether a call of so many tokens, whose sizes the host knows, has been made before."""
+        context, expert_capacity = self._kept_context, self._expert_capacity(num_tokens)
+        if context is None:
+            return False
+        if expert_capacity is None:
+            assert self._capacity.factor is not None, "the host knows all sizes"
+            room = context.room_for(num_tokens, self._capacity.factor)
+        else:
+            room = context.room_of_experts(num_tokens, expert_capacity)
+        return context.has_reserved(room, hidden_states.shape[-1], hidden_states.dtype)
 
     def _expert_capacity(self, num_tokens: int) -> int | None:
         """Tokens that every expert gets from each rank where they are padded to capacity, else None."""
@@ -246,7 +259,9 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         reason, self._no_room = self._no_room, None
         try:
             self._layout = None if pending is None else pending.finish()
-        except ArenaError as error:  # raised by every rank of the expert parallel group alike
+        except (ArenaError, NotSupportedError) as error:  # raised by every rank of the expert parallel group alike
+            if isinstance(pending, rails.PendingRailLayout) and isinstance(error, NotSupportedError):
+                raise  # of this node alone
             self._layout, reason = None, str(error)
         if self.tp_size > 1:
             reason = self._meet_slices(hidden_states.device, reason)

@@ -189,7 +189,6 @@ class _GatherLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_derivatives("gather_linear")
         (rows, *weights), call, grad_y = ctx.saved_tensors, ctx.call, grad_y.contiguous()
-        product = _Product(grad_y, weights, call.layout, False)
         grads: list[Sequence[torch.Tensor | None]] = [[None] * len(weights)]
         with_wgrad = any(ctx.needs_input_grad[2:])
 
@@ -197,6 +196,10 @@ class _GatherLinear(torch.autograd.Function):
             if with_wgrad:
                 grads[0] = call.weight_grads(grad_y, rows, weights)
 
+        if not ctx.needs_input_grad[0]:  # a rank whose GEMMs are apart scatters nothing then
+            weight_grads()
+            return (None, None, *grads[0])
+        product = _Product(grad_y, weights, call.layout, False)
         grad_x = _scatter(product.result, call, grad_y.dtype, product.compute, weight_grads)
         return (grad_x, None, *grads[0])
 

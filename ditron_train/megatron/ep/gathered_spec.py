@@ -121,6 +121,17 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
     def grads(self, call: ExpertsCall) -> Sequence[torch.Tensor]:
         return (call.grad,)
 
+    def given(self, call: ExpertsCall, context: TPContext) -> ExpertsCall:
+        """See `OpSpec`: an evaluation may come before training."""
+
+        def normal(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if tensor.is_inference() else tensor
+
+        with torch.inference_mode(False):
+            firsts, seconds = (list(map(normal, weights)) for weights in (call.firsts, call.seconds))
+            x, local_map, grad = map(normal, (call.x, call.local_map, call.grad))
+        return call._replace(x=x, firsts=firsts, seconds=seconds, local_map=local_map, grad=grad)
+
     def megatron(self, call: ExpertsCall) -> Function:
         """See `OpSpec`: the allgather dispatcher's steps."""
         num, rows_of, is_fused = len(call.firsts), call.local_map, call.is_fused
