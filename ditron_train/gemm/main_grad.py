@@ -25,6 +25,7 @@ def product_of_transformer_engine() -> Callable[..., Any] | None:
     return general_gemm
 
 
+@torch.no_grad()  # Megatron's deferred gradients of the output layer come outside of backward, of inputs with a graph
 def add_wgrad(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
     """``main_grad += grad_output.T @ total_input`` in place, without the product in memory.
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ditron_train.policy.self_check import self_check
@@ -22,8 +23,9 @@ from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
 
-#: What code raises where a library's interface is another than the one that it was written for.
-_OTHER_INTERFACES = (TypeError, AttributeError, ImportError, LookupError, NotImplementedError)
+#: What code raises where a library's interface is another than the one that it was written for, and where what a probe
+#: holds beside the job's own tensors is more than the GPU's memory.
+_FAILURES = (TypeError, AttributeError, ImportError, LookupError, NotImplementedError, torch.OutOfMemoryError)
 _CAPTURED = "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
 
 
@@ -122,7 +124,7 @@ class Gate:
             decision = spec.decide(call, context)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             return self._native(spec, str(error))
-        except _OTHER_INTERFACES as error:
+        except _FAILURES as error:
             return self._native(spec, _failed_alike(error, spec.group(call)))
         if decision.use_ditron:
             return Answer(context)

@@ -62,6 +62,15 @@ def test_no_tokens_change_nothing():
     assert torch.equal(main_grad, _main_grad(torch.float32))
 
 
+def test_operands_of_a_graph_leave_no_history():
+    """Megatron's ``defer_embedding_wgrad_compute`` hands over the output layer's own input behind all backwards."""
+    x, grad = _operands(torch.bfloat16)
+    main_grad = _main_grad(torch.float32)
+    add_wgrad(x.requires_grad_() * 1, grad, main_grad)
+    assert not main_grad.requires_grad
+    assert torch.equal(main_grad, _main_grad(torch.float32) + grad.float().t() @ x.detach().float())
+
+
 @pytest.mark.parametrize(
     "types",
     [(torch.bfloat16, torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16, torch.float16),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,15 +126,44 @@ def test_the_norm_is_bounded_as_by_the_package_that_is_there() -> None:
     assert compat.norm_eps() == 1e-7
 
 
-def test_a_gradient_that_fsdp_keeps_wider_is_written_as_newer_layers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def _after_0_19(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.tensor_parallel import layers
-
-    from ditron_train.megatron.shared.wgrad import NativeWgrad
 
     def written(out: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
         return out.copy_(grad_output.t().matmul(total_input))  # as without Transformer Engine
 
     monkeypatch.setattr(layers, "_wgrad_gemm", written, raising=False)
+
+
+def _of_0_18(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.tensor_parallel import layers
+
+    def product(
+        a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype, layout: str, out: torch.Tensor, grad: bool
+    ) -> list[torch.Tensor]:
+        assert layout == "NT" and grad and out.dtype == out_dtype
+        return [out.copy_(b.t().matmul(a))]
+
+    class Linear:
+        @staticmethod
+        def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+            from megatron.core.extensions.transformer_engine import te_general_gemm
+
+            return te_general_gemm
+
+    monkeypatch.delattr(layers, "_wgrad_gemm", raising=False)
+    monkeypatch.setattr(layers, "LinearWithGradAccumulationAndAsyncCommunication", Linear)
+    monkeypatch.setattr(transformer_engine, "te_general_gemm", product, raising=False)
+
+
+@pytest.mark.parametrize("as_in", [_of_0_18, _after_0_19])
+def test_a_gradient_that_fsdp_keeps_wider_is_written_as_newer_layers_do(
+    monkeypatch: pytest.MonkeyPatch, as_in: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    from ditron_train.megatron.shared.wgrad import NativeWgrad
+
+    as_in(monkeypatch)
     weight: Any = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
     buffer = torch.full((3, 4), 7.0)
     weight.__fsdp_param__, weight.main_grad, weight.get_main_grad = True, None, lambda: buffer

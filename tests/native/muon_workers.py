@@ -222,6 +222,33 @@ def what_is_refused_runs_natively():
     return kinds, [line for line in lines if "native" in line], error, states, sorted(groups), momentum
 
 
+def resumed_with_other_flags_agree():
+    """One step, its state into an optimizer with other flags, another step: natively and by ours."""
+    from ditron_train.cpu import emerging_optimizers
+
+    assert emerging_optimizers.install()
+    import ditron_train.megatron as plugin
+
+    nesterov = "nesterov" if is_newer_than_0_17() else "use_nesterov"
+    flags = {nesterov: False}, {nesterov: True, "fp32_matmul_prec": "highest"}
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(8, 6, generator=generator) for _ in flags]
+    found = []
+    for ours in (False, True):
+        if ours:
+            plugin.apply(features="muon")
+        matrix, state = torch.nn.Parameter(torch.ones(8, 6)), None
+        for options, matrix.grad in zip(flags, gradients):
+            optimizer = _muon_class()([matrix], **options)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            optimizer.step()
+            state = optimizer.state_dict()
+        found.append(matrix.detach())
+    plugin.restore()
+    return torch.equal(*found)
+
+
 def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
     """Two steps by one implementation, a ``torch_dist`` checkpoint, two by the other: weights that differ, equal
     losses."""

@@ -77,6 +77,13 @@ def test_checkpoints_interchange_with_native(layer_wise, from_ours, sharding, fr
 
 
 @pytest.mark.timeout(400)
+def test_a_resumed_job_has_its_own_flags():
+    (result,) = run_workers_once(1, workers.resumed_with_other_flags_agree)
+    assert result.ok, result.traceback
+    assert result.value
+
+
+@pytest.mark.timeout(400)
 def test_what_is_not_supported_builds_the_native_optimizer():
     (result,) = run_workers_once(1, workers.what_is_refused_runs_natively)
     assert result.ok, result.traceback

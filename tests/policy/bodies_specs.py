@@ -118,6 +118,22 @@ class _OfAnotherVersion(DoubledGather):
         return lambda x: [all_gather(x, a_new_name=context)]
 
 
+class _WithoutMemory(DoubledGather):
+    """What its probe holds does not fit beside the job."""
+
+    name = "tp without_memory"
+
+    def fused(self, call, context):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def ask_gate_without_memory() -> str | None:
+    """Why the op is native, where no rank has memory to try it."""
+    spec, place = _WithoutMemory(), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    gate.forget()
+    return gate.answer_for(spec, spec.sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
+
+
 def ask_gate_of_another_version(on_ranks: tuple[int, ...]) -> str | None:
     """Why the op is native, where its fused path fails on these ranks."""
     spec = _OfAnotherVersion() if dist.get_rank() in on_ranks else DoubledGather()

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bodies_specs import (  # noqa: E402
     ask_gate,
     ask_gate_of_another_version,
+    ask_gate_without_memory,
     bad_calls_are_refused,
     doctor_names_the_op,
     names_of_specs,
@@ -22,7 +23,7 @@ from bodies_specs import (  # noqa: E402
 )
 
 from ditron_train.tools.results import read_results  # noqa: E402
-from tests.support.processes import run_workers  # noqa: E402
+from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
 SPECS = ["tp doubled_gather", *names_of_specs()]
 #: Bytes of a message; gradients that their parameters have; what Megatron's dispatchers are called with.
@@ -34,6 +35,11 @@ def test_the_gate_decides_about_it_once_a_shape() -> None:
     assert run_workers(2, ask_gate) == [[True] * 4] * 2
 
 
+def test_a_probe_that_finds_no_memory_is_native() -> None:
+    words = "the fused path cannot run here: OutOfMemoryError: CUDA out of memory"
+    assert run_workers(2, ask_gate_without_memory) == [words] * 2
+
+
 def test_code_for_another_version_of_a_library_is_native() -> None:
     """On all ranks; under ``force`` it is an error."""
     for reason in run_workers(2, ask_gate_of_another_version, (0, 1)):
@@ -43,8 +49,8 @@ def test_code_for_another_version_of_a_library_is_native() -> None:
 
 
 def test_code_that_fails_on_one_rank_is_its_error() -> None:
-    with pytest.raises(Exception, match="a_new_name|rank 1 waited 3 s for rank 0"):
-        run_workers(2, ask_gate_of_another_version, (0,), env={"DITRON_TIMEOUT_S": "3"})
+    found = run_workers_once(2, ask_gate_of_another_version, (0,), env={"DITRON_TIMEOUT_S": "3"})
+    assert not found[0].ok and "rank 1 waited 3 s for rank 0" in found[1].traceback, found
 
 
 def test_bench_measures_it(tmp_path: Path) -> None:

@@ -166,10 +166,12 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
             group.setdefault(compat.momentum_key(), group["momentum_beta"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also called by ``load_state_dict``: the momentum's factor comes from Megatron's name of it."""
+        """Also called by ``load_state_dict``: the momentum's factor comes from Megatron's name of it, and what
+        Megatron keeps outside of groups is this job's, whatever the checkpoint's had."""
         super().__setstate__(state)
         for group in self.param_groups:
             group["momentum_beta"] = group.setdefault(compat.momentum_key(), group["momentum_beta"])
+            group.update({name: self.defaults[name] for name in ("use_nesterov", "fp32_matmul_prec")})
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Makes the state of a group, as Megatron asks before it loads a checkpoint."""
