@@ -10,7 +10,7 @@ import torch
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
-from ditron_train.sp.choices import exchange_class
+from ditron_train.sp.choices import exchange_class, exchange_programs
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import output_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
@@ -60,6 +60,12 @@ class ExchangeSpec(ProjectionSpec):
     def parts(self, call: ProjectionCall, context: SPContext) -> Mapping[str, Callable[[], object]]:
         """See `OpSpec`: it has none."""
         return {}
+
+    def comm_sms(self, call: ProjectionCall, context: SPContext) -> int:
+        """See `OpSpec`: as many as programs move data, as a tuning table says."""
+        if context.target == "interpreter":
+            return 0
+        return exchange_programs(self.row, *self._sent(call), context)
 
     def shape_class(self, call: ProjectionCall) -> str:
         return exchange_class(*self._sent(call))

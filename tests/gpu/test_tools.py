@@ -17,9 +17,9 @@ pytest.importorskip("megatron.core")
 MODEL = "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 2048 --num-experts 8".split()
 OPS = {
     "pp": {"send_recv", "pipeline_step"},
-    "sp": {"gemm_a2a", "a2a_gemm", "qkv_projection", "output_projection"},
+    "sp": {"gemm_a2a", "a2a_gemm", "qkv_projection", "output_projection", "to_heads", "to_sequence"},
     "muon": {"muon_step"},
-    "ep": {"dispatch", "combine", "group_gemm", "group_dgrad", "group_wgrad", "moe_layer"},
+    "ep": {"dispatch", "combine", "group_gemm", "group_dgrad", "group_wgrad", "gathered_experts", "moe_layer"},
 }
 
 
