@@ -47,10 +47,9 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
     return from_dlpack(to_dlpack(part))
 
 
-def reach_of(weights: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int] | None:
-    """Distance of each weight from the lowest in units, and the unit in bytes; None where one descriptor cannot span
-    them."""
-    addresses = [w.data_ptr() for w in weights]
+def reach_of(addresses: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+    """Distance of each tensor, of which these are the addresses, from the lowest in units, and the unit in bytes; None
+    where one descriptor cannot span them."""
     lowest = min(addresses)
     unit = math.gcd(*(address - lowest for address in addresses)) or 4096
     distances = tuple((address - lowest) // unit for address in addresses)
@@ -143,10 +142,10 @@ def gemm_operands(
     if padded is None:
         padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
     assert padded.shape == (tiles.block_m + tiles.num_rows, n), "of the same rows and columns"
-    reach = reach_of(weights)
+    reach = reach_of([weight.data_ptr() for weight in weights])
     if reach is None:  # allocations too far apart, or not aligned to each other: copies side by side
         weights = torch.stack(tuple(weights)).unbind(0)
-        reach = reach_of(weights)
+        reach = reach_of([weight.data_ptr() for weight in weights])
     assert reach is not None, "slices of one allocation"
     distances, unit = reach
     if config is None:

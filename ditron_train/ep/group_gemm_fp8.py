@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -32,10 +33,25 @@ class ExpertRows(NamedTuple):
     Attributes:
         data: Rows [m, K], or weights [N, K], in e4m3 or e5m2; contiguous, anywhere in memory.
         scales: fp32, one number each, what the values are multiplied by.
+        dtype: What ``data`` holds, where its tensors are plain bytes (uint8); None: the tensors' own type.
     """
 
     data: Sequence[torch.Tensor]
     scales: Sequence[torch.Tensor]
+    dtype: torch.dtype | None = None
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """e4m3 or e5m2, if they are FP8."""
+        return self.data[0].dtype if self.dtype is None else self.dtype
+
+
+class _Places(NamedTuple):
+    """Of each expert of one side: how many rows, where they lie, and where their scale does."""
+
+    counts: list[int]
+    addresses: list[int]
+    scale_addresses: list[int]
 
 
 def group_gemm_fp8(
@@ -66,9 +82,9 @@ def group_gemm_fp8(
         NotSupportedError: Shapes, types, strides or a device that are not covered.
     """
     name = "group_gemm_fp8"
-    target = _check(name, rows, weights)
+    target, of_rows, of_weights = _check(name, rows, weights)
     n, k = weights.data[0].shape
-    device, num_rows = weights.data[0].device, sum(map(len, rows.data))
+    device, num_rows, dtype = weights.data[0].device, sum(of_rows.counts), rows.values_dtype
     if out is None:
         out = torch.empty(num_rows, n, dtype=torch.bfloat16, device=device)
     if (out.shape, out.dtype, out.device) != ((num_rows, n), torch.bfloat16, device) or not out.is_contiguous():
@@ -76,10 +92,10 @@ def group_gemm_fp8(
     if num_rows == 0:
         return out
     if config is None:
-        config = _chosen(target, num_rows, n, k, rows.data[0].dtype, device, splits=split_accumulator)
-    if min(len(one) for one in rows.data if len(one)) < config.block_m:
+        config = _chosen(target, num_rows, n, k, dtype, device, splits=split_accumulator)
+    if min(filter(None, of_rows.counts)) < config.block_m:
         raise NotSupportedError(f"{name}: an expert has fewer rows than a tile, which has {config.block_m}")
-    _launch(rows, weights, out, config, SPLIT_CHAIN if split_accumulator else None)
+    _launch((rows, weights), (of_rows, of_weights), out, config, SPLIT_CHAIN if split_accumulator else None)
     return out
 
 
@@ -91,47 +107,68 @@ def _chosen(
     return _SPLIT if splits else choose_config(num_rows, n, k, dtype, target, num_sms(device))
 
 
-def _check(name: str, rows: ExpertRows, weights: ExpertRows) -> str:
-    """The target of the operands' device."""
+def _check(name: str, rows: ExpertRows, weights: ExpertRows) -> tuple[str, _Places, _Places]:
+    """The target of the operands' device, and where both sides lie."""
     first, count = weights.data[0], len(weights.data)
-    if {*map(len, rows), *map(len, weights)} != {count}:
+    sides = (rows.data, rows.scales, weights.data, weights.scales)
+    if any(len(side) != count for side in sides):
         raise NotSupportedError(f"{name}: operands or scales of {len(rows.data)} experts, weights of {count}")
-    target = check_fp8_operands(name, rows.data[0], first)
+    target = check_fp8_operands(name, rows.data[0].view(rows.values_dtype), first.view(weights.values_dtype))
     n, k = first.shape
     if n % _ALIGNMENT or k % _ALIGNMENT:
         raise NotSupportedError(f"{name}: weights {tuple(first.shape)} are no multiples of {_ALIGNMENT}")
-    _check_side(name, "rows", rows, rows.data[0].dtype, k, None)
-    _check_side(name, "weights", weights, torch.float8_e4m3fn, k, n)
-    return target
+    if weights.values_dtype != torch.float8_e4m3fn:
+        raise NotSupportedError(f"{name}: weights {tuple(first.shape)} {weights.values_dtype}; all need e4m3")
+    return target, _places(name, "rows", rows, k, None), _places(name, "weights", weights, k, n)
 
 
-def _check_side(name: str, which: str, side: ExpertRows, dtype: torch.dtype, k: int, num_rows: int | None) -> None:
-    """``num_rows``: None where experts differ."""
-    device = side.data[0].device
+def _places(name: str, which: str, side: ExpertRows, k: int, num_rows: int | None) -> _Places:
+    """One pass over an operand of each expert. The host waits for what it returns, in every call, so nothing is read
+    twice.
+
+    Args:
+        num_rows: Of every one; None where they differ.
+    """
+    device, dtype = side.data[0].get_device(), side.data[0].dtype
+    counts, addresses, scale_addresses = [], [], []
     for one, scale in zip(side.data, side.scales):
-        if not len(one):
+        shape = one.shape
+        count = shape[0] if shape else 0
+        counts.append(count)
+        if not count:
+            addresses.append(0)
+            scale_addresses.append(0)
             continue
-        found = (one.dim(), one.shape[-1], one.dtype, one.device, one.is_contiguous())
-        if found != (2, k, dtype, device, True) or len(one) != (num_rows or len(one)):
-            raise NotSupportedError(f"{name}: {which} {tuple(one.shape)} {one.dtype}; all need {k} columns of {dtype}")
-        if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, device):
-            raise NotSupportedError(f"{name}: scales {tuple(scale.shape)} {scale.dtype} of {which} {tuple(one.shape)}")
+        is_plain = one.dtype == dtype and one.get_device() == device and one.is_contiguous()
+        if not is_plain or len(shape) != 2 or shape[1] != k or count != (num_rows or count):
+            raise NotSupportedError(f"{name}: {which} {tuple(shape)} {one.dtype}; all need {k} columns of {dtype}")
+        if scale.numel() != 1 or scale.dtype != torch.float32 or scale.get_device() != device:
+            raise NotSupportedError(f"{name}: scales {tuple(scale.shape)} {scale.dtype} of {which} {tuple(shape)}")
+        addresses.append(one.data_ptr())
+        scale_addresses.append(scale.data_ptr())
+    return _Places(counts, addresses, scale_addresses)
 
 
-def _launch(rows: ExpertRows, weights: ExpertRows, out: torch.Tensor, config: GemmConfig, chain: int | None) -> None:
-    (n, k), device, dtype = weights.data[0].shape, out.device, rows.data[0].dtype
-    rows_desc, row_places = _spanning(rows.data, config.block_m, config.block_k)
-    weights_desc, weight_places = _spanning(weights.data, config.block_n, config.block_k)
+def _launch(
+    sides: tuple[ExpertRows, ExpertRows],
+    places: tuple[_Places, _Places],
+    out: torch.Tensor,
+    config: GemmConfig,
+    chain: int | None,
+) -> None:
+    n, device, dtype = out.shape[1], out.device, sides[0].values_dtype
+    k, blocks = sides[0].data[0].shape[1], (config.block_m, config.block_n)
+    (rows_desc, row_units), (weights_desc, weight_units) = (
+        _spanning(side, of_side, block, config.block_k) for side, of_side, block in zip(sides, places, blocks)
+    )
     half_desc = weights_desc
     if config.split_store:
         half_desc = replace(weights_desc, block_shape=[1, config.block_n // 2, config.block_k])
-    counts, starts = [len(one) for one in rows.data], [0]
-    for count in counts[:-1]:
-        starts.append(starts[-1] + count)
-    addresses = [[one.data_ptr() for one in side.scales] for side in (rows, weights)]
-    lines = [counts, starts, row_places, weight_places, *addresses]
+    counts = places[0].counts
+    starts = [0, *itertools.accumulate(counts[:-1])]
+    lines = [counts, starts, row_units, weight_units, *(of_side.scale_addresses for of_side in places)]
     on_host = torch.tensor(lines, dtype=torch.int64, pin_memory=device.type == "cuda")
-    row_counts, *places = on_host.to(device, non_blocking=True).unbind(0)
+    row_counts, *tables = on_host.to(device, non_blocking=True).unbind(0)
     tiles = row_tiles(row_counts, len(out), config.block_m)
     sizes = GemmSizes(config.block_m, config.block_n, config.block_k, config.group_m, config.split_store)
     constants = (("CHAIN", chain), ("GEMM", sizes))
@@ -139,24 +176,28 @@ def _launch(rows: ExpertRows, weights: ExpertRows, out: torch.Tensor, config: Ge
     launch = group_launch(group_gemm_fp8_kernel, num_programs, constants, config.num_warps, config.num_stages, dtype)
     store = make_descriptor(out, config.store_block)
     with on_device(device):
-        launch(rows_desc, weights_desc, half_desc, store, ExpertPlaces(*places), tiles.tiles, n, k)
+        launch(rows_desc, weights_desc, half_desc, store, ExpertPlaces(*tables), tiles.tiles, n, k)
 
 
 def _spanning(
-    matrices: Sequence[torch.Tensor], block_rows: int, block_columns: int
+    side: ExpertRows, places: _Places, block_rows: int, block_columns: int
 ) -> tuple[TensorDescriptor, list[int]]:
     """One descriptor of matrices of as many columns, in blocks [1, block_rows, block_columns], and how many of its
     first units each lies behind the lowest (0 of an empty one)."""
-    filled: Sequence[torch.Tensor] = [one for one in matrices if len(one)]
-    reach = reach_of(filled)
+    filled = [index for index, count in enumerate(places.counts) if count]
+    tensors, addresses = [side.data[index] for index in filled], [places.addresses[index] for index in filled]
+    reach = reach_of(addresses)
     if reach is None:  # allocations too far apart: copies side by side
-        copied = torch.cat([one.view(torch.uint8) for one in filled]).view(filled[0].dtype)
-        filled = copied.split([len(one) for one in filled])
-        reach = reach_of(filled)
+        copied = torch.cat([one.view(torch.uint8) for one in tensors])
+        tensors = list(copied.split([len(one) for one in tensors]))
+        addresses = [one.data_ptr() for one in tensors]
+        reach = reach_of(addresses)
     assert reach is not None, "slices of one allocation"
     distances, unit = reach
-    shape = [max(distances) + 1, max(map(len, filled)), matrices[0].shape[1]]
-    behind = iter(distances)
-    places = [next(behind) if len(one) else 0 for one in matrices]
-    lowest = min(filled, key=torch.Tensor.data_ptr)  # a copy is kept by it
-    return TensorDescriptor(lowest, shape, [unit, shape[2], 1], [1, block_rows, block_columns]), places
+    columns = side.data[0].shape[1]
+    units = [0] * len(places.counts)
+    for index, distance in zip(filled, distances):
+        units[index] = distance
+    lowest = tensors[distances.index(0)].view(side.values_dtype)  # a copy is kept by it
+    shape = [max(distances) + 1, max(places.counts), columns]
+    return TensorDescriptor(lowest, shape, [unit, columns, 1], [1, block_rows, block_columns]), units

@@ -82,6 +82,7 @@ def decide(
     device: torch.device,
     sums: torch.dtype | None = None,
     also: Sequence[tuple[Run, Run]] = (),
+    host_counts: bool = False,
 ) -> Decision:
     """The decision for `key` (collective over `group`; a host sync the first time).
 
@@ -94,6 +95,7 @@ def decide(
         device: Where the tensors are.
         sums: Type that native adds up over the ranks by NCCL's reduce-scatter, if it does.
         also: More of native and ours, on other data: compared, not timed.
+        host_counts: Whether what the host takes for launches is a part of the times.
 
     Raises:
         SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in
@@ -120,7 +122,7 @@ def decide(
         elif order is not None and not order.is_ours:
             decision = Decision(False, str(order.reason), None, None, None)
         else:
-            asked = dict(timed=mode != "bits", needs_bits=mode != "fast")
+            asked = dict(timed=mode != "bits", needs_bits=mode != "fast", host_counts=host_counts)
             decision = _judge(mode, probe(native, ours, group=group, device=device, also=also, **asked))
     if decision.use_ditron:  # what stays native is logged by who asked, with reasons that are not the policy's
         log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")

@@ -60,11 +60,14 @@ class Observation:
     is_clear: bool = True
 
 
-def times_us(run: Run, device: torch.device, group: dist.ProcessGroup) -> list[float]:
+def times_us(run: Run, device: torch.device, group: dist.ProcessGroup, *, host_counts: bool = False) -> list[float]:
     """Device times of ``run`` on this rank, in us (collective).
 
     In training the host is ahead of the device, and so it is here: what ours takes longer to launch does not count. A
     barrier on the device has the ranks begin together.
+
+    Args:
+        host_counts: Whether the time of the host's launches is added, where the host is not ahead.
     """
     times = []
     if device.type != "cuda":
@@ -83,11 +86,13 @@ def times_us(run: Run, device: torch.device, group: dist.ProcessGroup) -> list[f
         dist.all_reduce(barrier, group=group)
         start.record()
         with device_hold.launching():
+            begun_s = time.perf_counter()
             run()
+            launches_us = (time.perf_counter() - begun_s) * 1e6
         end.record()
         torch.cuda.synchronize(device)
         if repeat >= _WARM_UPS:
-            times.append(start.elapsed_time(end) * 1e3)
+            times.append(start.elapsed_time(end) * 1e3 + host_counts * launches_us)
     return times
 
 
@@ -99,7 +104,13 @@ def _low_median_high(times: list[float], part: int) -> tuple[float, float, float
 
 
 def _compared_us(
-    native: Run, ours: Run, device: torch.device, group: dist.ProcessGroup, is_equal: bool, needs_bits: bool
+    native: Run,
+    ours: Run,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    is_equal: bool,
+    needs_bits: bool,
+    host_counts: bool,
 ) -> tuple[bool, float, float, bool]:
     """Whether bits are equal on all ranks; median times of both, of the slowest rank; whether they are clearly apart.
 
@@ -110,7 +121,9 @@ def _compared_us(
     natives: list[float] = []
     of_ours: list[float] = []
     for rounds_left in reversed(range(_MOST_ROUNDS)):
-        first, *middle, last = (times_us(run, device, group) for run in (native, ours, ours, native))
+        first, *middle, last = (
+            times_us(run, device, group, host_counts=host_counts) for run in (native, ours, ours, native)
+        )
         natives += first + last
         of_ours += sum(middle, [])
         part = 8 if rounds_left else 4
@@ -154,6 +167,7 @@ def probe(
     timed: bool = True,
     needs_bits: bool = True,
     also: Sequence[tuple[Run, Run]] = (),
+    host_counts: bool = False,
 ) -> Observation:
     """Runs both (collective over `group`) and returns what all ranks saw; times only if `timed`.
 
@@ -162,6 +176,7 @@ def probe(
     Args:
         needs_bits: Whether ours is of no use where its bits differ, whatever its time: it is timed once then.
         also: More of native and ours, on other data: compared, not timed.
+        host_counts: Whether times are those of the device and of the host's launches together.
 
     Raises:
         Whatever `ours` raises, on every rank alike.
@@ -171,7 +186,7 @@ def probe(
         return Observation(None, None, None)
     equal = all([_compare(*pair, device) for pair in ((native, ours), *also)])  # all of them: they are collective
     if timed:
-        observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits))
+        observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, host_counts))
     else:
         observation = Observation(_most_of_ranks([float(not equal)], device, group) == [0.0], None, None)
     if device.type == "cuda":

@@ -122,6 +122,8 @@ class Trial:
         fused: The fused path on the same data.
         summed: The type that NCCL adds up over the ranks on Megatron's path, if it does.
         also: More of both on other data: compared, not timed.
+        host_counts: Whether what the host takes for launches is a part of the times: where what runs around the call
+            keeps the host from being ahead of the device.
     """
 
     words: str
@@ -129,6 +131,7 @@ class Trial:
     fused: Run
     summed: torch.dtype | None = None
     also: Sequence[tuple[Run, Run]] = field(default_factory=tuple)
+    host_counts: bool = False
 
 
 class OpSpec(ABC, Generic[Call, Context]):
@@ -200,6 +203,7 @@ class OpSpec(ABC, Generic[Call, Context]):
             device=self.device(call),
             sums=trial.summed,
             also=trial.also,
+            host_counts=trial.host_counts,
         )
 
     def trial(self, call: Call, context: Context) -> Trial:

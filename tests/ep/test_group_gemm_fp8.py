@@ -47,6 +47,10 @@ def test_one_scale_each(counts, n, k, dtype, split_accumulator):
     assert y.dtype == torch.bfloat16 and y.shape == (sum(counts), n)
     out = torch.full_like(y, 7)
     assert group_gemm_fp8(*sides, split_accumulator=split_accumulator, out=out) is out and torch.equal(out, y)
+    as_bytes = [
+        ExpertRows([one.view(torch.uint8) for one in side.data], side.scales, side.values_dtype) for side in sides
+    ]
+    assert torch.equal(group_gemm_fp8(*as_bytes, split_accumulator=split_accumulator), y)
     for part, rows, weight, a, b in zip(y.split(counts), x, weights, of_x, of_weights):
         assert torch.equal(part, (rows.float() @ weight.float().t() * (a * b)).bfloat16())
 
@@ -59,9 +63,9 @@ def test_operands_in_one_allocation_and_too_far_apart(monkeypatch):
     sides = ExpertRows(x.split(counts), ones), ExpertRows(weights.unbind(0), ones)
     reaches, reach_of = [], host_side.reach_of
 
-    def first_is_none(matrices):
-        reaches.append(len(matrices))
-        return None if len(reaches) in (1, 3) else reach_of(matrices)
+    def first_is_none(addresses):
+        reaches.append(len(addresses))
+        return None if len(reaches) in (1, 3) else reach_of(addresses)
 
     assert torch.equal(group_gemm_fp8(*sides), expected)
     monkeypatch.setattr(host_side, "reach_of", first_is_none)
@@ -76,12 +80,8 @@ def test_what_cannot_be():
     for words, rows, others, options in (
         ("of 1 experts, weights of 2", ExpertRows(x[:1], ones[:1]), good, {}),
         ("both have to be FP8", ExpertRows([one.float() for one in x], ones), good, {}),
-        (
-            "all need 128 columns of",
-            ExpertRows(x, ones),
-            ExpertRows([one.view(FP8_DTYPES[1]) for one in weights], ones),
-            {},
-        ),
+        ("all need e4m3", ExpertRows(x, ones), ExpertRows([one.view(FP8_DTYPES[1]) for one in weights], ones), {}),
+        ("all need 128 columns of", ExpertRows([x[0], x[1].view(FP8_DTYPES[1])], ones), good, {}),
         ("all need 128 columns of", ExpertRows([x[0], x[1].t().contiguous().t()], ones), good, {}),
         ("all need 128 columns of", ExpertRows([x[0], x[1][:, :64]], ones), good, {}),
         ("multiples of 16", ExpertRows(x, ones), ExpertRows([one[:120] for one in weights], ones), {}),

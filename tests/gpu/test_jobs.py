@@ -97,7 +97,9 @@ def _compare_saved(native: Path, ours: Path) -> tuple[int, list[str]]:
     count, different = 0, []
     for file in files:
         loaded = [torch.load(folder / file, map_location="cpu", weights_only=False) for folder in (native, ours)]
-        sides = [dict(_leaves({key: one[key] for key in one if key != "args"})) for one in loaded]
+        # The layer-wise optimizer saves a list: of each of its optimizers the state.
+        parts = [one if isinstance(one, dict) else {"": one} for one in loaded]
+        sides = [dict(_leaves({key: one[key] for key in one if key != "args"})) for one in parts]
         assert sides[0].keys() == sides[1].keys()
         compared = [key for key in sides[0] if "_extra_state" in key or isinstance(sides[0][key], torch.Tensor)]
         count += len(compared)

@@ -223,7 +223,15 @@ def decision_with(room: str, fault: str, device: torch.device, mode: str, folder
 
 
 def probe_on_cpu(
-    native: Run, ours: Run, *, group, device: torch.device, timed: bool = True, needs_bits: bool = True, also=()
+    native: Run,
+    ours: Run,
+    *,
+    group,
+    device: torch.device,
+    timed: bool = True,
+    needs_bits: bool = True,
+    also=(),
+    host_counts=False,
 ) -> Observation:
     """``probe`` where GPUs would be: bits count, and the host's times."""
     equal = all([same_bits(one(), other()) for one, other in ((native, ours), *also)])

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -53,9 +54,9 @@ class _FakeDevice:
     type = "cuda"
 
 
-def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True):
+def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True, host_counts=False):
     """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is
-    slow; ``times``: of each turn, over and over."""
+    slow; ``times``: of each turn, over and over. The host takes 80 us for ours."""
     rank = dist.get_rank()
     exact = torch.arange(6.0)
     wrong = exact.clone()
@@ -68,11 +69,17 @@ def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True)
     turns = times or {"native": [[90.0, 91.0], [109.0, 120.0]], "ours": [[ours_us, ours_us], [ours_us, 900.0]]}
     times = {name: itertools.cycle(one) for name, one in turns.items()}
     saved = probe_module.times_us, torch.cuda.synchronize, torch.tensor
-    probe_module.times_us = lambda run, device, group: next(times[names[id(run())]])
+
+    def times_us(run, device, group, *, host_counts):
+        name = names[id(run())]
+        return [time + 80.0 * (host_counts and name == "ours") for time in next(times[name])]
+
+    probe_module.times_us = times_us
     torch.cuda.synchronize = lambda device=None: None
     torch.tensor = lambda data, device=None, **options: saved[2](data, **options)
     try:
         options = dict(group=dist.group.WORLD, device=_FakeDevice(), also=[also], needs_bits=needs_bits)
+        options["host_counts"] = host_counts
         return probe_module.probe(lambda: native, lambda: ours, **options)
     finally:
         probe_module.times_us, torch.cuda.synchronize, torch.tensor = saved
@@ -83,6 +90,36 @@ def test_one_wrong_bit_or_one_slow_rank_decides_for_all():
     assert run_workers(2, _observe, 1, None) == [Observation(False, 100.0, 50.0, False)] * 2  # not asked once more
     assert run_workers(2, _observe, None, 0) == [Observation(True, 100.0, 150.0)] * 2
     assert run_workers(2, _observe, None, None, 1) == [Observation(False, 100.0, 50.0, False)] * 2
+
+
+def test_the_host_counts_where_it_is_not_ahead():
+    seen = run_workers(2, _observe, None, None, None, None, True, True)
+    assert seen == [Observation(True, 100.0, 130.0)] * 2
+    assert not _judge("strict", seen[0]).use_ditron
+
+
+class _Event:
+    """What a GPU records, of calls that take it 1 ms."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1.0
+
+
+@pytest.mark.parametrize("host_counts", [False, True])
+def test_launches_are_a_part_of_the_times_where_the_host_counts(monkeypatch, host_counts):
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    for name in ("_sleep", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+    monkeypatch.setattr(probe_module.dist, "all_reduce", lambda *tensors, group: None)
+    times = probe_module.times_us(lambda: time.sleep(0.002), _FakeDevice(), None, host_counts=host_counts)
+    assert all(3000.0 <= one < 500_000.0 if host_counts else one == 1000.0 for one in times)
 
 
 # Of four rounds of two turns; natively 20 to 40 us in all of them.

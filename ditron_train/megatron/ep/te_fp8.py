@@ -56,7 +56,7 @@ def multiply(
     first, second = (
         _operands(side, columnwise) for side, columnwise in ((rows, False), (weights, product == "dgrad"))
     )
-    if first is None or second is None or second.data[0].dtype != torch.float8_e4m3fn:
+    if first is None or second is None or second.dtype != torch.float8_e4m3fn:
         return False
     if split_accumulator != (product == "dgrad") or not _are_many(first.data, fewest_rows):
         return False
@@ -69,27 +69,27 @@ def multiply(
 
 
 def _are_many(rows: Sequence[torch.Tensor], fewest: int) -> bool:
-    filled = [len(one) for one in rows if len(one)]
-    return bool(filled) and min(filled) >= fewest
+    return min(filter(None, (one.shape[0] for one in rows)), default=-1) >= fewest
 
 
 def _operands(side: Sequence[Any], columnwise: bool) -> ExpertRows | None:
-    """Values and scales with the sum's index last; None where they are not there, or of another kind."""
-    fields = [one.get_metadata() for one in side if hasattr(one, "get_metadata")]
-    if len(fields) != len(side):
+    """Values and scales with the sum's index last; None where they are not there, or of several kinds."""
+    values, scales, formats = [], [], set()
+    name = "data_transpose" if columnwise else "data"
+    for one in side:
+        if not hasattr(one, "get_metadata") or (columnwise and getattr(one, "_transpose_invalid", False)):
+            return None
+        fields = one.get_metadata()
+        value, scale = fields.get(name), fields.get("fp8_scale_inv")
+        if value is None or scale is None:
+            return None
+        values.append(value)
+        scales.append(scale)
+        formats.add(fields["fp8_dtype"])
+    if len(formats) != 1:
         return None
-    names = ("data_transpose" if columnwise else "data", "fp8_scale_inv")
-    values, scales = ([one.get(name) for one in fields] for name in names)
-    if any(one is None for one in (*values, *scales)):
-        return None
-    if columnwise and any(getattr(one, "_transpose_invalid", False) for one in side):
-        return None
-    return ExpertRows([_typed(value, one["fp8_dtype"]) for value, one in zip(values, fields)], scales)
-
-
-def _typed(data: torch.Tensor, fp8_dtype: Any) -> torch.Tensor:
-    is_e4m3 = fp8_dtype == tex.DType.kFloat8E4M3
-    return data.view(torch.float8_e4m3fn if is_e4m3 else torch.float8_e5m2)
+    is_e4m3 = formats.pop() == tex.DType.kFloat8E4M3
+    return ExpertRows(values, scales, torch.float8_e4m3fn if is_e4m3 else torch.float8_e5m2)
 
 
 def _stand_in(products: AtOnce) -> Any:
