@@ -25,7 +25,7 @@ def select_transport(group: dist.ProcessGroup, device: torch.device, name: str |
     one node ("node" means one torchrun agent), and ``nvshmem`` across nodes.
 
     Raises:
-        ArenaError: The transport does not fit the device, or is not installed; the same on every rank.
+        ArenaError: The transport does not fit the device or the nodes, or is not installed; the same on every rank.
     """
     name = name or get_settings().transport
     if name == "auto":
@@ -41,5 +41,8 @@ def select_transport(group: dist.ProcessGroup, device: torch.device, name: str |
     if name == "shm":
         return ShmTransport()
     if name == "torch":
+        # Tried between nodes, it would fail in the middle, and there would be none inside a node either.
+        if _spans_nodes(group):
+            raise ArenaError("the transport torch reaches the GPUs of one node, and this group has ranks on several")
         return TorchTransport()
     return NvshmemTransport.get(group, device)

@@ -16,6 +16,7 @@ from ditron_train.runtime.errors import ArenaError, MismatchError, NotSupportedE
 from ditron_train.symm import Channel, SymmetricArena, close_all_arenas, get_arena, shm_transport
 from ditron_train.symm import exchange as exchange_module
 from ditron_train.symm.control import CONTROL_TIMEOUT_NS, KIND_MISMATCH, RECORD_EXPECTED, RECORD_KIND, RECORD_STATE
+from ditron_train.symm.transport_choice import select_transport
 
 CPU = torch.device("cpu")
 
@@ -231,6 +232,13 @@ def memory_is_full(what: str) -> tuple[str, str]:
     arena.tensor("test.full", (16,), torch.float32)
     arena.close()
     return words, ", ".join(os.path.basename(path) for path in glob.glob(f"/dev/shm/ditron-{os.getpid()}-*"))
+
+
+def torch_between_nodes() -> str:
+    """Of two ranks that are two nodes, asked for the transport of one."""
+    world = dist.group.WORLD
+    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    return error_of(lambda: select_transport(world, torch.device("cuda"), "torch"))
 
 
 def peers_out_of_reach() -> tuple[str, str]:

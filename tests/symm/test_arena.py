@@ -61,6 +61,11 @@ def test_a_transport_that_does_not_serve_the_device():
     assert set(run_workers(2, bodies.wrong_transport)) == {"transport 'torch' does not serve cpu tensors"}
 
 
+def test_the_transport_of_one_node_is_not_tried_between_nodes():
+    (words,) = set(run_workers(2, bodies.torch_between_nodes))
+    assert words == "the transport torch reaches the GPUs of one node, and this group has ranks on several"
+
+
 def test_a_buffer_stays_where_a_peer_does_not_come_to_see_it_move():
     (words, num_bytes, values), (words_1, num_bytes_1, values_1) = run_workers(
         2, bodies.a_peer_does_not_come_while_a_buffer_grows
