@@ -208,7 +208,8 @@ def _devices(node: int, ranks: int) -> dict[str, str]:
     mine = [visible[rank % len(visible)] for rank in range(node * ranks, (node + 1) * ranks)]  # nodes may share them
     if listed and len(set(mine)) == ranks and all(mine):
         # NVSHMEM knows nothing of posed nodes: it would reach a GPU of another one by NVLink, past the link.
-        return {"CUDA_VISIBLE_DEVICES": ",".join(mine), "DITRON_TRANSPORT": "torch"}
+        transport = os.environ.get("DITRON_TRANSPORT", "torch")
+        return {"CUDA_VISIBLE_DEVICES": ",".join(mine), "DITRON_TRANSPORT": transport}
     return {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 

@@ -114,6 +114,8 @@ def _check(name: str, rows: ExpertRows, weights: ExpertRows) -> tuple[str, _Plac
     if any(len(side) != count for side in sides):
         raise NotSupportedError(f"{name}: operands or scales of {len(rows.data)} experts, weights of {count}")
     target = check_fp8_operands(name, rows.data[0].view(rows.values_dtype), first.view(weights.values_dtype))
+    if any(side.dtype is not None and side.data[0].dtype not in (torch.uint8, side.dtype) for side in (rows, weights)):
+        raise NotSupportedError(f"{name}: operands of {rows.data[0].dtype} and {first.dtype} are no bytes of FP8")
     n, k = first.shape
     if n % _ALIGNMENT or k % _ALIGNMENT:
         raise NotSupportedError(f"{name}: weights {tuple(first.shape)} are no multiples of {_ALIGNMENT}")
@@ -157,9 +159,9 @@ def _launch(
     chain: int | None,
 ) -> None:
     n, device, dtype = out.shape[1], out.device, sides[0].values_dtype
-    k, blocks = sides[0].data[0].shape[1], (config.block_m, config.block_n)
+    k, blocks = sides[1].data[0].shape[1], (config.block_m, config.block_n)
     (rows_desc, row_units), (weights_desc, weight_units) = (
-        _spanning(side, of_side, block, config.block_k) for side, of_side, block in zip(sides, places, blocks)
+        _spanning(side, of_side, block, config.block_k, k) for side, of_side, block in zip(sides, places, blocks)
     )
     half_desc = weights_desc
     if config.split_store:
@@ -180,7 +182,7 @@ def _launch(
 
 
 def _spanning(
-    side: ExpertRows, places: _Places, block_rows: int, block_columns: int
+    side: ExpertRows, places: _Places, block_rows: int, block_columns: int, columns: int
 ) -> tuple[TensorDescriptor, list[int]]:
     """One descriptor of matrices of as many columns, in blocks [1, block_rows, block_columns], and how many of its
     first units each lies behind the lowest (0 of an empty one)."""
@@ -194,7 +196,6 @@ def _spanning(
         reach = reach_of(addresses)
     assert reach is not None, "slices of one allocation"
     distances, unit = reach
-    columns = side.data[0].shape[1]
     units = [0] * len(places.counts)
     for index, distance in zip(filled, distances):
         units[index] = distance

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,7 @@ def decide(
     sums: torch.dtype | None = None,
     also: Sequence[tuple[Run, Run]] = (),
     host_counts: bool = False,
+    needed_bytes: int = 0,
 ) -> Decision:
     """The decision for `key` (collective over `group`; a host sync the first time).
 
@@ -95,12 +97,14 @@ def decide(
         device: Where the tensors are.
         sums: Type that native adds up over the ranks by NCCL's reduce-scatter, if it does.
         also: More of native and ours, on other data: compared, not timed.
-        host_counts: Whether what the host takes for launches is a part of the times.
+        host_counts: Whether what ours takes the host longer to launch is added to its time.
+        needed_bytes: Of a GPU's memory, which every rank has to have free for a comparison.
 
     Raises:
         SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in
             another order; on every rank alike.
-        ArenaError, NotSupportedError: `ours` cannot run here, on every rank alike.
+        ArenaError, NotSupportedError: `ours` cannot run here, or a rank has too little memory to compare; on every
+            rank alike.
     """
     mode, plan = get_settings().policy, _plan()
     order = None
@@ -122,7 +126,8 @@ def decide(
         elif order is not None and not order.is_ours:
             decision = Decision(False, str(order.reason), None, None, None)
         else:
-            asked = dict(timed=mode != "bits", needs_bits=mode != "fast", host_counts=host_counts)
+            asked: dict[str, Any] = dict(timed=mode != "bits", needs_bits=mode != "fast")
+            asked |= dict(host_counts=host_counts, needed_bytes=needed_bytes)
             decision = _judge(mode, probe(native, ours, group=group, device=device, also=also, **asked))
     if decision.use_ditron:  # what stays native is logged by who asked, with reasons that are not the policy's
         log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")

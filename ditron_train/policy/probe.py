@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.device_hold import DeviceHold
+from ditron_train.runtime.errors import NotSupportedError
 
 #: Forward and backward once: outputs and gradients, in an order of the caller's choice.
 Run = Callable[[], Sequence[torch.Tensor]]
@@ -60,14 +61,16 @@ class Observation:
     is_clear: bool = True
 
 
-def times_us(run: Run, device: torch.device, group: dist.ProcessGroup, *, host_counts: bool = False) -> list[float]:
+def times_us(
+    run: Run, device: torch.device, group: dist.ProcessGroup, launches_us: list[float] | None = None
+) -> list[float]:
     """Device times of ``run`` on this rank, in us (collective).
 
     In training the host is ahead of the device, and so it is here: what ours takes longer to launch does not count. A
     barrier on the device has the ranks begin together.
 
     Args:
-        host_counts: Whether the time of the host's launches is added, where the host is not ahead.
+        launches_us: Gets the host's times, of launches alone.
     """
     times = []
     if device.type != "cuda":
@@ -88,11 +91,13 @@ def times_us(run: Run, device: torch.device, group: dist.ProcessGroup, *, host_c
         with device_hold.launching():
             begun_s = time.perf_counter()
             run()
-            launches_us = (time.perf_counter() - begun_s) * 1e6
+            launched_us = (time.perf_counter() - begun_s) * 1e6
         end.record()
         torch.cuda.synchronize(device)
         if repeat >= _WARM_UPS:
-            times.append(start.elapsed_time(end) * 1e3 + host_counts * launches_us)
+            times.append(start.elapsed_time(end) * 1e3)
+            if launches_us is not None:
+                launches_us.append(launched_us)
     return times
 
 
@@ -117,17 +122,21 @@ def _compared_us(
     In the order native, ours, ours, native, since a GPU slows down as it gets warm: what is timed first would be up to
     2 % ahead. Few calls cannot tell times that are alike (two ranks' messages over one link: 0.61x after eight calls
     for it), so there are more until the ranges of both lie apart; at last those of the middle half.
+
+    Where the host counts, what ours takes it longer is added to ours: the device has to win that back, too.
     """
     natives: list[float] = []
     of_ours: list[float] = []
+    launches: dict[Run, list[float]] = {native: [], ours: []}
     for rounds_left in reversed(range(_MOST_ROUNDS)):
-        first, *middle, last = (
-            times_us(run, device, group, host_counts=host_counts) for run in (native, ours, ours, native)
-        )
+        first, *middle, last = (times_us(run, device, group, launches[run]) for run in (native, ours, ours, native))
         natives += first + last
         of_ours += sum(middle, [])
-        part = 8 if rounds_left else 4
-        mine = (float(not is_equal), *_low_median_high(natives, part), *_low_median_high(of_ours, part))
+        part, longer_us = 8 if rounds_left else 4, 0.0
+        if host_counts and launches[ours]:
+            longer_us = max(0.0, statistics.median(launches[ours]) - statistics.median(launches[native]))
+        range_of_ours = [one + longer_us for one in _low_median_high(of_ours, part)]
+        mine = (float(not is_equal), *_low_median_high(natives, part), *range_of_ours)
         # The slowest rank counts; a difference on one rank is a difference.
         different, low, native_us, high, ours_low, ours_us, ours_high = _most_of_ranks(mine, device, group)
         is_clear = ours_high < low or high < ours_low
@@ -140,6 +149,21 @@ def _most_of_ranks(mine: Sequence[float], device: torch.device, group: dist.Proc
     worst = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     return worst.tolist()
+
+
+def check_memory(needed_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Refuses a probe on every rank where one has not the memory for it (collective).
+
+    A rank that runs out of memory in the middle of a probe leaves the others in a collective, each by itself.
+
+    Raises:
+        NotSupportedError: It has not; the same on every rank.
+    """
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    (missing_bytes,) = _most_of_ranks([float(needed_bytes - free_bytes)], device, group)
+    if missing_bytes > 0:
+        raise NotSupportedError(f"a rank has {max(int(missing_bytes) >> 20, 1)} MiB of memory too few to compare")
 
 
 def same_bits(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
@@ -168,6 +192,7 @@ def probe(
     needs_bits: bool = True,
     also: Sequence[tuple[Run, Run]] = (),
     host_counts: bool = False,
+    needed_bytes: int | None = None,
 ) -> Observation:
     """Runs both (collective over `group`) and returns what all ranks saw; times only if `timed`.
 
@@ -176,14 +201,18 @@ def probe(
     Args:
         needs_bits: Whether ours is of no use where its bits differ, whatever its time: it is timed once then.
         also: More of native and ours, on other data: compared, not timed.
-        host_counts: Whether times are those of the device and of the host's launches together.
+        host_counts: Whether what ours takes the host longer to launch is added to its time.
+        needed_bytes: Of a GPU's memory, which every rank has to have free; None, on all ranks: nobody asks.
 
     Raises:
+        NotSupportedError: A rank has not; on every rank alike.
         Whatever `ours` raises, on every rank alike.
     """
     if not compares(device):
         ours()
         return Observation(None, None, None)
+    if needed_bytes is not None and device.type == "cuda":
+        check_memory(needed_bytes, device, group)
     equal = all([_compare(*pair, device) for pair in ((native, ours), *also)])  # all of them: they are collective
     if timed:
         observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, host_counts))

@@ -25,6 +25,8 @@ MegatronGroups = Literal["tensor", "expert"]
 #: From the inputs of a call to its results.
 Function = Callable[..., Sequence[torch.Tensor]]
 
+_HELD = 4  # times a call's inputs: values that show the order of sums, and both paths' results and gradients
+
 
 @dataclass(frozen=True)
 class Place:
@@ -122,8 +124,8 @@ class Trial:
         fused: The fused path on the same data.
         summed: The type that NCCL adds up over the ranks on Megatron's path, if it does.
         also: More of both on other data: compared, not timed.
-        host_counts: Whether what the host takes for launches is a part of the times: where what runs around the call
-            keeps the host from being ahead of the device.
+        host_counts: Whether what ours takes the host longer to launch is added to its time: where what runs around the
+            call keeps the host from being ahead of the device.
     """
 
     words: str
@@ -204,6 +206,7 @@ class OpSpec(ABC, Generic[Call, Context]):
             sums=trial.summed,
             also=trial.also,
             host_counts=trial.host_counts,
+            needed_bytes=_HELD * sum(tensor.nbytes for tensor in self.inputs(call)),
         )
 
     def trial(self, call: Call, context: Context) -> Trial:

@@ -93,8 +93,8 @@ SETTINGS: tuple[Setting, ...] = (
         "auto",
         "auto, torch, nvshmem, shm",
         "Where symmetric memory comes from. auto: shm for CPU processes, torch inside one node, nvshmem across nodes "
-        "where nvshmem4py is installed. torch: inside one node, and none across nodes. Without Megatron, groups that are a part of the job want "
-        "`ditron_train.symm.start_nvshmem()` on every rank before.",
+        "where nvshmem4py is installed. torch: of one torchrun agent's ranks, and none across agents. Without "
+        "Megatron, groups that are a part of the job want `ditron_train.symm.start_nvshmem()` on every rank before.",
     ),
     Setting(
         "timeout_s",

@@ -84,6 +84,7 @@ def test_what_cannot_be():
         ("all need 128 columns of", ExpertRows([x[0], x[1].view(FP8_DTYPES[1])], ones), good, {}),
         ("all need 128 columns of", ExpertRows([x[0], x[1].t().contiguous().t()], ones), good, {}),
         ("all need 128 columns of", ExpertRows([x[0], x[1][:, :64]], ones), good, {}),
+        ("no bytes of FP8", ExpertRows([one.short() for one in x], ones, FP8_DTYPES[0]), good, {}),
         ("multiples of 16", ExpertRows(x, ones), ExpertRows([one[:120] for one in weights], ones), {}),
         ("scales", ExpertRows(x, [one.double() for one in ones]), good, {}),
         ("scales", ExpertRows(x, ones), ExpertRows(weights, blocks), {}),

@@ -54,7 +54,7 @@ def test_products_have_the_bits_of_cublas(reveals, split, config):
         weights = [values((n, k), 100 * seed + 1 + i, reveals, "columns") for i in range(len(counts))]
         weights = quantised(weights, torch.float8_e4m3fn)
         y = group_gemm_fp8(rows, weights, split_accumulator=split, config=config)
-        for part, x_part, a, weight, b in zip(y.split(counts), *rows, *weights):
+        for part, x_part, a, weight, b in zip(y.split(counts), *rows[:2], *weights[:2]):
             if len(part):
                 scaled = dict(scale_a=a, scale_b=b, out_dtype=torch.bfloat16)
                 expected = torch._scaled_mm(x_part, weight.t(), use_fast_accum=not split, **scaled)

@@ -24,6 +24,7 @@ pytest.importorskip("megatron.core")
 
 PROBE_LIMIT_S = 60.0
 STRICT_OVER_FORCE = 1.01
+MOST_OF_MEDIAN = 1.03
 
 
 @pytest.fixture(scope="module")
@@ -267,4 +268,4 @@ def test_strict_costs_nothing_after_its_probe(session, capsys):
         if session.rank == 0:
             medians = {name: round(statistics.median(values)) for name, values in times.items()}
             print(f"\nlayer forward + backward: {medians} us; strict over force {ratio}; natively {natively}")
-    assert ratio.low <= STRICT_OVER_FORCE
+    assert ratio.low <= STRICT_OVER_FORCE and ratio.median <= MOST_OF_MEDIAN

@@ -180,17 +180,21 @@ def spec_on_cpu():
     said, group, keys = [], dist.group.WORLD, set()
     for sizes, dtype, *options in (
         ((48, 32), torch.bfloat16, "forward", "E5M2"),
+        ((48, 32), torch.bfloat16, "forward", "E5M2", 20),
         ((48, 32), torch.bfloat16, "dgrad", "E5M2"),
         ((48, 32), torch.bfloat16, "dgrad", "E4M3"),
         ((40, 32), torch.bfloat16),
         ((48, 32), torch.float32),
     ):
-        call = Fp8ExpertsCall(torch.empty(200, sizes[1]).to(dtype), torch.empty(sizes).to(dtype), 3, group, *options)
+        num_experts = options.pop() if len(options) > 2 else 3
+        x, weight = torch.empty(200, sizes[1]).to(dtype), torch.empty(sizes).to(dtype)
+        call = Fp8ExpertsCall(x, weight, num_experts, group, *options)
         keys.add(FP8_EXPERTS.key(call))
         said.append(FP8_EXPERTS.why_not(call))
         if said[-1] is None:
             context = FP8_EXPERTS.context(call)
             trial = FP8_EXPERTS.trial(call, context)
+            assert trial.host_counts
             for first, second in [(trial.megatron, trial.fused), *trial.also]:
                 (expected,) = first()
                 calls.clear()

@@ -19,7 +19,7 @@ from ditron_train.policy import probe as probe_module
 from ditron_train.policy.decide import _judge
 from ditron_train.policy.plan import Entry, Plan, fingerprint, load_plan
 from ditron_train.policy.probe import Observation, same_bits
-from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.errors import NotSupportedError, SettingError
 from tests.support.processes import run_workers
 
 
@@ -56,7 +56,7 @@ class _FakeDevice:
 
 def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True, host_counts=False):
     """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is
-    slow; ``times``: of each turn, over and over. The host takes 80 us for ours."""
+    slow; ``times``: of each turn, over and over. The host takes 80 us longer for ours."""
     rank = dist.get_rank()
     exact = torch.arange(6.0)
     wrong = exact.clone()
@@ -70,9 +70,10 @@ def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True,
     times = {name: itertools.cycle(one) for name, one in turns.items()}
     saved = probe_module.times_us, torch.cuda.synchronize, torch.tensor
 
-    def times_us(run, device, group, *, host_counts):
+    def times_us(run, device, group, launches_us):
         name = names[id(run())]
-        return [time + 80.0 * (host_counts and name == "ours") for time in next(times[name])]
+        launches_us.append({"native": 20.0, "ours": 100.0}[name])
+        return next(times[name])
 
     probe_module.times_us = times_us
     torch.cuda.synchronize = lambda device=None: None
@@ -98,6 +99,26 @@ def test_the_host_counts_where_it_is_not_ahead():
     assert not _judge("strict", seen[0]).use_ditron
 
 
+def _check_memory(free_mib, needed_mib):
+    """What a rank says of a GPU on which so much is free, and 8 MiB more of what torch holds for later."""
+    torch.cuda.mem_get_info = lambda device: (free_mib[dist.get_rank()] << 20, 80 << 30)
+    torch.cuda.memory_reserved, torch.cuda.memory_allocated = (lambda device: 24 << 20), (lambda device: 16 << 20)
+    try:
+        probe_module.check_memory(needed_mib[dist.get_rank()] << 20, torch.device("cpu"), dist.group.WORLD)
+    except NotSupportedError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "free_mib, needed_mib, missing",
+    [((100, 100), (108, 108), None), ((100, 60), (100, 100), 32), ((100, 100), (50, 120), 12)],
+)
+def test_where_one_rank_has_too_little_memory_no_rank_compares(free_mib, needed_mib, missing):
+    words = missing and f"a rank has {missing} MiB of memory too few to compare"
+    assert run_workers(2, _check_memory, free_mib, needed_mib) == [words] * 2
+
+
 class _Event:
     """What a GPU records, of calls that take it 1 ms."""
 
@@ -111,15 +132,16 @@ class _Event:
         return 1.0
 
 
-@pytest.mark.parametrize("host_counts", [False, True])
-def test_launches_are_a_part_of_the_times_where_the_host_counts(monkeypatch, host_counts):
+def test_times_of_the_device_and_of_launches(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     for name in ("_sleep", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
     monkeypatch.setattr(probe_module.dist, "all_reduce", lambda *tensors, group: None)
-    times = probe_module.times_us(lambda: time.sleep(0.002), _FakeDevice(), None, host_counts=host_counts)
-    assert all(3000.0 <= one < 500_000.0 if host_counts else one == 1000.0 for one in times)
+    launches_us: list[float] = []
+    times = probe_module.times_us(lambda: time.sleep(0.002), _FakeDevice(), None, launches_us)
+    assert set(times) == {1000.0} and len(times) == len(launches_us)
+    assert all(2000.0 <= one < 500_000.0 for one in launches_us)
 
 
 # Of four rounds of two turns; natively 20 to 40 us in all of them.

@@ -63,7 +63,7 @@ def test_a_transport_that_does_not_serve_the_device():
 
 def test_the_transport_of_one_node_is_not_tried_between_nodes():
     (words,) = set(run_workers(2, bodies.torch_between_nodes))
-    assert words == "the transport torch reaches the GPUs of one node, and this group has ranks on several"
+    assert words == "the transport torch reaches the ranks of one torchrun agent, and this group has several"
 
 
 def test_a_buffer_stays_where_a_peer_does_not_come_to_see_it_move():

@@ -35,6 +35,7 @@ from ditron_train.runtime.values import normal_values
 
 _STEP = 16  # rows of an expert are padded to multiples of it
 _MOST_TRIED = 8  # weights: more cost memory, and show nothing else
+_MOST_BYTES = 1 << 30  # of the rows that are timed
 _LEAST_TRIED = 128  # rows of an expert: our kernel has tiles of as many
 
 
@@ -88,7 +89,7 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
 
     def words(self, call: Fp8ExpertsCall, context: object) -> str:
         sizes = "x".join(map(str, call.weight.shape))
-        return f"{self.name} {call.product} {call.num_experts} experts {sizes} {call.row_format}"
+        return f"{self.name} {call.product} {call.num_experts} experts {sizes} {call.row_format}, host counted"
 
     def where(self, call: Fp8ExpertsCall) -> str:
         return f"{call.product} at {tuple(call.weight.shape)} {call.row_format} "
@@ -98,12 +99,14 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
         order of sums, for experts of several sizes. What the host takes counts: Transformer Engine quantises expert
         by expert, and the host is not ahead of the device there (two H100s, 64 experts a rank: calls that took the
         device 3 and 6 % less made the layer 10 % slower)."""
-        count, most = min(call.num_experts, _MOST_TRIED), MOST_ROWS
-        fewest = -(-fewest_rows_of(call) // _STEP) * _STEP
+        count, fewest = min(call.num_experts, _MOST_TRIED), -(-fewest_rows_of(call) // _STEP) * _STEP
         own = call.x.shape[:-1].numel() // call.num_experts // _STEP * _STEP
-        timed, mean = (max(fewest, min(own, _MOST_TRIED * most // experts)) for experts in (call.num_experts, count))
+        mean = max(fewest, min(own, MOST_ROWS))
         sizes = [fewest + (mean - fewest) * index // count // _STEP * _STEP for index in range(count)]
-        pairs = [self.pair(call, [timed // _STEP * _STEP] * call.num_experts, reveals=False)]
+        most_rows = _MOST_BYTES // (2 * max(call.weight.shape))  # of all experts, bf16
+        timed_experts = max(1, min(call.num_experts, most_rows // fewest))
+        timed_rows = max(fewest, min(own, most_rows // timed_experts) // _STEP * _STEP)
+        pairs = [self.pair(call, [timed_rows] * timed_experts, reveals=False)]
         pairs += [self.pair(call, sizes, reveals=reveals) for reveals in (False, True)]
         return Trial(self.words(call, context), *pairs[0], also=pairs[1:], host_counts=True)
 
