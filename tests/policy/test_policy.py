@@ -101,12 +101,14 @@ def test_the_host_counts_where_it_is_not_ahead():
 
 def _check_memory(free_mib, needed_mib):
     """What a rank says of a GPU on which so much is free, and 8 MiB more of what torch holds for later."""
-    torch.cuda.mem_get_info = lambda device: (free_mib[dist.get_rank()] << 20, 80 << 30)
-    torch.cuda.memory_reserved, torch.cuda.memory_allocated = (lambda device: 24 << 20), (lambda device: 16 << 20)
-    try:
-        probe_module.check_memory(needed_mib[dist.get_rank()] << 20, torch.device("cpu"), dist.group.WORLD)
-    except NotSupportedError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:  # this process runs other tests' workers, too
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (free_mib[dist.get_rank()] << 20, 80 << 30))
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: 24 << 20)
+        patch.setattr(torch.cuda, "memory_allocated", lambda device: 16 << 20)
+        try:
+            probe_module.check_memory(needed_mib[dist.get_rank()] << 20, torch.device("cpu"), dist.group.WORLD)
+        except NotSupportedError as error:
+            return str(error)
     return None
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -237,8 +238,9 @@ def memory_is_full(what: str) -> tuple[str, str]:
 def torch_between_nodes() -> str:
     """Of two ranks that are two nodes, asked for the transport of one."""
     world = dist.group.WORLD
-    os.environ["GROUP_RANK"] = str(dist.get_rank())
-    return error_of(lambda: select_transport(world, torch.device("cuda"), "torch"))
+    with pytest.MonkeyPatch.context() as patch:  # this process runs other tests' workers, too
+        patch.setenv("GROUP_RANK", str(dist.get_rank()))
+        return error_of(lambda: select_transport(world, torch.device("cuda"), "torch"))
 
 
 def peers_out_of_reach() -> tuple[str, str]:
