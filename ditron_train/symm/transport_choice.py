@@ -27,15 +27,13 @@ def select_transport(group: dist.ProcessGroup, device: torch.device, name: str |
     Raises:
         ArenaError: The transport does not fit the device or the nodes, or is not installed; the same on every rank.
     """
-    name, spans_nodes = name or get_settings().transport, False
-    if name == "auto":
+    name = name or get_settings().transport
+    is_chosen = name != "auto"
+    if not is_chosen:
         if device.type == "cpu":
             name = "shm"
         else:
-            spans_nodes = _spans_nodes(group)
-            name = "nvshmem" if spans_nodes else "torch"
-    elif name == "torch":
-        spans_nodes = device.type == "cuda" and _spans_nodes(group)
+            name = "nvshmem" if _spans_nodes(group) else "torch"
     names = exchange(group, name)
     if len(set(names)) > 1:
         raise ArenaError(f"ranks chose different transports: {names}; set DITRON_TRANSPORT to one of them everywhere")
@@ -45,7 +43,7 @@ def select_transport(group: dist.ProcessGroup, device: torch.device, name: str |
         return ShmTransport()
     if name == "torch":
         # Tried between nodes, it would fail in the middle, and there would be none inside a node either.
-        if spans_nodes:
+        if is_chosen and _spans_nodes(group):
             raise ArenaError("the transport torch reaches the ranks of one torchrun agent, and this group has several")
         return TorchTransport()
     return NvshmemTransport.get(group, device)
