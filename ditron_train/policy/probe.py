@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,9 @@ from ditron_train.runtime.errors import NotSupportedError
 Run = Callable[[], Sequence[torch.Tensor]]
 
 _WARM_UPS, _REPEATS, _CPU_REPEATS = 2, 4, 2
-_MOST_ROUNDS = 4  # of native, ours, ours, native
+_MOST_ROUNDS = 6  # of native, ours, ours, native
+#: Student's t that one of a hundred series of equal times exceeds, by the number of rounds.
+_LARGEST_BY_CHANCE = {4: 4.541, 5: 3.747, 6: 3.365}
 
 _on_cpu = False
 
@@ -51,8 +54,9 @@ class Observation:
         native_us: Median time of the native run, maximum over the ranks; None where it was not
             measured.
         ditron_us: The same of ours.
-        is_clear: Whether the times of the one lie above those of the other, but for a few: a difference smaller than
-            what repetitions differ by is none.
+        is_clear: Whether the times of the one lie above those of the other, but for a few, or their ratio was so much
+            the same in every round that chance hardly makes it: a difference smaller than what repetitions differ by
+            is none.
     """
 
     bits_equal: bool | None
@@ -108,6 +112,15 @@ def _low_median_high(times: list[float], part: int) -> tuple[float, float, float
     return ordered[left_out], statistics.median(ordered), ordered[-1 - left_out]
 
 
+def _differ_by_round(ratios: Sequence[float]) -> bool:
+    """Whether the mean of the rounds' ratios of times is not 1, by Student's t: one of a hundred series of rounds in
+    which nothing is faster looks so."""
+    if len(ratios) not in _LARGEST_BY_CHANCE:
+        return False
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return abs(statistics.mean(ratios) - 1.0) > _LARGEST_BY_CHANCE[len(ratios)] * error
+
+
 def _compared_us(
     native: Run,
     ours: Run,
@@ -121,13 +134,15 @@ def _compared_us(
 
     In the order native, ours, ours, native, since a GPU slows down as it gets warm: what is timed first would be up to
     2 % ahead. Few calls cannot tell times that are alike (two ranks' messages over one link: 0.61x after eight calls
-    for it), so there are more until the ranges of both lie apart; at last those of the middle half.
+    for it), so there are more until the ranges of both lie apart, at last those of the middle half, or until all
+    rounds say so: where the clock of a GPU moves by more than the two differ, it moves for both.
 
     Where the host counts, what ours takes it longer is added to ours: the device has to win that back, too.
     """
     natives: list[float] = []
     of_ours: list[float] = []
     launches: dict[Run, list[float]] = {native: [], ours: []}
+    ratios: list[float] = []
     for rounds_left in reversed(range(_MOST_ROUNDS)):
         first, *middle, last = (times_us(run, device, group, launches[run]) for run in (native, ours, ours, native))
         natives += first + last
@@ -136,10 +151,14 @@ def _compared_us(
         if host_counts and launches[ours]:
             longer_us = max(0.0, statistics.median(launches[ours]) - statistics.median(launches[native]))
         range_of_ours = [one + longer_us for one in _low_median_high(of_ours, part)]
-        mine = (float(not is_equal), *_low_median_high(natives, part), *range_of_ours)
+        round_us = statistics.median(first + last), statistics.median(sum(middle, [])) + longer_us
+        mine = (float(not is_equal), *_low_median_high(natives, part), *range_of_ours, *round_us)
         # The slowest rank counts; a difference on one rank is a difference.
-        different, low, native_us, high, ours_low, ours_us, ours_high = _most_of_ranks(mine, device, group)
-        is_clear = ours_high < low or high < ours_low
+        different, low, native_us, high, ours_low, ours_us, ours_high, *round_us_of_all = _most_of_ranks(
+            mine, device, group
+        )
+        ratios.append(round_us_of_all[1] / round_us_of_all[0])
+        is_clear = ours_high < low or high < ours_low or _differ_by_round(ratios)
         if is_clear or (different and needs_bits):
             break
     return different == 0.0, native_us, ours_us, is_clear
