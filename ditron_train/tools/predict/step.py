@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ditron_train.costs import Estimate, Span, cublas_us, one_node, pass_us, quantised_us, ring_us
 from ditron_train.optim.cost_model import muon_step
@@ -12,8 +13,9 @@ from ditron_train.pp.cost_model import pipeline_step, sent
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import Profile
 from ditron_train.runtime.rates import NetworkRates
+from ditron_train.tools.fp8.recipes import fp8_format
 from ditron_train.tools.predict.layers import FEATURES, Groups, Parts, layer_parts, total
-from ditron_train.tools.predict.megatron_arguments import Job
+from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import parameters_of
 from ditron_train.tools.results import TRAINING_STEP, Row
 
@@ -284,16 +286,29 @@ def _in_order(times: Mapping[str, float]) -> dict[str, float]:
     return {kind: times[kind] for kind in COMPONENTS if times.get(kind)}
 
 
-#: What the committed rows do not say of the models that they name: heads, groups; vocabulary as below.
+#: What rows without a command do not say of the models that they name: heads, groups; vocabulary as below.
 _HEADS = {4096: (32, 8), 8192: (64, 8), 7168: (56, 56)}
 _VOCABULARY = 128
 
 
 def committed_step(row: Row, profile: Profile) -> Estimate:
-    """A row of ``compare``: a step of Megatron-LM's script on one node, under deterministic mode and without apex; its
-    vocabulary was small."""
-    shape = row.shape
+    """A row of ``compare``: a step of Megatron-LM's script on one node."""
     feature = row.op.removeprefix(TRAINING_STEP)
+    job = _job_of_sizes(row, feature) if row.command is None else _job_of_command(row, row.command)
+    step = predict_step(job, Cluster(profile, 1, row.world_size), set(feature.split(",")))
+    return Estimate(step.native_us, step.ditron_us, step.native["GEMMs"])
+
+
+def _job_of_command(row: Row, command: str) -> Job:
+    """The job that its command describes, in the row's recipe."""
+    job = parse_job(shlex.split(command))
+    words = job.words if row.fp8 is None else {**job.words, "fp8_recipe": row.fp8, "fp8_format": fp8_format(row.fp8)}
+    return replace(job, words=words)
+
+
+def _job_of_sizes(row: Row, feature: str) -> Job:
+    """The job of a row that was written before rows had commands: deterministic, without apex, a small vocabulary."""
+    shape = row.shape
     heads, groups = _HEADS[shape["hidden_size"]]
     model = ModelSizes(
         hidden=shape["hidden_size"], ffn=shape["ffn_hidden_size"], heads=heads, groups=groups, channels=128,
@@ -301,7 +316,7 @@ def committed_step(row: Row, profile: Profile) -> Estimate:
         vocabulary=_VOCABULARY * shape["tensor_model_parallel_size"], experts=shape.get("num_experts"),
         topk=shape.get("moe_router_topk", 1), expert_ffn=shape.get("moe_ffn_hidden_size", 0),
     )  # fmt: skip
-    job = Job(
+    return Job(
         model=model,
         num_layers=shape["num_layers"],
         global_batch=shape["global_batch_size"],
@@ -316,5 +331,3 @@ def committed_step(row: Row, profile: Profile) -> Estimate:
         ),
         words={"cp_comm_type": "a2a", "position_embedding_type": "rope"},
     )
-    step = predict_step(job, Cluster(profile, 1, row.world_size), {feature})
-    return Estimate(step.native_us, step.ditron_us, step.native["GEMMs"])
