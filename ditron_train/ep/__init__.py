@@ -8,7 +8,7 @@ from ditron_train.ep.layout import Layout, LayoutShape
 from ditron_train.ep.ops import combine, dispatch, dispatch_ahead
 from ditron_train.ep.orders import SumOrder, index_add_order
 from ditron_train.ep.planning import PendingLayout, begin_layout, fewest_rows_before
-from ditron_train.ep.rails import RailContext, get_rail_context
+from ditron_train.ep.rail_context import RailContext, get_rail_context
 
 __all__ = [
     "PAIRS",

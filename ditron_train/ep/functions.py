@@ -15,7 +15,8 @@ from ditron_train.ep import ops, rails
 from ditron_train.ep.context import EPContext
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
-from ditron_train.ep.rails import RailContext, RailLayout
+from ditron_train.ep.rail_context import RailContext
+from ditron_train.ep.rail_layout import RailLayout
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 

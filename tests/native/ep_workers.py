@@ -190,13 +190,13 @@ def said_of(options):
 
 def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):
     """``layers_agree`` where half of the ranks pose as another node."""
-    from ditron_train.ep import rails
+    from ditron_train.ep import rail_context
 
     os.environ["NCCL_HOSTID"] = str(2 * dist.get_rank() // dist.get_world_size())
     os.environ["DITRON_EP_RAILS"] = "on"
     try:
         layers_agree(options, tokens_by_rank, dtype)
-        return {context.num_nodes for context in rails._contexts.values() if context is not None}
+        return {context.num_nodes for context in rail_context._contexts.values() if context is not None}
     finally:
         del os.environ["NCCL_HOSTID"], os.environ["DITRON_EP_RAILS"]
 

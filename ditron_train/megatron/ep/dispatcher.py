@@ -28,7 +28,7 @@ from ditron_train.ep import (
     dispatch_ahead,
     dispatch_tokens,
     index_add_order,
-    rails,
+    rail_layout,
 )
 from ditron_train.megatron.compat import padded_routing
 from ditron_train.megatron.ep.capacity import FixedCapacity
@@ -76,8 +76,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._native_because: str | None = why_not_config(self)
         self._ep_context: EPContext | RailContext | None = None
         self._kept_context: EPContext | None = None
-        self._pending: PendingLayout | rails.PendingRailLayout | None = None
-        self._layout: Layout | rails.RailLayout | None = None
+        self._pending: PendingLayout | rail_layout.PendingRailLayout | None = None
+        self._layout: Layout | rail_layout.RailLayout | None = None
         self._no_room: str | None = None  # why nothing is pending: tensor parallel ranks learn it in token_dispatch
         self._order: SumOrder | None = None
         self._capacity = FixedCapacity()
@@ -104,7 +104,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return self._ep_context
 
     @property
-    def dispatched(self) -> tuple[Layout | rails.RailLayout | None, SumOrder | None]:
+    def dispatched(self) -> tuple[Layout | rail_layout.RailLayout | None, SumOrder | None]:
         """The layout of the tokens on their way, which ``token_combine`` ends, and the order of their sums."""
         return self._layout, self._order
 
@@ -237,7 +237,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         arguments = (routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
         try:
             if isinstance(self._ep_context, RailContext):
-                self._pending = rails.begin_layout(*arguments)
+                self._pending = rail_layout.begin_layout(*arguments)
             else:
                 sizes = dict(capacity_factor=self._capacity.factor, expert_capacity=self._expert_capacity(len(tokens)))
                 self._pending = begin_layout(*arguments, **sizes, padding=padding)
@@ -260,7 +260,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         try:
             self._layout = None if pending is None else pending.finish()
         except (ArenaError, NotSupportedError) as error:  # raised by every rank of the expert parallel group alike
-            if isinstance(pending, rails.PendingRailLayout) and isinstance(error, NotSupportedError):
+            if isinstance(pending, rail_layout.PendingRailLayout) and isinstance(error, NotSupportedError):
                 raise  # of this node alone
             self._layout, reason = None, str(error)
         if self.tp_size > 1:
