@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep.context import EPContext, get_ep_context
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
+from ditron_train.symm.exchange import on_all_ranks
 from ditron_train.symm.nodes import NodeGroups, node_groups
 
 
@@ -56,6 +57,7 @@ def get_rail_context(
     Raises:
         NotSupportedError: Nodes with different numbers of ranks, ranks that are not grouped by node, or experts that
             do not divide; on every rank alike.
+        ArenaError: A node cannot have its context; on every rank alike.
     """
     key = (group, device, num_experts, topk)
     known = _contexts.get(key)
@@ -74,5 +76,9 @@ def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: i
             f"expert parallel: {num_experts} experts do not divide by the group's {world_size} ranks"
         )
     inner_experts = num_experts // nodes.num_nodes
-    inner = get_ep_context(nodes.node_group, device, inner_experts, min(topk, inner_experts))
+    arguments = (nodes.node_group, device, inner_experts, min(topk, inner_experts))
+    # Where a node has no memory its ranks alone hear of it, and would turn to native while the others wait for them.
+    inner = on_all_ranks(
+        group, "making a context on every node", lambda: get_ep_context(*arguments), (ArenaError, NotSupportedError)
+    )
     return RailContext(inner, nodes, num_experts, topk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from ditron_train.ep import planning
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.rail_context import RailContext
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.symm.exchange import on_all_ranks
 
 
 @dataclass
@@ -47,6 +50,26 @@ class RailLayout:
     experts: torch.Tensor
 
 
+class _Visits(NamedTuple):
+    """Which tokens visit which node.
+
+    Attributes:
+        by_node: bool [nodes, tokens, experts of a node].
+        node, token: int64: of each visit, by node.
+        sent, received, returned, awaited: As of a ``RailLayout``.
+        widest: To how many experts a token of this rail goes at most.
+    """
+
+    by_node: torch.Tensor
+    node: torch.Tensor
+    token: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    returned: list[int]
+    awaited: list[int]
+    widest: int
+
+
 @dataclass
 class PendingRailLayout:
     """The arguments of a layout; ``finish`` does the work, which needs the host anyway."""
@@ -61,57 +84,105 @@ class PendingRailLayout:
         """Exchanges what the nodes need to know of each other and lays the visitors out.
 
         Raises:
-            As ``planning.PendingLayout.finish``.
+            As ``planning.PendingLayout.finish``, of any node, on every rank of all nodes.
         """
         with self.context.nodes.naming("expert parallel layout"):
             return self._finished()
 
     def _finished(self) -> RailLayout:
-        context, routed = self.context, self.routing_map
-        num_tokens, device = routed.shape[0], routed.device
-        by_node = routed.unflatten(1, (context.num_nodes, -1)).transpose(0, 1)  # [nodes, tokens, experts of a node]
-        visits = by_node.any(2)
-        counts = torch.stack([visits.sum(1), by_node.sum((1, 2))], dim=1)  # tokens and rows for each node
-        theirs = context.nodes.exchange_along_rail(counts, for_host=True)
-        (sent, awaited), (received, returned) = counts.t().tolist(), theirs.t().tolist()
-        node, token = visits.nonzero(as_tuple=True)
+        context, visits = self.context, self._visits()
+        node, token, sent, received = visits.node, visits.token, visits.sent, visits.received
         probs = self.probs.detach().unflatten(1, (context.num_nodes, -1)).transpose(0, 1)
-        visitor_map = context.nodes.exchange_along_rail(by_node[node, token].to(torch.uint8), received, sent).bool()
+        visitor_map = context.nodes.exchange_along_rail(
+            visits.by_node[node, token].to(torch.uint8), received, sent
+        ).bool()
         visitor_probs = context.nodes.exchange_along_rail(probs[node, token], received, sent)
         pending = planning.begin_layout(visitor_map, visitor_probs, self.hidden, self.dtype, context.inner)
-        segments = self._segments(visitor_map, received)
-        inner = pending.finish()
-        rows_order = torch.from_numpy(_native_order(segments)).to(device)
+        segments = self._segments(visitor_map, visits)
+        return self._on_all_nodes(pending, visits, segments)
+
+    def _visits(self) -> _Visits:
+        """Tells the rail how many tokens come and how many rows they have, and learns the same of its ranks."""
+        nodes, routed = self.context.nodes, self.routing_map
+        by_node = routed.unflatten(1, (nodes.num_nodes, -1)).transpose(0, 1)
+        visits, widths = by_node.any(2), routed.sum(1)
+        widest = widths.max() if len(widths) else widths.new_zeros(())
+        counts = torch.stack([visits.sum(1), by_node.sum((1, 2)), widest.expand(nodes.num_nodes)], dim=1)
+        theirs = nodes.exchange_along_rail(counts, for_host=True)
+        (sent, awaited, _), (received, returned, widest_of_rail) = counts.t().tolist(), theirs.t().tolist()
+        node, token = visits.nonzero(as_tuple=True)
+        return _Visits(by_node, node, token, sent, received, returned, awaited, max(widest_of_rail))
+
+    def _segments(self, visitor_map: torch.Tensor, visits: _Visits) -> np.ndarray:
+        """[local experts of this rank, local ranks, nodes] rows from each (local rank, node).
+
+        Raises:
+            NotSupportedError: A token of any rank has more than top-k experts, though each node may see less; on every
+                rank alike.
+        """
+        context = self.context
+        blocks = visitor_map.split(visits.received)
+        mine = torch.stack([block.sum(0) for block in blocks])  # [nodes, experts of the node]
+        told = torch.cat([mine.flatten(), mine.new_tensor([visits.widest])])
+        every = [torch.empty_like(told) for _ in range(context.nodes.local_size)]
+        context.nodes.wait(dist.all_gather(every, told, group=context.nodes.node_group, async_op=True))
+        of_rails = torch.stack(every).cpu()
+        widest = int(of_rails[:, -1].max())  # of all rails: this node has a rank of each
+        if widest > context.topk:
+            raise NotSupportedError(f"expert parallel: a token has {widest} experts, top-k is {context.topk}")
+        local = context.inner.shape.experts_per_rank
+        first = context.inner.rank * local
+        return of_rails[:, :-1].unflatten(1, mine.shape).permute(2, 0, 1)[first : first + local].numpy()
+
+    def _on_all_nodes(self, pending: planning.PendingLayout, visits: _Visits, segments: np.ndarray) -> RailLayout:
+        """The layout, once every node has room for its own: one without would turn to native while the others wait for
+        its rows. Each rail carries that word, while the rest is laid out; only where it is bad the reasons follow.
+
+        Raises:
+            ArenaError: A node has no room; on every rank alike.
+        """
+        nodes, inner, lack = self.context.nodes, None, None
+        try:
+            inner = pending.finish()
+        except (ArenaError, NotSupportedError) as error:  # raised by every rank of this node alike
+            lack = error
+        lacks = torch.full((nodes.num_nodes,), inner is None, dtype=torch.uint8, device=self.routing_map.device)
+        of_nodes, work = nodes.start_along_rail(lacks)
+        layout = None if inner is None else self._laid_out(inner, visits, segments)
+        nodes.wait(work, for_host=True)
+
+        def tell() -> None:
+            if lack is not None:
+                raise lack
+
+        if bool(of_nodes.any()):
+            on_all_ranks(nodes.group, "making room on every node", tell, (ArenaError, NotSupportedError))
+        assert layout is not None, "no node lacks room"
+        return layout
+
+    def _laid_out(self, inner: Layout, visits: _Visits, segments: np.ndarray) -> RailLayout:
+        context, routed = self.context, self.routing_map
+        rows_order = torch.from_numpy(_native_order(segments)).to(routed.device)
         assert len(rows_order) == inner.num_rows
         topk = context.inner.shape.topk
         held = inner.expert_ids[:, :topk].reshape(-1) >= 0
-        row_index, experts = _awaited_rows(routed, by_node, context.topk)
+        row_index, experts = _awaited_rows(routed, visits.by_node, context.topk)
         return RailLayout(
-            num_tokens=num_tokens,
+            num_tokens=routed.shape[0],
             num_rows=inner.num_rows,
             tokens_per_expert=inner.tokens_per_expert,
             inner=inner,
             rows_order=rows_order,
             inner_order=rows_order.argsort(),
-            send_index=token,
-            sent=sent,
-            received=received,
+            send_index=visits.token,
+            sent=visits.sent,
+            received=visits.received,
             places=held.nonzero()[:, 0],
-            returned=returned,
-            awaited=awaited,
+            returned=visits.returned,
+            awaited=visits.awaited,
             row_index=row_index,
             experts=experts,
         )
-
-    def _segments(self, visitor_map: torch.Tensor, received: list[int]) -> np.ndarray:
-        """[local experts of this rank, local ranks, nodes] rows from each (local rank, node)."""
-        context = self.context
-        mine = torch.stack([block.sum(0) for block in visitor_map.split(received)])  # [nodes, experts of the node]
-        every = [torch.empty_like(mine) for _ in range(context.nodes.local_size)]
-        context.nodes.wait(dist.all_gather(every, mine, group=context.nodes.node_group, async_op=True))
-        local = context.inner.shape.experts_per_rank
-        first = context.inner.rank * local
-        return torch.stack(every).permute(2, 0, 1)[first : first + local].cpu().numpy()
 
 
 def _native_order(segments: np.ndarray) -> np.ndarray:

@@ -134,9 +134,10 @@ def uneven_collectives():
     """Gathers and reduce-scatters of uneven parts, which gloo refuses and megatron-core asks for."""
     all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
 
-    def gather(parts, mine, group=None):
+    def gather(parts, mine, group=None, async_op=False):
         if len({part.shape for part in parts}) == 1:
-            return all_gather(parts, mine, group=group)
+            return all_gather(parts, mine, group=group, async_op=async_op)
+        assert not async_op
         parts[dist.get_rank(group)].copy_(mine)
         for source, part in enumerate(parts):
             if part.numel():
@@ -170,8 +171,9 @@ def sliced_layers_agree(options, tokens_by_rank, dtype, in_any_place=2):
         ep_tensor._RANKS_IN_ANY_PLACE = before
 
 
-def said_of(options):
-    """What rank 0 logs of a MoE layer with those options, native and ours having agreed."""
+@contextlib.contextmanager
+def lines_logged():
+    """What rank 0 logs meanwhile, as if nothing had been logged before; empty on the others."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -181,24 +183,44 @@ def said_of(options):
     logger.setLevel(logging.INFO)
     logs._seen.clear()
     try:
-        layers_agree(options, (8,) * dist.get_world_size(), torch.bfloat16, expect_ours=None)
+        yield lines
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+def said_of(options):
+    """What rank 0 logs of a MoE layer with those options, native and ours having agreed."""
+    with lines_logged() as lines:
+        layers_agree(options, (8,) * dist.get_world_size(), torch.bfloat16, expect_ours=None)
     return lines
 
 
-def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):
-    """``layers_agree`` where half of the ranks pose as another node."""
-    from ditron_train.ep import rail_context
-
+@contextlib.contextmanager
+def two_nodes():
+    """Half of the ranks pose as another node, and tokens go along rails."""
     os.environ["NCCL_HOSTID"] = str(2 * dist.get_rank() // dist.get_world_size())
     os.environ["DITRON_EP_RAILS"] = "on"
     try:
-        layers_agree(options, tokens_by_rank, dtype)
-        return {context.num_nodes for context in rail_context._contexts.values() if context is not None}
+        yield
     finally:
         del os.environ["NCCL_HOSTID"], os.environ["DITRON_EP_RAILS"]
+
+
+def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):
+    """``layers_agree`` over two nodes; how many of them the contexts know."""
+    from ditron_train.ep import rail_context
+
+    with two_nodes():
+        layers_agree(options, tokens_by_rank, dtype)
+        return {context.num_nodes for context in rail_context._contexts.values() if context is not None}
+
+
+def native_over_two_nodes(function, *arguments):
+    """Why a layer of ``function``, which returns that, ends native over two nodes; what the log says of it."""
+    with two_nodes(), lines_logged() as lines:
+        reason = function(*arguments)
+    return reason, [line for line in lines if "native" in line]
 
 
 def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours=True):
@@ -256,26 +278,28 @@ def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
     return ours.token_dispatcher._native_because
 
 
-def routed_wider_than_topk():
-    """A router of the user's that gives some tokens of the second step more experts than top-k; why ours is native in
-    the end."""
+def routed_wider_than_topk(num_experts=BASE["num_moe_experts"], first=0):
+    """A router of the user's that gives a token of the second step all experts from the ``first`` on, more than top-k;
+    why ours is native in the end."""
+    options = {"params_dtype": torch.float32, "num_moe_experts": num_experts}
     with groups(**sizes_of({})):
-        native, ours = (build({"params_dtype": torch.float32}, which) for which in (False, True))
+        native, ours = (build(options, which) for which in (False, True))
         generator = torch.Generator().manual_seed(dist.get_rank())
         for step in range(3):
             for layer in (native, ours):
-                layer.router.forward = functools.partial(_widened, type(layer.router).forward, layer.router, step == 1)
+                route = type(layer.router).forward
+                layer.router.forward = functools.partial(_widened, route, layer.router, first if step == 1 else None)
             x, grad = (torch.randn(9, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
             assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
             assert (ours.token_dispatcher.ep_context is not None) == (step == 0)
         return ours.token_dispatcher._native_because
 
 
-def _widened(route, router, widens, *given):
+def _widened(route, router, first, *given):
     probs, routing_map = route(router, *given)
-    if widens and dist.get_rank() == 0:
+    if first is not None and dist.get_rank() == 0:
         routing_map = routing_map.clone()
-        routing_map[0] = True
+        routing_map[0] = torch.arange(routing_map.shape[1]) >= first
     return probs, routing_map
 
 

@@ -21,6 +21,7 @@ from ep_workers import (  # noqa: E402
     groups_of_layers,
     layers_agree,
     layers_agree_over_two_nodes,
+    native_over_two_nodes,
     policy_is_asked_once,
     routed_wider_than_topk,
     said_of,
@@ -345,6 +346,32 @@ def test_a_schedule_plan_without_its_flag_runs_natively(policy):
 def test_two_nodes():
     options = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_expert_capacity_factor": 0.8}
     assert run_workers(4, layers_agree_over_two_nodes, options, (8, 5, 1, 9), torch.bfloat16) == [{2}] * 4
+
+
+@pytest.mark.parametrize("cap, missing", [(500, "making a context"), (20000, "making room")], ids=["context", "rows"])
+@pytest.mark.parametrize("capped", [(0, 1), (2, 3)], ids=["first_node", "last_node"])
+def test_nodes_of_which_one_has_no_memory_go_over_to_native_together(capped, cap, missing):
+    env = {"DITRON_ARENA_BYTES": str(cap), "DITRON_POLICY": "force"}
+    arguments = (falls_back_when_memory_is_capped, {"num_moe_experts": 8}, capped)
+    found = run_workers(4, native_over_two_nodes, *arguments, env=env)
+    reasons = {reason for reason, _ in found}
+    assert len(reasons) == 1
+    (reason,) = reasons
+    assert missing in reason and "failed on 2 of 4 ranks" in reason and f"DITRON_ARENA_BYTES={cap}" in reason
+    assert [lines for _, lines in found] == [[f"ep: native dispatcher, {reason}"], [], [], []]
+
+
+@pytest.mark.parametrize(
+    "num_experts, first, width",
+    [(4, 0, 4), (8, 5, 3), (8, 3, 5)],
+    ids=["on_no_node_alone", "on_the_other_node", "on_one_of_both_nodes"],
+)
+def test_tokens_of_more_experts_than_topk_go_over_to_native_on_all_nodes(num_experts, first, width):
+    """Experts of the first rank's token may be more than top-k together, or already on one node."""
+    arguments = (routed_wider_than_topk, num_experts, first)
+    found = run_workers(4, native_over_two_nodes, *arguments, env={"DITRON_POLICY": "force"})
+    reason = f"expert parallel: a token has {width} experts, top-k is 2"
+    assert found == [(reason, [f"ep: native dispatcher, {reason}"])] + [(reason, [])] * 3
 
 
 @pytest.mark.parametrize("over_nodes", [False, True], ids=["one_node", "rails"])

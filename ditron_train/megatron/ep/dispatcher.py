@@ -260,8 +260,6 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         try:
             self._layout = None if pending is None else pending.finish()
         except (ArenaError, NotSupportedError) as error:  # raised by every rank of the expert parallel group alike
-            if isinstance(pending, rail_layout.PendingRailLayout) and isinstance(error, NotSupportedError):
-                raise  # of this node alone
             self._layout, reason = None, str(error)
         if self.tp_size > 1:
             reason = self._meet_slices(hidden_states.device, reason)
