@@ -123,7 +123,7 @@ class PendingRailLayout:
         context = self.context
         blocks = visitor_map.split(visits.received)
         mine = torch.stack([block.sum(0) for block in blocks])  # [nodes, experts of the node]
-        told = torch.cat([mine.flatten(), mine.new_tensor([visits.widest])])
+        told = torch.cat([mine.flatten(), mine.new_full((1,), visits.widest)])
         every = [torch.empty_like(told) for _ in range(context.nodes.local_size)]
         context.nodes.wait(dist.all_gather(every, told, group=context.nodes.node_group, async_op=True))
         of_rails = torch.stack(every).cpu()

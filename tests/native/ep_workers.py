@@ -278,6 +278,31 @@ def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
     return ours.token_dispatcher._native_because
 
 
+def memory_ends_between_two_forwards(capped_ranks):
+    """A forward of few tokens by ours, one of more for which ``capped_ranks`` have no room, then both backward; why
+    ours is native in the end."""
+    options = {"params_dtype": torch.float32, "num_moe_experts": 8}
+    with groups(**sizes_of(options)):
+        layers = [build(options, which) for which in (False, True)]
+        dispatcher = layers[1].token_dispatcher
+        inputs = [torch.randn(n, 1, BASE["hidden_size"], requires_grad=True) for n in (4, 64)]
+        outputs = []
+        try:
+            for x, is_ours in zip(inputs, (True, False)):
+                outputs.append([layer(x)[0] for layer in layers])
+                assert (dispatcher.ep_context is not None) == is_ours
+                if dist.get_rank() in capped_ranks:
+                    os.environ["DITRON_ARENA_BYTES"] = "500"
+        finally:
+            os.environ.pop("DITRON_ARENA_BYTES", None)
+        for x, (native, ours) in zip(inputs, outputs):
+            assert torch.equal(native, ours)
+            grad = torch.randn_like(native)
+            wanted, got = (torch.autograd.grad(output, x, grad) for output in (native, ours))
+            assert torch.equal(*wanted, *got)
+        return dispatcher._native_because
+
+
 def routed_wider_than_topk(num_experts=BASE["num_moe_experts"], first=0):
     """A router of the user's that gives a token of the second step all experts from the ``first`` on, more than top-k;
     why ours is native in the end."""

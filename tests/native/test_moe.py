@@ -21,6 +21,7 @@ from ep_workers import (  # noqa: E402
     groups_of_layers,
     layers_agree,
     layers_agree_over_two_nodes,
+    memory_ends_between_two_forwards,
     native_over_two_nodes,
     policy_is_asked_once,
     routed_wider_than_topk,
@@ -359,6 +360,13 @@ def test_nodes_of_which_one_has_no_memory_go_over_to_native_together(capped, cap
     (reason,) = reasons
     assert missing in reason and "failed on 2 of 4 ranks" in reason and f"DITRON_ARENA_BYTES={cap}" in reason
     assert [lines for _, lines in found] == [[f"ep: native dispatcher, {reason}"], [], [], []]
+
+
+def test_a_node_whose_memory_ends_leaves_what_is_under_way_as_it_is():
+    found = run_workers(4, native_over_two_nodes, memory_ends_between_two_forwards, (2, 3))
+    reason = found[0][0]
+    assert "making room on every node failed on 2 of 4 ranks: rank 2: ArenaError: " in reason
+    assert found == [(reason, [f"ep: native dispatcher, {reason}"])] + [(reason, [])] * 3
 
 
 @pytest.mark.parametrize(
