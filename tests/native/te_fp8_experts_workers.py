@@ -243,3 +243,44 @@ def recipes():
     made = {name: type(name, (type(owners.get(name, "Recipe"), (), {}),), {})() for name in names}
     lines = {name: [one.__name__ for one in type(recipe).__mro__] for name, recipe in made.items()}
     return [name for name, line in lines.items() if why_not_fp8_recipe(line, has_fp8_parameters=False) is None]
+
+
+def kept_apart():
+    """What the log says, once each, of products that are left to Transformer Engine; they are asked for twice."""
+    te_fp8 = install()
+    from ditron_train.runtime.logs import decisions
+
+    tex, said = sys.modules["transformer_engine_torch"], []
+    e4m3, e5m2 = (
+        tex.Float8CurrentScalingQuantizer(kind, None) for kind in (tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2)
+    )
+    shape, count = (48, 32), 2
+    weights = [te_fp8_workers._integers(shape, 7 + index) for index in range(count)]
+    rows = te_fp8_workers._integers((96, shape[1]), 3).split([48, 48])
+    of_weights, of_rows = ([e4m3(one) for one in side] for side in (weights, rows))
+    as_bf16 = sys.modules["transformer_engine.pytorch.tensor.float8_tensor"].Quantized()
+    for first, second, dtype, changed in (
+        (of_weights, of_rows, torch.bfloat16, {}),
+        (of_weights, [of_rows[0], e5m2(rows[1])], torch.bfloat16, {}),
+        ([of_weights[0], e5m2(weights[1])], of_rows, torch.bfloat16, {}),
+        ([e5m2(one) for one in weights], of_rows, torch.bfloat16, {}),
+        ([of_weights[0], as_bf16], of_rows, torch.bfloat16, {}),
+        (of_weights, of_rows, torch.float32, {}),
+        (of_weights, of_rows, torch.bfloat16, {"split_accumulator": True}),
+        (of_weights, of_rows, torch.bfloat16, {"fewest_rows": 64}),
+    ):
+        before = len(decisions())
+        options = {"split_accumulator": False, "fewest_rows": FEWEST_ROWS, **changed}
+        for _ in range(2):
+            out = torch.zeros(96, shape[0], dtype=dtype)
+            is_ours = te_fp8.multiply("forward", first, second, out, **options)
+            assert is_ours == out.any().item(), "of what is left nothing is written"
+        said.append((is_ours, decisions()[before:]))
+    products = te_fp8._stand_in(frozenset([("forward", FEWEST_ROWS)]))
+    before = len(decisions())
+    for _ in range(2):
+        apart = [torch.zeros(48, shape[0], dtype=torch.bfloat16) for _ in rows]
+        products(of_weights, of_rows, apart, torch.bfloat16, m_splits=[48, 48])
+        assert all(one.any() for one in apart), "Transformer Engine's call"
+    said.append((False, decisions()[before:]))
+    return said

@@ -44,6 +44,25 @@ def test_code_that_calls_others_is_left_alone(change, words):
     assert reason == f"this version of Transformer Engine {words}"
 
 
+def test_products_that_are_left_to_transformer_engine_are_logged_once():
+    (((is_ours, lines), *left),) = run(workers.kept_apart, num_workers=1)
+    assert is_ours and lines == [], "what is covered is not told apart"
+    expected = [
+        "the experts' rows are not of one FP8 format, but E4M3 and E5M2",
+        "the experts' weights are not of one FP8 format, but E4M3 and E5M2",
+        "all need e4m3",
+        "the experts' weights are not all in FP8 with one scale",
+        "into torch.float32",
+        "forward has a split accumulator",
+        "forward of steps in which an expert has fewer than 64 rows",
+        "forward is asked for with more than a product",
+    ]
+    assert len(left) == len(expected)
+    for (is_ours, lines), words in zip(left, expected):
+        assert not is_ours and len(lines) == 1, (words, lines)
+        assert lines[0].startswith("ep experts (FP8): native, ") and words in lines[0]
+
+
 def test_recipes():
     (said,) = run(workers.recipes, num_workers=1)
     assert said == ["Float8CurrentScaling", "TEDelayedScaling"]

@@ -31,7 +31,14 @@ from ditron_train.megatron.ep.experts import (
     why_not_options,
 )
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall, fewest_rows_of
-from ditron_train.megatron.ep.te_fp8 import AtOnce, ExpertProduct, grouped_base, multiplying_at_once, why_not_code
+from ditron_train.megatron.ep.te_fp8 import (
+    LOG_NAME,
+    AtOnce,
+    ExpertProduct,
+    grouped_base,
+    multiplying_at_once,
+    why_not_code,
+)
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.outside_compile import outside_compile
@@ -64,7 +71,7 @@ def _products_at_once(linear: Any, x: torch.Tensor) -> AtOnce:
         return frozenset()
     reason = _why_not_fp8(linear)
     if reason is not None:
-        log_native("ep experts (FP8)", reason)
+        log_native(LOG_NAME, reason)
         return frozenset()
     grad_format = "E5M2" if FP8GlobalStateManager.get_fp8_recipe().fp8_format.name == "HYBRID" else "E4M3"
     asked: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]

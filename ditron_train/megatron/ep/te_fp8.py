@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, Literal
@@ -26,6 +26,9 @@ from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
+
+#: What the log calls these products.
+LOG_NAME = "ep experts (FP8)"
 
 #: A layer's products: of its rows and weights, and of the gradients of its results and weights.
 ExpertProduct = Literal["forward", "dgrad"]
@@ -50,20 +53,20 @@ def multiply(
     fewest_rows: int,
 ) -> bool:
     """Puts the products of what Transformer Engine has quantised into ``out``; False where they have to be its own:
-    where an expert has fewer than ``fewest_rows``, among others."""
-    if out.dtype != torch.bfloat16 or not out.is_contiguous():
-        return False
-    first, second = (
-        _operands(side, columnwise) for side, columnwise in ((rows, False), (weights, product == "dgrad"))
-    )
-    if first is None or second is None or second.dtype != torch.float8_e4m3fn:
-        return False
-    if split_accumulator != (product == "dgrad") or not _are_many(first.data, fewest_rows):
-        return False
+    where an expert has fewer than ``fewest_rows``, among others. The log says why, once for each reason."""
     try:
+        if out.dtype != torch.bfloat16 or not out.is_contiguous():  # in words without its sizes, which change
+            raise NotSupportedError(f"{product} into {out.dtype}, or into strides of another's")
+        first, second = _operands("rows", rows, columnwise=False), _operands("weights", weights, product == "dgrad")
+        if split_accumulator != (product == "dgrad"):
+            raise NotSupportedError(f"{product} has {'a' if split_accumulator else 'no'} split accumulator")
+        if not _are_many(first.data, fewest_rows):
+            raise NotSupportedError(
+                f"{product} of steps in which an expert has fewer than {fewest_rows} rows, or none has any"
+            )
         group_gemm_fp8(first, second, out=out, split_accumulator=split_accumulator)
     except NotSupportedError as error:  # nothing was launched, and no other rank waits for it
-        log_native("ep experts (FP8)", str(error))
+        log_native(LOG_NAME, str(error))
         return False
     return True
 
@@ -72,24 +75,39 @@ def _are_many(rows: Sequence[torch.Tensor], fewest: int) -> bool:
     return min(filter(None, (one.shape[0] for one in rows)), default=-1) >= fewest
 
 
-def _operands(side: Sequence[Any], columnwise: bool) -> ExpertRows | None:
-    """Values and scales with the sum's index last; None where they are not there, or of several kinds."""
+def _operands(which: str, side: Sequence[Any], columnwise: bool) -> ExpertRows:
+    """Values and scales with the sum's index last.
+
+    Raises:
+        NotSupportedError: They are not there, or of several kinds.
+    """
     values, scales, formats = [], [], set()
     name = "data_transpose" if columnwise else "data"
     for one in side:
-        if not hasattr(one, "get_metadata") or (columnwise and getattr(one, "_transpose_invalid", False)):
-            return None
-        fields = one.get_metadata()
+        fields = one.get_metadata() if hasattr(one, "get_metadata") else {}
         value, scale = fields.get(name), fields.get("fp8_scale_inv")
-        if value is None or scale is None:
-            return None
+        if value is None or scale is None or (columnwise and getattr(one, "_transpose_invalid", False)):
+            raise NotSupportedError(
+                f"the experts' {which} are not all in FP8 with one scale, as the product needs them"
+            )
         values.append(value)
         scales.append(scale)
         formats.add(fields["fp8_dtype"])
     if len(formats) != 1:
-        return None
+        names = " and ".join(sorted(one.name.removeprefix("kFloat8") for one in formats))
+        raise NotSupportedError(f"the experts' {which} are not of one FP8 format, but {names}")
     is_e4m3 = formats.pop() == tex.DType.kFloat8E4M3
     return ExpertRows(values, scales, torch.float8_e4m3fn if is_e4m3 else torch.float8_e5m2)
+
+
+def _is_plain_product(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether ``general_grouped_gemm`` is asked, behind its operands, for products alone, side by side."""
+    return (
+        options.keys() <= _KNOWN | _OFF
+        and not any(options.get(name) for name in _OFF - {"bias"})
+        and not any(isinstance(one, list) and any(one) for one in args)  # quantizers of results, from 2.11 on
+        and bool(options.get("single_output"))
+    )
 
 
 def _stand_in(products: AtOnce) -> Any:
@@ -98,15 +116,12 @@ def _stand_in(products: AtOnce) -> Any:
 
     def general_grouped_gemm(weights: Any, rows: Any, out: list[torch.Tensor], *args: Any, **options: Any) -> Any:
         product = _LAYOUTS.get(options.get("layout", "TN"))
-        is_plain = (
-            options.keys() <= _KNOWN | _OFF
-            and not any(options.get(name) for name in _OFF - {"bias"})
-            and not any(isinstance(one, list) and any(one) for one in args)  # quantizers of results, from 2.11 on
-        )
-        if product in fewest_rows and is_plain and options.get("single_output"):
+        if product in fewest_rows and _is_plain_product(args, options):
             splits, fewest = bool(options.get("use_split_accumulator")), fewest_rows[product]
             if multiply(product, weights, rows, out[0], split_accumulator=splits, fewest_rows=fewest):
                 return out, options.get("bias"), None
+        elif product in fewest_rows:
+            log_native(LOG_NAME, f"{product} is asked for with more than a product, or in several results")
         return _module().general_grouped_gemm(weights, rows, out, *args, **options)
 
     return general_grouped_gemm
