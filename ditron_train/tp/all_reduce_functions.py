@@ -10,17 +10,22 @@ Every rank holds all s tokens; W ranks, K inputs and N outputs of the whole laye
 Order of roundings as in Megatron's ``LinearWithGradAccumulationAndAsyncCommunication`` with ``allreduce_dgrad`` and
 its ``RowParallelLinear``: GEMMs round once to the activation dtype, each element of an all-reduce is added in NCCL's
 order with a rounding at every hop, bias is a separate addition.
+
+cuBLAS chooses its kernel by how operands lie, so the plain products get a gradient as the native layer hands it over
+(``Wgrad.operand``).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
+from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.functions import PlainWgrad, Wgrad, as_rows
+from ditron_train.tp.functions import PlainWgrad, Wgrad, as_rows, is_whole
 from ditron_train.tp.movement import start_all_reduce
 from ditron_train.tp.ops import gemm_ar
 from ditron_train.tp.prepared import can_copy
@@ -45,9 +50,12 @@ class _ColumnLinearAr(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         deferred = needs_weight and ctx.wgrad.defer(grad_output)
+        grad_output = ctx.wgrad.operand(grad_output)
         grad_x = grad_weight = started = None
         if needs_x and x.numel() == 0:
             grad_x = torch.empty_like(x)
+        elif needs_x and not needs_weight and not is_whole(grad_output):
+            grad_x = _product_and_all_reduce(grad_output, weight, ctx.context)
         elif needs_x and (not needs_weight or not can_copy(ctx.context)):
             grad_x = gemm_ar(grad_output, weight, context=ctx.context, layout="nn")
         elif needs_x:
@@ -59,8 +67,18 @@ class _ColumnLinearAr(torch.autograd.Function):
                 grad_weight = ctx.wgrad(as_rows(grad_output), as_rows(x))
         finally:  # starts and waits are counted, and what copy engines read must not be freed under them
             grad_x = started.wait() if started is not None else grad_x
+        grad_x = None if grad_x is None else grad_x.view(x.shape)
         grad_bias = ctx.wgrad.bias_gradient(as_rows(grad_output)) if ctx.has_bias and needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _product_and_all_reduce(grad_output: torch.Tensor, weight: torch.Tensor, context: TPContext) -> torch.Tensor:
+    """Natively: how a gradient lies is known in backward alone, when only the kernel for whole ones was compared with
+    native's product. Torch multiplies sequence by sequence where rows are no view and the weight is frozen."""
+    log_native("tp column", "a gradient with strides goes back through a frozen weight")
+    partial = grad_output.matmul(weight)
+    dist.all_reduce(partial, group=context.group)
+    return partial
 
 
 @outside_compile
@@ -76,7 +94,8 @@ class _RowLinearAr(torch.autograd.Function):
         refuse_second_derivatives("row_linear_ar")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x = grad_output.matmul(weight) if needs_x else None
+        grad_output = ctx.wgrad.operand(grad_output)
+        grad_x = grad_output.matmul(weight).view(x.shape) if needs_x else None
         grad_weight = ctx.wgrad(as_rows(grad_output), as_rows(x)) if needs_weight else None
         return grad_x, grad_weight, None, None
 

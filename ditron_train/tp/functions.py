@@ -32,13 +32,16 @@ from ditron_train.tp.prepared import can_copy
 
 
 class Wgrad(Protocol):
-    """Computes the weight gradient of one call of a layer, and says where it goes."""
+    """Computes the weight gradient of one call of a layer, and says where it goes, and how its gradients lie."""
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
         """[rows, N] and [rows, K] to [N, K], or None where it went elsewhere (``main_grad``)."""
 
     def defer(self, grad_output: torch.Tensor) -> bool:
         """Whether it is left to later: then nothing is gathered, and ``result_without_gemm`` goes to autograd."""
+
+    def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
+        """The gradient as the layer multiplies it by the weight: itself, its rows, or a whole copy."""
 
     def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What autograd gets for a deferred gradient."""
@@ -52,11 +55,15 @@ class PlainWgrad:
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
         """See ``Wgrad``."""
-        return grad_output.t().matmul(total_input)
+        return grad_output.contiguous().t().matmul(total_input.contiguous())
 
     def defer(self, grad_output: torch.Tensor) -> bool:
         """Never."""
         return False
+
+    def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
+        """See ``Wgrad``: itself."""
+        return grad_output
 
     def result_without_gemm(self, dtype: torch.dtype) -> None:
         """Nothing: it is never deferred."""
@@ -64,7 +71,7 @@ class PlainWgrad:
 
     def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor:
         """See ``Wgrad``: a sum of its own."""
-        return grad_output.sum(dim=0)
+        return grad_output.contiguous().sum(dim=0)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -72,6 +79,13 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 0:
         raise NotSupportedError("a linear layer: the input has no dimensions")
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def is_whole(x: torch.Tensor) -> bool:
+    """Whether ``x`` lies as a new tensor does, in dimensions of size 1, too: of others ``torch.matmul`` may multiply
+    matrix by matrix, though torch calls them contiguous."""
+    shape, strides = x.shape, x.stride()
+    return x.is_contiguous() and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(x.dim() - 2))
 
 
 def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext | NodesTPContext) -> torch.Tensor:
@@ -98,6 +112,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x, ctx.context))
+        grad_output = ctx.wgrad.operand(grad_output)
         kept: KeptInput | None = ctx.kept
         total_x = kept.rows() if kept is not None and not deferred else None
         grad_x = grad_weight = None

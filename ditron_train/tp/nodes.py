@@ -96,6 +96,7 @@ class ColumnOverNodes(torch.autograd.Function):
         group, rows = ctx.context.group, _rows(x).contiguous()
         whole = (x.shape[0] * ctx.context.world_size, *x.shape[1:-1], grad_output.shape[-1])
         deferred = needs_weight and ctx.wgrad.defer(grad_output.view(whole) if x.dim() > 2 else grad_output)
+        grad_output = ctx.wgrad.operand(grad_output)
         total = gather = scatter = grad_x = grad_weight = None
         if needs_weight and not deferred:
             total = rows.new_empty(len(rows) * ctx.context.world_size, rows.shape[1])

@@ -417,6 +417,8 @@ whole = []
 te_wgrad.te_ops.general_gemm = lambda *both, **options: whole.extend(x.is_contiguous() for x in both) or (None, None)
 te_wgrad.TELinearWgrad(weight, False, None)(torch.ones(4, 5)[:, :2], torch.ones(4, 7)[:, :3])
 assert whole == [True, True], "it reads memory as if there were no strides"
+grad = torch.ones(4, 5)[:, :2]
+assert te_wgrad.TELinearWgrad(weight, False, None).operand(grad).is_contiguous() and not grad.is_contiguous()
 """
 
 

@@ -16,6 +16,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import all_reduce as all_reduce_ops
 from ditron_train.tp import gemm_ar, get_tp_context, start_all_reduce
 from ditron_train.tp.all_reduce_functions import column_linear_ar, row_linear_ar
+from ditron_train.tp.functions import PlainWgrad, column_linear
 from ditron_train.tp.movement import largest_of_ranks
 from ditron_train.tp.problem import Choice, GatherPlan
 
@@ -212,6 +213,30 @@ def check_layers(shape: tuple[int, int], n: int, k: int) -> None:
         assert y.shape == (0, 2, 8)
         y.backward(torch.ones_like(y))
         assert empty.grad.shape == empty.shape and not weight.grad.any()
+
+
+class _Doubled(PlainWgrad):
+    """Products get twice the gradient: that they do is seen."""
+
+    def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
+        return 2 * grad_output
+
+
+def check_operands(tokens: int, n: int, k: int) -> None:
+    """Products of gradients get what ``Wgrad.operand`` makes of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_tp_context(None, CPU)
+    for layer in (column_linear_ar, row_linear_ar, column_linear):
+        for frozen in (False, True):
+            found = []
+            for wgrad in (PlainWgrad(), _Doubled()):
+                rows = tokens // world if layer is column_linear else tokens
+                x = integers((rows, 2, k), 1).requires_grad_()
+                weight = integers((n, k), 10 + rank).requires_grad_(not frozen)
+                y = layer(x, weight, context=context, wgrad=wgrad)
+                y.backward(integers(tuple(y.shape), 30 + rank))
+                found.append(x.grad)
+            assert found[0].any() and torch.equal(found[1], 2 * found[0]), (layer, frozen)
 
 
 def nothing_on_one_rank() -> str:

@@ -56,6 +56,10 @@ def test_layers_and_all_gradients():
     run_workers(4, bodies.check_layers, (7, 3), 32, 16)
 
 
+def test_products_of_gradients_get_what_the_layer_multiplies():
+    run_workers(2, bodies.check_operands, 24, 16, 32)
+
+
 def test_nothing_on_one_rank_is_the_same_error_on_every_rank():
     words = run_workers(3, bodies.nothing_on_one_rank, env={"DITRON_TIMEOUT_S": "20"})
     assert len(set(words)) == 1 and words[0].startswith("MismatchError: tp.all_reduce"), words

@@ -24,7 +24,7 @@ from ditron_train.megatron.compat.muon import (
     registered_muon,
     why_not_layer_wise,
 )
-from ditron_train.megatron.compat.wgrad import write_wgrad
+from ditron_train.megatron.compat.wgrad import multiplies_rows_of_frozen, write_wgrad
 
 __all__ = [
     "activate_experts",
@@ -34,6 +34,7 @@ __all__ = [
     "captures_iteration",
     "common_arguments",
     "momentum_key",
+    "multiplies_rows_of_frozen",
     "muon_module",
     "norm_eps",
     "padded_routing",

@@ -1,11 +1,21 @@
-"""A weight gradient that is written, not added, as Megatron-FSDP has it in each version of Megatron-core."""
+"""Products of gradients in each version of Megatron-core: how those of a frozen layer lie, and a weight gradient that
+is written, not added, as Megatron-FSDP has it."""
 
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
+
+
+@cache
+def multiplies_rows_of_frozen() -> bool:
+    """Whether a gradient is made rows in front of its product with a frozen weight: since 0.19."""
+    from megatron.core.tensor_parallel import layers
+
+    return "reshape" in inspect.unwrap(layers.LinearWithFrozenWeight.backward).__code__.co_names
 
 
 def write_wgrad(main_grad: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:

@@ -49,6 +49,10 @@ class TELinearWgrad:
         """Never: a delayed gradient has its operands gathered at once, as natively."""
         return False
 
+    def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
+        """Whole: Transformer Engine copies a gradient with strides in front of all of its products."""
+        return grad_output.contiguous()
+
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
         """Computes the gradient, or leaves it in the store; both arguments are 2-D with the tokens of the whole group
         in order."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ditron_train.megatron.compat import write_wgrad
+from ditron_train.megatron.compat import multiplies_rows_of_frozen, write_wgrad
 
 
 def main_grad_of(weight: Any) -> torch.Tensor:
@@ -80,6 +80,13 @@ class NativeWgrad:
             return False
         self._buffer.append(grad_output)
         return True
+
+    def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
+        """Itself: native multiplies a gradient with strides as it lies; newer versions its rows where the weight is
+        frozen."""
+        if grad_output.dim() > 2 and not self._weight.requires_grad and multiplies_rows_of_frozen():
+            return grad_output.reshape(-1, grad_output.shape[-1])
+        return grad_output
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
         """Computes the gradient; both arguments are 2-D with the tokens of the whole group in order."""

@@ -18,6 +18,7 @@ from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.tp.functions import is_whole
 
 
 @outside_compile
@@ -63,6 +64,12 @@ def _communicates(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("sequence_parallel") or arguments.get("allreduce_dgrad"))
 
 
+def _why_not_input(x: torch.Tensor) -> str | None:
+    """Why the product of a row layer is native by how its input lies, or None: cuBLAS chooses its kernel by that, and
+    compared were whole ones."""
+    return None if is_whole(x) else "the input has strides"
+
+
 @outside_compile
 class DitronRowParallelLinear(RowParallelLinear):
     """``RowParallelLinear`` whose reduce-scatter of the output (and gather of its gradient) overlaps with the GEMM.
@@ -73,10 +80,12 @@ class DitronRowParallelLinear(RowParallelLinear):
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        context, reason = None, why_not_weight(self.weight)
+        is_ours = self.input_is_parallel and not self.explicit_expert_comm
+        is_ours = is_ours and self.config._cpu_offloading_context is None
+        context, reason = None, why_not_weight(self.weight) or (_why_not_input(input_) if is_ours else None)
         if reason is not None:
             log_native("tp row", reason)
-        elif self.input_is_parallel and not self.explicit_expert_comm and self.config._cpu_offloading_context is None:
+        elif is_ours:
             context = route("row", input_, self.weight, group=self.tp_group, sequence_parallel=self.sequence_parallel)
         if context is None:
             return super().forward(input_)
