@@ -17,6 +17,7 @@ from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
 from ditron_train.pp.nvshmem_channel import NvshmemChannel, NvshmemPuts, NvshmemSlots, make_nvshmem_arena
 from ditron_train.pp.nvshmem_endpoints import NvshmemReceiver, NvshmemSender
+from ditron_train.pp.sizes import LastingSizes
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -54,6 +55,7 @@ class PipelineContext:
         next_rank, previous_rank: Group ranks of the neighbours.
         local_senders, local_receivers: By lane, ends through symmetric memory; None for those through ``network``.
         network: Lanes through ``torch.distributed``; None where nothing needs them.
+        sizes: Of messages that did not fit a slot, where all ranks share a node; else None.
         first_of_crossings: As the function of this name says of the group's stages.
         slot_bytes: Bytes of the largest message that fits into a slot, the same on every rank; 0 before the first
             ``reserve``.
@@ -114,6 +116,7 @@ class PipelineContext:
             self._on_all_nodes("making a pipeline's context", partial(self._make_local, num_slots, num_loans, asked))
         if paths.NVSHMEM in self._paths():
             self._make_nvshmem(num_slots)
+        self.sizes = LastingSizes(self.channel) if self.in_one_node and self.channel is not None else None
         self._log_routes()
 
     def _path_to(self, rank: int) -> str:
@@ -249,6 +252,18 @@ class PipelineContext:
             raise
         self.slot_bytes = max(self.slot_bytes, largest)
         return len(set(asked)) == 1
+
+    def grow_to_last_sizes(self) -> None:
+        """At the first call of each step with lengths that vary (collective): room for the largest messages that went
+        by the network for want of it, two steps behind them; inside a node.
+
+        Raises:
+            PeerTimeoutError: A rank did not begin the last step in time.
+            MismatchError, ArenaError: As ``reserve``.
+        """
+        largest = 0 if self.sizes is None else self.sizes.of_last_step()
+        if largest > self.slot_bytes:
+            self.reserve(largest)
 
     def _asked_by_all(self, num_bytes: int) -> list[int]:
         """What every rank of the group asks ``reserve`` for."""

@@ -29,6 +29,8 @@ HEADER_WORDS = 16  # int64 words; the first is the sequence number, the last a c
 HEADER_DEPTH = 1024  # headers that a sender may be ahead of its receiver's host
 
 _LINE_BYTES = 64  # words that different processes poll lie on cache lines of their own
+_AGREED, _SAID = 0, 1  # boards of a line: a generation and two values each
+_BOARD_WORDS = 3
 _FAULT_BYTES = 4096
 _FAULT_WORDS = 9
 _OFFSET_AGREE = FLAGS * _LINE_BYTES
@@ -59,7 +61,7 @@ class Mailbox:
         self._int64 = self._bytes.cast("q")
         self._host_base = self._words.data_ptr()
         self._device_base = self._register(group, device)
-        self._generation = 0
+        self._generations = [0, 0]  # of what is agreed on, and of what is said
 
     def _map(self, group: dist.ProcessGroup) -> mmap.mmap:
         path = os.path.join(FOLDER, f"ditron-pp-{os.getpid()}-{secrets.token_hex(8)}")
@@ -179,22 +181,36 @@ class Mailbox:
         place = self._row(rank, _OFFSET_RETURNED + lane * MAX_LOANS * 8)
         return self._int64[place : place + MAX_LOANS]
 
-    # A value of every rank, agreed on with a deadline.
+    # A value of every rank, agreed on with a deadline, or said by each and heard later.
+
+    def _put(self, board: int, value: int) -> None:
+        self._generations[board] = generation = self._generations[board] + 1
+        own = self._row(self.rank, _OFFSET_AGREE) + board * _BOARD_WORDS
+        # A rank that is one call ahead must not overwrite what others still read.
+        self._int64[own + 1 + generation % 2] = value
+        self._int64[own] = generation
+
+    def _value_of(self, board: int, rank: int) -> int | None:
+        generation, row = self._generations[board], self._row(rank, _OFFSET_AGREE) + board * _BOARD_WORDS
+        return self._int64[row + 1 + generation % 2] if self._int64[row] >= generation else None
+
+    def say(self, value: int) -> None:
+        """Tells all ranks, which are to hear it (``said``) before they say the next value; no wait."""
+        self._put(_SAID, value)
+
+    def said(self, rank: int) -> int | None:
+        """What ``rank`` said when it had said as many values as this rank has by now; None: it has not yet."""
+        return self._value_of(_SAID, rank)
 
     def agree(self, value: int, timeout_s: float, on_poll: Callable[[], None]) -> list[int | None]:
         """Collective: the ``value`` of every rank; None for those that did not come within ``timeout_s``."""
-        self._generation += 1
-        own = self._row(self.rank, _OFFSET_AGREE)
-        # A rank that is one call ahead must not overwrite what others still read.
-        self._int64[own + 1 + self._generation % 2] = value
-        self._int64[own] = self._generation
+        self._put(_AGREED, value)
         deadline_s = time.monotonic() + timeout_s
         values: list[int | None] = [None] * self.world_size
         while any(entry is None for entry in values):
             for rank in range(self.world_size):
-                row = self._row(rank, _OFFSET_AGREE)
-                if values[rank] is None and self._int64[row] >= self._generation:
-                    values[rank] = self._int64[row + 1 + self._generation % 2]
+                if values[rank] is None:
+                    values[rank] = self._value_of(_AGREED, rank)
             if time.monotonic() > deadline_s:
                 break
             on_poll()

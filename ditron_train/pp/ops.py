@@ -195,10 +195,14 @@ def _require_network(context: PipelineContext, num_bytes: int) -> None:
         raise NotSupportedError(
             f"a message of {num_bytes} bytes is larger than the slots of {context.slot_bytes} bytes"
         )
+    until = ""
+    if context.sizes is not None:
+        context.sizes.note(num_bytes)
+        until = " until slots have grown"
     log_once(
-        f"pp large {context.slot_bytes}",
+        "pp large",
         f"pp: messages of more than {context.slot_bytes} bytes, the largest that the first step began with, take the "
-        "network",
+        f"network{until}",
         name="pp",
     )
 

@@ -28,6 +28,7 @@ class Case:
     tensor: int = 1
     device: str = "cpu"
     growth: int = 0  # of the first microbatch, from step to step (``variable``)
+    short_first: bool = False  # the shortest microbatch comes first (``variable``)
 
 
 def _config(case: Case, overlap: bool, warmup_flush: bool) -> Any:
@@ -111,7 +112,7 @@ def _batches(case: Case, step: int) -> list[tuple]:
         positions = torch.arange(length, device=case.device).expand(BATCH, length)
         mask = torch.ones(length, length, device=case.device).triu(1).bool()[None, None]
         batches.append((tokens[:, :-1], positions, mask, tokens[:, 1:]))
-    return batches
+    return sorted(batches, key=lambda batch: batch[1].shape[1]) if case.short_first else batches
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
@@ -508,3 +509,41 @@ def several_sizes_in_a_step() -> int:
         count = messages_of_ours()
         ditron_train.megatron.restore()
     return count
+
+
+def lengths_that_nobody_says(case: Case, steps: int) -> list[tuple[int, int]]:
+    """Training whose schedule says no shape, as without interleaving since 0.17: equal to native; of each step the
+    bytes of a slot at its end and how many batches of messages went by the network."""
+    from unittest import mock
+
+    from megatron.core.pipeline_parallel import schedules
+
+    import ditron_train.megatron
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.pp.context import _contexts
+    from ditron_train.pp.network import NetworkLanes
+
+    sent, seen, batch, made = [0], [], NetworkLanes.batch, _batches
+
+    def counted(self: NetworkLanes, *arguments: Any) -> Any:
+        sent[0] += 1
+        return batch(self, *arguments)
+
+    def step_begins(case: Case, step: int) -> list[tuple]:
+        held = [context for context in _contexts.values() if not context.closed]
+        seen.append((held[0].slot_bytes if held else 0, sent[0]))
+        return made(case, step)
+
+    with model_parallel(pipeline_model_parallel_size=case.pipeline):
+        with mock.patch.object(schedules, "get_tensor_shapes", lambda **options: [()]):
+            native = train(case, steps=steps)
+            ditron_train.megatron.apply(features="pp")
+            with (
+                mock.patch.object(NetworkLanes, "batch", counted),
+                mock.patch.dict(train.__globals__, _batches=step_begins),
+            ):
+                ours = train(case, steps=steps)
+                step_begins(case, steps)
+            ditron_train.megatron.restore()
+    assert len(native) == len(ours) and all(map(torch.equal, native, ours))
+    return [(after, total - before) for (_, before), (after, total) in zip(seen, seen[1:])]

@@ -123,6 +123,39 @@ def test_a_communicator_may_be_kept_for_steps_of_other_sizes():
     assert run_workers(2, workers.kept_communicator, lengths, True) == [2 * len(lengths)] * 2
 
 
+@pytest.mark.parametrize(
+    "case, path",
+    [
+        (Case(2, 4, variable=True, batched=True, short_first=True), "auto"),
+        (Case(2, 4, variable=True, batched=True, short_first=True), "kernel"),
+        (Case(3, 4, variable=True, short_first=True), "auto"),
+        (Case(2, 3, variable=True, batched=True, short_first=True, forward_only=True), "auto"),
+    ],
+    ids=str,
+)
+def test_slots_grow_to_lengths_that_nobody_says(case, path):
+    """They begin with the first message; longer ones go by the network for two steps, then none does."""
+    lengths = sorted(len(one[1][0]) for one in workers._batches(case, 0))
+    assert lengths[0] < lengths[-1]
+    env = {"DITRON_PP_PATH": path}
+    of_ranks = run_workers(case.pipeline, workers.lengths_that_nobody_says, case, 4, env=env)
+    for steps in of_ranks:
+        sizes, by_network = zip(*steps)
+        assert sizes[0] == sizes[1] < sizes[2] == sizes[3] >= 4 * 32 * workers.BATCH * lengths[-1]
+        assert by_network[0] == by_network[1] > 0 and by_network[2:] == (0, 0)
+    assert len({tuple(size for size, _ in steps) for steps in of_ranks}) == 1
+
+
+def test_slots_that_cannot_grow_send_all_messages_natively():
+    """From then on, on all ranks alike."""
+    case, env = Case(2, 4, variable=True, batched=True, short_first=True), {"DITRON_ARENA_BYTES": "24000"}
+    first, last = run_workers(2, workers.lengths_that_nobody_says, case, 4, env=env)
+    assert first == last
+    sizes, by_network = zip(*first)
+    assert sizes[0] == sizes[1] > 0 == sizes[2] == sizes[3]
+    assert by_network[0] == by_network[1] > 0 and by_network[2:] == (0, 0)
+
+
 def test_messages_of_several_sizes_in_a_step():
     """Stages come to the second size at different times: nothing about it may be agreed on by all of them."""
     assert run_workers(3, workers.several_sizes_in_a_step) == [2, 4, 2]

@@ -84,7 +84,8 @@ class DitronP2PCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
-        """See ``P2PCommunicator._communicate``; ``tensor_shape`` counts only as the largest where shapes vary."""
+        """See ``P2PCommunicator._communicate``; where shapes vary ``tensor_shape`` counts only as the largest, which
+        ``()`` does not say."""
         expected = self._expected(recv_prev or recv_next, tensor_shape)
         context = self._context(expected, tensor_send_next, tensor_send_prev)
         if context is None:
@@ -214,7 +215,8 @@ def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bo
     """Makes room for messages of ``num_bytes``; why they go natively, or None (collective where the size is new).
 
     Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without.
-    Stages know different sizes of them, so slots are made once; what is larger takes the network.
+    Stages know different sizes of them (since 0.17 none but the first of the first stage, without interleaving), so
+    slots begin with those of the first step; what is larger takes the network until they have grown.
     """
     call = MessageCall(context, num_bytes)
     is_new = not context.slot_bytes if variable_shapes else not gate.knows(MESSAGE, call)
@@ -223,6 +225,7 @@ def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bo
     if variable_shapes:
         if is_new:
             context.reserve(num_bytes)
+        context.grow_to_last_sizes()
         return None
     if num_bytes > context.slot_bytes or is_new:
         call = call._replace(is_alike=context.reserve(num_bytes))
