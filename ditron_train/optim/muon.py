@@ -174,16 +174,20 @@ class Muon(torch.optim.Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
-    @staticmethod
-    def _check_group(group: dict[str, Any]) -> None:
+    def _value(self, group: dict[str, Any], name: str) -> Any:
+        """A hyperparameter that holds for a group."""
+        return group[name]
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        momentum_beta, algorithm = self._value(group, "momentum_beta"), self._value(group, "algorithm")
         if not float(group["lr"]) >= 0 or not group["weight_decay"] >= 0:
             raise NotSupportedError(f"lr {group['lr']} and weight_decay {group['weight_decay']} must not be below 0")
-        if not 0 <= group["momentum_beta"] < 1:
-            raise NotSupportedError(f"momentum_beta {group['momentum_beta']} is not in [0, 1)")
-        if group["algorithm"] not in (None, "muon", "adamw"):
-            raise NotSupportedError(f"algorithm {group['algorithm']!r} is not muon or adamw")
+        if not 0 <= momentum_beta < 1:
+            raise NotSupportedError(f"momentum_beta {momentum_beta} is not in [0, 1)")
+        if algorithm not in (None, "muon", "adamw"):
+            raise NotSupportedError(f"algorithm {algorithm!r} is not muon or adamw")
         for param in group["params"]:
-            if group["algorithm"] == "muon" and param.dim() != 2:
+            if algorithm == "muon" and param.dim() != 2:
                 raise NotSupportedError(
                     f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group "
                     "algorithm='adamw'"
@@ -192,7 +196,7 @@ class Muon(torch.optim.Optimizer):
                 raise NotSupportedError(f"a parameter of {param.dtype}")
 
     def _algorithm(self, group: dict[str, Any], param: torch.Tensor) -> str:
-        return group["algorithm"] or _default_algorithm(param)
+        return self._value(group, "algorithm") or _default_algorithm(param)
 
     @torch.no_grad()
     @outside_compile
@@ -283,7 +287,7 @@ class Muon(torch.optim.Optimizer):
     def _batch_step(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
         """A step of matrices of one shape, whose products are batched."""
         components = [self._components(param, self._direction(param, group)) for param in params]
-        precision = group["fp32_matmul_prec"]
+        precision = self._value(group, "fp32_matmul_prec")
         for same in zip(*components):
             rows, columns = same[0][1].shape
             with fp32_matmul_precision(precision):
@@ -312,8 +316,8 @@ class Muon(torch.optim.Optimizer):
             lr=float(group["lr"]),
             weight_decay=group["weight_decay"],
             decay_method=self.weight_decay_method,
-            momentum_beta=group["momentum_beta"],
-            use_nesterov=group["use_nesterov"],
+            momentum_beta=self._value(group, "momentum_beta"),
+            use_nesterov=self._value(group, "use_nesterov"),
         )
 
     def apply_direction(self, param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
@@ -359,7 +363,7 @@ class Muon(torch.optim.Optimizer):
             gathered = torch.cat(shards, dim=dim)
             del shards
             rows, columns = gathered.shape
-        precision = group["fp32_matmul_prec"]
+        precision = self._value(group, "fp32_matmul_prec")
         with fp32_matmul_precision(precision):
             x = newton_schulz(
                 gathered.to(torch.float32),

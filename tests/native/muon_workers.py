@@ -217,9 +217,13 @@ def what_is_refused_runs_natively():
     matrix.grad = torch.randn(4, 4)
     ours.step()
     states = set(ours.state[matrix])
-    groups = muon([dict(params=[matrix])], **{mode: "distributed"}).param_groups[0]
+    given = [dict(params=[matrix], lr_mult=2.0)]
+    groups = [sorted(muon(given, **case).param_groups[0]) for case in ({mode: "distributed"}, {})]
+    saved = ours.state_dict()
+    ours.load_state_dict(saved)
+    groups.append(sorted({**ours.param_groups[0], "lr_mult": 2.0}))
     plugin.restore()
-    return kinds, [line for line in lines if "native" in line], error, states, sorted(groups), momentum
+    return kinds, [line for line in lines if "native" in line], error, states, groups, momentum
 
 
 def resumed_with_other_flags_agree():

@@ -92,7 +92,7 @@ def test_what_is_not_supported_builds_the_native_optimizer():
     assert len(lines) == len(kinds) - 1 and "muon: native, --muon-tp-mode distributed is another algorithm" in lines
     assert error == "num_ns_steps must be at least 1, got 0"
     assert states == {"momentum_buffer"}
-    assert groups == ["lr", momentum, "params", "weight_decay"]
+    assert groups == [["lr", "lr_mult", momentum, "params", "weight_decay"]] * 3  # natively, ours, ours loaded
 
 
 @pytest.mark.timeout(400)

@@ -162,16 +162,28 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
             batch_below=_BATCH_BELOW if "batched" in opt_ins else 0,
             eps=compat.norm_eps(),
         )
-        for group in self.param_groups:
-            group.setdefault(compat.momentum_key(), group["momentum_beta"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `Muon`; the group then names what native's would, which is also what checkpoints hold."""
+        param_group.setdefault(compat.momentum_key(), param_group.get("momentum_beta", self.defaults["momentum_beta"]))
+        super().add_param_group(param_group)
+        self._name_as_natively(self.param_groups[-1])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also called by ``load_state_dict``: the momentum's factor comes from Megatron's name of it, and what
         Megatron keeps outside of groups is this job's, whatever the checkpoint's had."""
         super().__setstate__(state)
         for group in self.param_groups:
-            group["momentum_beta"] = group.setdefault(compat.momentum_key(), group["momentum_beta"])
-            group.update({name: self.defaults[name] for name in ("use_nesterov", "fp32_matmul_prec")})
+            group.setdefault(compat.momentum_key(), group["momentum_beta"])
+            self._name_as_natively(group)
+
+    def _name_as_natively(self, group: dict[str, Any]) -> None:
+        for name in set(self.defaults) - {"lr", "weight_decay", compat.momentum_key()}:
+            group.pop(name, None)
+
+    def _value(self, group: dict[str, Any], name: str) -> Any:
+        """Natively all but the momentum's factor lies outside of groups, the same for all of them."""
+        return group[compat.momentum_key()] if name == "momentum_beta" else self.defaults[name]
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Makes the state of a group, as Megatron asks before it loads a checkpoint."""
@@ -185,9 +197,8 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
         own = getattr(param, "qkv_split_shapes", None)
         return rows if rows is None or own is None else tuple(own)
 
-    @staticmethod
-    def _check_group(group: dict[str, Any]) -> None:
-        Muon._check_group(group)
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
         for param in group["params"]:
             if param.dim() != 2:
                 raise NotSupportedError(f"a parameter has shape {tuple(param.shape)}, Muon takes matrices")
