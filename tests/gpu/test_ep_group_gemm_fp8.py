@@ -63,7 +63,7 @@ def test_products_have_the_bits_of_cublas(reveals, split, config):
 
 
 @pytest.mark.parametrize("product, grad_format", [("forward", "E5M2"), ("dgrad", "E5M2"), ("dgrad", "E4M3")])
-def test_products_have_the_bits_of_transformer_engine(monkeypatch, product, grad_format):
+def test_products_have_the_bits_of_transformer_engine(device, monkeypatch, product, grad_format):
     """From what it has quantised, on random values and on values that show the order of sums."""
     pytest.importorskip("megatron.core")
     pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
@@ -73,7 +73,7 @@ def test_products_have_the_bits_of_transformer_engine(monkeypatch, product, grad
     calls = []
     monkeypatch.setattr(te_fp8, "group_gemm_fp8", lambda *a, **kw: calls.append(a) or group_gemm_fp8(*a, **kw))
     for n, k in ((4096, 7168), (7168, 2048), (2816, 2048), (1024, 512)):
-        x = torch.empty(0, k, device="cuda", dtype=torch.bfloat16)
+        x = torch.empty(0, k, device=device, dtype=torch.bfloat16)
         call = Fp8ExpertsCall(x, x.new_empty(n, k), 7, None, product, grad_format)
         assert FP8_EXPERTS.why_not(call) is None
         draw = random.Random(n)
