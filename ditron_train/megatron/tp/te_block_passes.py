@@ -20,11 +20,11 @@ from ditron_train.megatron.tp.te_blocks import (
     COLUMNS,
     ROWS,
     Side,
-    arrived_rows,
     finish_columns,
     is_sendable,
     quantized_to_travel,
     rows_of,
+    scales_of_shares,
     sent,
 )
 from ditron_train.megatron.tp.te_passes import Pass, Sharded, like_quantized
@@ -58,8 +58,7 @@ def _multiply_arrivals(
     shares = out.view(total.shape[0], -1).chunk(total.numel() // own.numel())
     with contextlib.closing(started.arrivals()) as arrivals:
         for source, (data, scales) in arrivals:
-            rows = arrived_rows(like, data, scales)
-            te_ops.general_gemm(weight, rows, *args, **{**kwargs, "out": shares[source]})
+            te_ops.general_gemm(weight, rows_of(like, data, scales), *args, **{**kwargs, "out": shares[source]})
     return out
 
 
@@ -97,11 +96,13 @@ class RowForward(tensorwise.RowForward):
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
         weight, rows, args, kwargs = partial
         fields = rows.get_metadata()
-        data, scales = fields[f"{ROWS}_data"], fields[f"{ROWS}_scale_inv"]
-        flat = data.view(-1, data.shape[-1])
+        data = fields[f"{ROWS}_data"]
+        flat, world_size = data.view(-1, data.shape[-1]), self._context.world_size
+        scales, share = scales_of_shares(fields[f"{ROWS}_scale_inv"], world_size), len(flat) // world_size
 
         def compute(place: slice, out: torch.Tensor) -> None:
-            part = rows_of(rows, flat[place], scales[:, place])
+            assert place.stop - place.start == share, "a rank's rows are whole blocks"
+            part = rows_of(rows, flat[place], scales[place.start // share])
             te_ops.general_gemm(weight, part, *args, **{**kwargs, "out": out})
 
         shape = (*data.shape[:-1], weight.get_metadata()[f"{ROWS}_data"].shape[0])

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from ditron_train.megatron.tp.te_coverage import BLOCK
-from ditron_train.megatron.tp.te_passes import like_quantized
+from ditron_train.megatron.tp.te_passes import operand_like
 
 #: A copy of a tensor: quantized along its rows, or along its columns.
 Side = Literal["rowwise", "columnwise"]
@@ -87,22 +87,25 @@ def is_sendable(operand: Any, sides: Sequence[Side]) -> bool:
 
 
 def sent(operand: Any, side: Side) -> list[torch.Tensor]:
-    """Bytes and scales of one side as they travel: matrices, those of the ranks one behind the other."""
+    """Bytes and scales of one side as they travel: matrices, those of the ranks one behind the other. Scales of rows
+    lie as GEMMs take them, so that those of each rank are an operand's as they arrive."""
     fields = operand.get_metadata()
-    data = fields[f"{side}_data"]
-    is_transposed = side == COLUMNS and _FORM not in fields
-    return [data.flatten(1) if is_transposed else data.view(-1, data.shape[-1]), fields[f"{side}_scale_inv"]]
+    data, scales = fields[f"{side}_data"], fields[f"{side}_scale_inv"]
+    if _FORM not in fields:
+        return [data.flatten(1) if side == COLUMNS else data.view(-1, data.shape[-1]), scales]
+    return [data.view(-1, data.shape[-1]), scales.t().contiguous() if side == ROWS else scales]
 
 
 def rows_of(like: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
-    """A quantized tensor of rows and of scales that lie as GEMMs take them: [K / 128, rows]."""
-    fields = {f"{ROWS}_data": data, f"{ROWS}_scale_inv": scales.contiguous(), **_ready(like)}
-    return like_quantized(like, data.shape, **fields, columnwise_data=None, columnwise_scale_inv=None)
+    """An operand of rows and of their scales, which lie as GEMMs take them: [K / 128, rows], in memory of their
+    own."""
+    fields = {f"{ROWS}_data": data, f"{ROWS}_scale_inv": scales, **_ready(like)}
+    return operand_like(like, data.shape, **fields, columnwise_data=None, columnwise_scale_inv=None)
 
 
-def arrived_rows(like: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
-    """The same of scales as they travel."""
-    return rows_of(like, data, scales.t() if _ready(like) else scales)
+def scales_of_shares(scales: torch.Tensor, world_size: int) -> tuple[torch.Tensor, ...]:
+    """Scales [K / 128, rows] as GEMMs take those of each rank's share of the rows: one copy for all of them."""
+    return scales.unflatten(1, (world_size, -1)).transpose(0, 1).contiguous().unbind()
 
 
 def finish_columns(total: Any, world_size: int) -> None:

@@ -64,6 +64,11 @@ def like_quantized(like: Any, shape: torch.Size, **changed: Any) -> Any:
     return made(**fields)
 
 
+def operand_like(like: Any, shape: torch.Size, **changed: Any) -> Any:
+    """The same for one product: it keeps no copy of the quantizer, which takes longer to make than all else."""
+    return like_quantized(like, shape, **changed, quantizer=None)
+
+
 class Sharded:
     """This rank's rows of what is gathered as it is multiplied."""
 
