@@ -200,9 +200,10 @@ class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
         device = with_index(call.device)
         with torch.cuda.device(device):
             plan = _measure(call.m, call.n, call.dtype, device, call.transposed)
+        path = "ours" if any(plan.uses) or plan.use_graph else "native"
         log_once(
             f"newton_schulz {self.key(call)}",
-            f"Newton-Schulz {call.m} x {call.n}: {plan.reason}",
+            f"Newton-Schulz {call.m} x {call.n}: {path}, {plan.reason}",
             name="ditron_train.optim",
         )
         return plan

@@ -3,6 +3,8 @@ data."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from ditron_train.optim.products import ProductPlan, addmm, gram, newton_schulz_
 from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.logs import decisions, forget_decisions
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 
@@ -212,3 +215,15 @@ def test_the_tile_is_the_one_whose_waves_take_less_time():
     # 4096: 528 square tiles are exactly 4 waves of 132, 272 wide ones are 3; 8192: 1056 wide ones are exactly 8
     assert products._symmetric_config(4096, 4096, torch.bfloat16, "sm_90", 132) == products._SQUARE
     assert products._symmetric_config(8192, 8192, torch.bfloat16, "sm_90", 132) == products._WIDE
+
+
+@pytest.mark.parametrize("uses_gram", [True, False])
+def test_products_that_were_chosen_stand_among_a_jobs_decisions(monkeypatch, uses_gram):
+    chosen = ProductPlan(uses_gram, False, False, reason="gram: 1.80x")
+    monkeypatch.setattr(plans, "_measure", lambda *arguments: chosen)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    forget_decisions()
+    call = plans.StepCall(64, 256, torch.bfloat16, torch.device("cpu"), False)
+    assert plans.NewtonSchulzSpec().context(call) is chosen
+    path = "ours" if uses_gram else "native"
+    assert decisions() == [f"Newton-Schulz 64 x 256: {path}, gram: 1.80x"]
