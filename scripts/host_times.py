@@ -127,14 +127,24 @@ def _config(**options: Any) -> Any:
     return TransformerConfig(**{**settings, **options})
 
 
-def _linears(classes: tuple[type, type], tokens: int, hidden: int, ffn: int, sequence_parallel: bool) -> Forward:
+def _linears(
+    classes: tuple[type, type], tokens: int, hidden: int, ffn: int, sequence_parallel: bool, recipe: str | None = None
+) -> Forward:
+    from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
+
     world = dist.get_world_size()
-    config = _config(hidden_size=hidden, tensor_model_parallel_size=world, sequence_parallel=sequence_parallel)
+    sizes = dict(hidden_size=hidden, tensor_model_parallel_size=world, sequence_parallel=sequence_parallel)
+    config = _config(**sizes, **fp8_options(recipe))
     options = dict(config=config, init_method=torch.nn.init.normal_, bias=False, skip_bias_add=False, is_expert=False)
     column = classes[0](hidden, ffn, gather_output=False, **options)
     row = classes[1](ffn, hidden, input_is_parallel=True, **options)
     shape = (tokens // world if sequence_parallel else tokens, 1, hidden)
-    return _layer(lambda x: row(column(x)[0])[0], shape)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with fp8_context(config):
+            return row(column(x)[0])[0]
+
+    return _layer(call, shape)
 
 
 def _tp_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
@@ -164,6 +174,9 @@ def _tp_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
                     f"tp {kind} column+row {size}",
                     {name: _linears(classes, *shape, True) for name, classes in zip(("native", "ours"), pair)},
                 )
+        for recipe in ("tensorwise", "delayed", "blockwise") if ON_GPU and HAVE_TE else ():
+            made = (_linears(classes, *sizes["large"], True, recipe) for classes in kinds["te"])
+            yield f"tp te column+row large, FP8 {recipe}", dict(zip(("native", "ours"), made))
         yield (
             "tp local column+row small, no sequence parallelism",
             {name: _linears(one, *sizes["small"], False) for name, one in zip(("native", "ours"), kinds["local"])},

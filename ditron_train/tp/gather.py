@@ -8,7 +8,7 @@ import zlib
 import torch
 
 from ditron_train.runtime.launch import KernelLaunch
-from ditron_train.schedule.orders import chunk_order
+from ditron_train.schedule.orders import arrival_order, chunk_order
 from ditron_train.stream.copies import Fan, copy_with_flags
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import current_handle
@@ -57,6 +57,9 @@ class CopiedGather:
         context: Whose buffers and streams are used.
         values: Of the signature: what all ranks gather alike (collective).
         buffer: As of ``TPContext.gathered``; of the signature, too: peers write into the one of that name.
+
+    Attributes:
+        arrival_order: Ranks, as their data arrives.
     """
 
     buffer: SymmetricTensor
@@ -65,6 +68,7 @@ class CopiedGather:
 
     def __init__(self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None) -> None:
         self.context = context
+        self.arrival_order: list[int] = arrival_order(context.rank, context.world_size).tolist()
         self.channel = channel = context.gather_channel
         values = (*values, 0 if buffer is None else zlib.crc32(buffer.encode()) & 0x7FFFFFFF)
         self.pointers = channel.pointers(context.agree(channel, values))

@@ -16,7 +16,7 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
-from ditron_train.schedule.orders import arrival_order, chunk_order
+from ditron_train.schedule.orders import chunk_order
 from ditron_train.stream.copies import copy_in_turn
 from ditron_train.tp.context import FLAGS_PER_RANK, TPContext
 from ditron_train.tp.gather import CopiedGather
@@ -134,7 +134,7 @@ class StartedParts:
         context = prepared.context
         context.resume(self._started_on, *self._sent)
         try:
-            for source in arrival_order(context.rank, context.world_size).tolist():
+            for source in prepared.arrival_order:
                 prepared.wait_for(source)
                 parts = [total.chunk(context.world_size)[source] for total in self.totals[: len(sent)]]
                 yield source, list(sent) if source == context.rank else parts

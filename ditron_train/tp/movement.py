@@ -11,7 +11,6 @@ from ditron_train.gemm.operands import padded_columns
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
-from ditron_train.schedule.orders import arrival_order
 from ditron_train.tp.all_reduce import PreparedAllReduce, PreparedLargest
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather import PreparedGather
@@ -67,7 +66,7 @@ class StartedGather:
         prepared = self._prepared
         prepared.context.resume(self._started_on, self._sent)
         try:
-            for source in arrival_order(prepared.context.rank, prepared.context.world_size).tolist():
+            for source in prepared.arrival_order:
                 prepared.wait_for(source)
                 starts = prepared.partition.starts
                 share = slice(starts[source], starts[source + 1])

@@ -110,10 +110,10 @@ def _steps(root: Path, only_telling: bool = False) -> str:
     steps = [(stamp, row) for stamp, rows in results for row in rows if row.tells_all or not only_telling]
     what = "with its command, plan and trace" if only_telling else "of a GPU machine"
     missing = f"No training step {what} is committed yet."
-    return _step_table(steps) if steps else missing
+    return _step_table(steps, with_sizes=not only_telling) if steps else missing
 
 
-def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
+def _step_table(steps: Sequence[tuple[Stamp, Row]], *, with_sizes: bool = True) -> str:
     order = list(_HEADLINES)
     named = [(row.op.removeprefix(TRAINING_STEP), stamp, row) for stamp, row in steps]
     named.sort(key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count))
@@ -125,9 +125,8 @@ def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
         times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x"
         bits = "equal" if row.bitwise_equal else "**DIFFER**"
         model = row.model if row.fp8 is None else f"{row.model} in FP8 ({row.fp8})"
-        lines.append(
-            f"| `{features}` | {model}: {model_words(row)} | {stamp.count} x {stamp.device} | {times} | {bits} |"
-        )
+        trained = f"{model}: {model_words(row)}" if with_sizes else model
+        lines.append(f"| `{features}` | {trained} | {stamp.count} x {stamp.device} | {times} | {bits} |")
     return "\n".join(lines)
 
 
