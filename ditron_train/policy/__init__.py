@@ -7,6 +7,7 @@ imported here.
 
 from ditron_train.policy.decide import Decision, check_plan, decide, forget_plans
 from ditron_train.policy.gate import Answer, Gate, gate, log_native
+from ditron_train.policy.late_host import LateHost
 from ditron_train.policy.probe import Run
 from ditron_train.policy.spec import Cost, Function, ModelSizes, OpSpec, Pass, Place, Shape, Trial, results
 from ditron_train.policy.switches import add_switch, switches
@@ -17,6 +18,7 @@ __all__ = [
     "Decision",
     "Function",
     "Gate",
+    "LateHost",
     "ModelSizes",
     "OpSpec",
     "Pass",

@@ -165,7 +165,7 @@ def _check_suited(plan: Plan, op: str, mode: str, place: str, group: dist.Proces
 
 
 def _judge(mode: str, seen: Observation) -> Decision:
-    fields = (seen.bits_equal, seen.native_us, seen.ditron_us)
+    fields = (seen.bits_equal, seen.native_us, seen.ditron_us, seen.host_longer_us)
     if seen.bits_equal is None:
         return Decision(True, "in the interpreter nothing is compared", *fields)
     if mode != "fast" and not seen.bits_equal:

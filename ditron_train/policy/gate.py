@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditron_train.policy.late_host import LateHost, late_host_of
 from ditron_train.policy.self_check import self_check
 from ditron_train.policy.spec import Call, Context, OpSpec
 from ditron_train.runtime.device import is_capturing
@@ -36,10 +37,15 @@ def log_native(name: str, reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was decided for a key: the context of the fused path, or None and why not."""
+    """What was decided for a key: the context of the fused path, or None and why not.
+
+    Attributes:
+        late_host: Looks at calls whether the host is late, where that can change the answer.
+    """
 
     context: Any
     reason: str | None = None
+    late_host: LateHost | None = None
 
 
 _Key = tuple[Hashable, ...]
@@ -67,8 +73,20 @@ class Gate:
         key = _key_of(spec, call)
         answer = self._answers.get(key)
         if answer is None:
-            answer = self._ask(spec, call, key)
+            return self._ask(spec, call, key)
+        if answer.late_host is not None:
+            answer.late_host.count()
+            if answer.late_host.is_over:
+                answer = self._answers[key] = self._in_this_job(spec, call, answer)
         return answer
+
+    def _in_this_job(self, spec: OpSpec[Call, Context], call: Call, answer: Answer) -> Answer:
+        """The answer once the job has shown whether the host is late (collective: all ranks are at the same call)."""
+        late_host, group = answer.late_host, spec.group(call)
+        assert late_host is not None, "it was asked whether there is one"
+        said = [late_host.lateness] if group is None else exchange(group, late_host.lateness)
+        reason = late_host.why_not(max(said))
+        return Answer(answer.context) if reason is None else self._native(spec, f"{spec.where(call)}{reason}")
 
     def knows(self, spec: OpSpec[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
@@ -127,7 +145,8 @@ class Gate:
         except _FAILURES as error:
             return self._native(spec, _failed_alike(error, spec.group(call)))
         if decision.use_ditron:
-            return Answer(context)
+            counts_time = get_settings().policy in ("strict", "fast")
+            return Answer(context, late_host=late_host_of(decision, spec.device(call)) if counts_time else None)
         return self._native(spec, f"{spec.where(call)}{decision.reason}")
 
 

@@ -55,13 +55,18 @@ _LIBRARIES = ("triton", "megatron-core", "transformer-engine")
 
 @dataclass(frozen=True)
 class Entry:
-    """One decision as it stands in the file."""
+    """One decision as it stands in the file.
+
+    Attributes:
+        host_longer_us: What the fused path takes the host longer than Megatron's, where that is not in its time.
+    """
 
     use_ditron: bool
     reason: str
     bits_equal: bool | None
     native_us: float | None
     ditron_us: float | None
+    host_longer_us: float = 0.0
 
 
 def fingerprint() -> dict[str, Any]:

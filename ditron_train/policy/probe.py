@@ -57,12 +57,14 @@ class Observation:
         is_clear: Whether the times of the one lie above those of the other, but for a few, or their ratio was so much
             the same in every round that chance hardly makes it: a difference smaller than what repetitions differ by
             is none.
+        host_longer_us: What ours takes the host longer, where that is not in its time.
     """
 
     bits_equal: bool | None
     native_us: float | None
     ditron_us: float | None
     is_clear: bool = True
+    host_longer_us: float = 0.0
 
 
 def times_us(
@@ -129,8 +131,9 @@ def _compared_us(
     is_equal: bool,
     needs_bits: bool,
     host_counts: bool,
-) -> tuple[bool, float, float, bool]:
-    """Whether bits are equal on all ranks; median times of both, of the slowest rank; whether they are clearly apart.
+) -> tuple[bool, float, float, bool, float]:
+    """Whether bits are equal on all ranks; median times of both, of the slowest rank; whether they are clearly apart;
+    what ours takes the host longer.
 
     In the order native, ours, ours, native, since a GPU slows down as it gets warm: what is timed first would be up to
     2 % ahead. Few calls cannot tell times that are alike (two ranks' messages over one link: 0.61x after eight calls
@@ -147,21 +150,21 @@ def _compared_us(
         first, *middle, last = (times_us(run, device, group, launches[run]) for run in (native, ours, ours, native))
         natives += first + last
         of_ours += sum(middle, [])
-        part, longer_us = 8 if rounds_left else 4, 0.0
-        if host_counts and launches[ours]:
-            longer_us = max(0.0, statistics.median(launches[ours]) - statistics.median(launches[native]))
+        part, host_longer_us = 8 if rounds_left else 4, 0.0
+        if launches[ours]:
+            host_longer_us = max(0.0, statistics.median(launches[ours]) - statistics.median(launches[native]))
+        longer_us = host_longer_us if host_counts else 0.0
         range_of_ours = [one + longer_us for one in _low_median_high(of_ours, part)]
         round_us = statistics.median(first + last), statistics.median(sum(middle, [])) + longer_us
-        mine = (float(not is_equal), *_low_median_high(natives, part), *range_of_ours, *round_us)
+        mine = (float(not is_equal), *_low_median_high(natives, part), *range_of_ours, *round_us, host_longer_us)
         # The slowest rank counts; a difference on one rank is a difference.
-        different, low, native_us, high, ours_low, ours_us, ours_high, *round_us_of_all = _most_of_ranks(
-            mine, device, group
-        )
-        ratios.append(round_us_of_all[1] / round_us_of_all[0])
+        different, low, native_us, high, ours_low, ours_us, ours_high, *more = _most_of_ranks(mine, device, group)
+        native_round_us, round_us_of_ours, host_longer_us = more
+        ratios.append(round_us_of_ours / native_round_us)
         is_clear = ours_high < low or high < ours_low or _differ_by_round(ratios)
         if is_clear or (different and needs_bits):
             break
-    return different == 0.0, native_us, ours_us, is_clear
+    return different == 0.0, native_us, ours_us, is_clear, 0.0 if host_counts else host_longer_us
 
 
 def _most_of_ranks(mine: Sequence[float], device: torch.device, group: dist.ProcessGroup) -> list[float]:

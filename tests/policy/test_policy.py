@@ -88,10 +88,12 @@ def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True,
 
 
 def test_one_wrong_bit_or_one_slow_rank_decides_for_all():
-    assert run_workers(2, _observe, None, None) == [Observation(True, 100.0, 50.0)] * 2
-    assert run_workers(2, _observe, 1, None) == [Observation(False, 100.0, 50.0, False)] * 2  # not asked once more
-    assert run_workers(2, _observe, None, 0) == [Observation(True, 100.0, 150.0)] * 2
-    assert run_workers(2, _observe, None, None, 1) == [Observation(False, 100.0, 50.0, False)] * 2
+    longer = 80.0  # of the host
+    assert run_workers(2, _observe, None, None) == [Observation(True, 100.0, 50.0, True, longer)] * 2
+    once = [Observation(False, 100.0, 50.0, False, longer)] * 2  # not asked once more
+    assert run_workers(2, _observe, 1, None) == once
+    assert run_workers(2, _observe, None, 0) == [Observation(True, 100.0, 150.0, True, longer)] * 2
+    assert run_workers(2, _observe, None, None, 1) == once
 
 
 def test_the_host_counts_where_it_is_not_ahead():

@@ -25,6 +25,7 @@ from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.megatron.tp import te_block_passes, te_blocks, te_passes, te_tensor_passes
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, why_not_recipe_name
+from ditron_train.policy import LateHost
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
@@ -51,12 +52,15 @@ class _Layer(NamedTuple):
     kind: Kind
     context: TPContext
     scaling: Scaling
+    late_host: LateHost | None
 
     def forward(self) -> te_passes.Pass | None:
-        return forward_pass(*self)
+        return forward_pass(self.kind, self.context, self.scaling)
 
     def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
-        return backward_pass(*self, needs_dgrad=needs_dgrad)
+        if self.late_host is not None:
+            self.late_host.look()
+        return backward_pass(self.kind, self.context, self.scaling, needs_dgrad=needs_dgrad)
 
 
 _INPUT = "inp"  # what Transformer Engine's autograd functions call a layer's input
@@ -120,9 +124,12 @@ def backward_pass(
 
 
 @contextlib.contextmanager
-def overlapping(kind: Kind, context: TPContext, scaling: Scaling = "tensor") -> Iterator[None]:
-    """Inside, a layer on ``overlapped_base`` is overlapped in its forward, and later in its backward."""
-    with _choosing(_Layer(kind, context, scaling)):
+def overlapping(
+    kind: Kind, context: TPContext, scaling: Scaling = "tensor", late_host: LateHost | None = None
+) -> Iterator[None]:
+    """Inside, a layer on ``overlapped_base`` is overlapped in its forward, and later in its backward, at which
+    ``late_host`` looks, too."""
+    with _choosing(_Layer(kind, context, scaling, late_host)):
         yield
 
 

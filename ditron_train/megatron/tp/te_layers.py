@@ -33,7 +33,7 @@ from ditron_train.megatron.tp.te_coverage import (
 )
 from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of, why_not_code, why_not_recipe
 from ditron_train.megatron.tp.te_passes import reduce_amax_in_passes
-from ditron_train.policy import gate, log_native
+from ditron_train.policy import Answer, gate, log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.outside_compile import outside_compile
@@ -121,19 +121,20 @@ def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
 def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torch.Tensor], Any]) -> Any:
     """A call of a layer that computes in FP8: Transformer Engine's own either way, overlapped where that is covered,
     has the same bits and is faster."""
-    context = None
+    answer = None
     if layer.sequence_parallel:
         reason = why_not_fp8(layer, x)
         if reason is not None:
             log_native(f"tp {kind} (TE, FP8)", reason)
         else:
-            context = route_fp8(layer, kind, x)
+            answer = route_fp8(layer, kind, x)
     elif layer.tp_size > 1:
         log_native(f"tp {kind} (TE, FP8)", WITHOUT_SEQUENCE_PARALLEL)
-    if context is None:
+    if answer is None:
         return forward(x)
     reduce_amax_in_passes(layer)
-    with overlapping(kind, context, scaling_of(FP8GlobalStateManager.get_fp8_recipe())):
+    scaling = scaling_of(FP8GlobalStateManager.get_fp8_recipe())
+    with overlapping(kind, answer.context, scaling, answer.late_host):
         return forward(x)
 
 
@@ -156,8 +157,8 @@ def _run(
     return out, layer.bias if layer.te_return_bias else None
 
 
-def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
-    """The context to run this call of a layer in FP8 with, or None for Megatron's path.
+def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
+    """The answer with the context to run this call of a layer in FP8 with, or None for Megatron's path.
 
     Raises:
         MismatchError: The ranks' calls differ in shapes, types or recipes.
@@ -172,7 +173,8 @@ def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
     spec = FP8_COLUMN if kind == "column" else FP8_ROW
     if not gate.knows(spec, call):
         spec.check_ranks_agree(call)
-    return gate.context_for(spec, call)
+    answer = gate.answer_for(spec, call)
+    return None if answer.context is None else answer
 
 
 def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:

@@ -79,7 +79,7 @@ class Fp8LinearSpec(Fp8ShapedSpec[LayerCall]):
     def context(self, call: LayerCall) -> Any:
         """See `OpSpec`; None where the layer runs by Megatron's path."""
         found = self._route(call)
-        return None if isinstance(found, str) else found
+        return None if found is None or isinstance(found, str) else found.context
 
     def surroundings(self, shape: Shape) -> Any:
         """See `OpSpec`: whatever has native's bits is ours here, be it faster at this shape or not."""

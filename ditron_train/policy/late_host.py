@@ -1,0 +1,69 @@
+"""Whether the host is late at an op that takes it longer than Megatron's path does.
+
+Comparisons count the device alone: in training the host is ahead of it. Where it is not, what the fused path takes the
+host longer is a part of the step. Nobody can know that before the job runs, so it is looked at while it does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ditron_train.policy.plan import Entry
+from ditron_train.runtime.device import is_capturing
+
+_FIRST, _LAST = 32, 224  # calls that are looked at: behind those that compile kernels and compare, some ten steps long
+
+
+class LateHost:
+    """Looks, at calls of one op and shape, how often the device has nothing left to run.
+
+    Args:
+        device: A GPU.
+        gain_us: Of the device, by the fused path.
+        longer_us: What the fused path takes the host longer.
+
+    Attributes:
+        is_over: Whether enough calls were seen; the same on all ranks that call alike.
+    """
+
+    def __init__(self, device: torch.device, gain_us: float, longer_us: float) -> None:
+        self._device, self._gain_us, self._longer_us = device, gain_us, longer_us
+        self._calls = self._looks = self._late = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._calls >= _LAST
+
+    def count(self) -> None:
+        """One more call of the op."""
+        if not is_capturing(self._device):
+            self._calls += 1
+            self.look()
+
+    def look(self) -> None:
+        """At a call, or at its backward: has the current stream run everything that it was given?"""
+        if _FIRST < self._calls <= _LAST and not is_capturing(self._device):
+            self._looks += 1
+            self._late += int(torch.cuda.current_stream(self._device).query())
+
+    @property
+    def lateness(self) -> float:
+        """Of the looks, the share at which the device waited for the host."""
+        return self._late / max(self._looks, 1)
+
+    def why_not(self, lateness: float) -> str | None:
+        """Why the op runs by Megatron's path where the host is late at this share of its calls, or None."""
+        if lateness * self._longer_us <= self._gain_us:
+            return None
+        return (
+            f"the host is late at {lateness:.0%} of its calls, and takes {self._longer_us:.0f} us longer for it; the "
+            f"device gains {self._gain_us:.0f} us"
+        )
+
+
+def late_host_of(decision: Entry, device: torch.device) -> LateHost | None:
+    """What looks at the op that was decided about; None where a late host would change nothing."""
+    if device.type != "cuda" or decision.native_us is None or decision.ditron_us is None:
+        return None
+    gain_us = decision.native_us - decision.ditron_us
+    return LateHost(device, gain_us, decision.host_longer_us) if decision.host_longer_us > gain_us else None

@@ -1,0 +1,143 @@
+"""Ops that take the host longer: Megatron's path where a job shows that the host is late, the same on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy import late_host as late_host_module
+from ditron_train.policy.gate import Gate
+from ditron_train.policy.late_host import late_host_of
+from ditron_train.policy.plan import Entry
+from tests.support.processes import run_workers
+
+gate_module = sys.modules["ditron_train.policy.gate"]  # the package has an object of that name
+
+
+class _Device:
+    """Counts as a GPU."""
+
+    type = "cuda"
+
+
+class _Stream:
+    """A current stream that has run everything at every ``period``-th look; 0: at none."""
+
+    def __init__(self, period: int) -> None:
+        self.looks, self._period = 0, period
+
+    def query(self) -> bool:
+        self.looks += 1
+        return bool(self._period) and self.looks % self._period == 0
+
+
+class _Spec:
+    """An op of 2 ranks that the device gains 50 us from."""
+
+    name, log_name, logs_native = "tp test", "tp test", True
+
+    def __init__(self, longer_us: float) -> None:
+        self._longer_us = longer_us
+
+    def key(self, call):
+        return (call,)
+
+    def group(self, call):
+        return dist.group.WORLD
+
+    def device(self, call):
+        return _Device()
+
+    def why_not(self, call):
+        return None
+
+    def context(self, call):
+        return "context"
+
+    def decide(self, call, context):
+        return Entry(True, "faster", True, 150.0, 100.0, self._longer_us)
+
+    def where(self, call):
+        return "at 3 "
+
+
+def _calls(periods, longer_us, policy="strict", num_calls=400):
+    """After which call of the op ours no longer ran, how often the stream was looked at, and the log."""
+    stream, lines = _Stream(periods[dist.get_rank()]), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ditron_train").addHandler(handler)
+    spec, one = _Spec(longer_us), Gate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DITRON_POLICY", policy)
+        patch.setattr(gate_module, "self_check", lambda group, device: None)
+        patch.setattr(gate_module, "is_capturing", lambda device: False)
+        patch.setattr(late_host_module, "is_capturing", lambda device: False)
+        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        patch.setattr(gate_module, "log_native", lambda name, reason: lines.append(reason))
+        ran = [one.context_for(spec, 3) is not None for _ in range(num_calls)]
+    logging.getLogger("ditron_train").removeHandler(handler)
+    assert ran == sorted(ran, reverse=True)
+    return sum(ran), stream.looks, lines
+
+
+@pytest.mark.parametrize(
+    "periods, longer_us, is_native",
+    [
+        ((1, 1), 60.0, True),  # late at each call
+        ((0, 0), 1000.0, False),  # never late
+        ((0, 2), 120.0, True),  # one rank is late at every second call, which is 60 us a call
+        ((4, 4), 120.0, False),
+        ((4, 4), 240.0, True),
+    ],
+)
+def test_a_late_host_turns_the_answer_on_all_ranks(periods, longer_us, is_native):
+    for ran, looks, lines in run_workers(2, _calls, periods, longer_us):
+        assert ran == (224 if is_native else 400) and looks == 192
+        assert [f"takes {longer_us:.0f} us longer for it; the device gains 50 us" in line for line in lines] == [
+            True
+        ] * is_native
+
+
+@pytest.mark.parametrize("longer_us, policy", [(40.0, "strict"), (1000.0, "bits"), (1000.0, "force")])
+def test_nobody_looks_where_it_would_change_nothing(longer_us, policy):
+    assert run_workers(2, _calls, (1, 1), longer_us, policy) == [(400, 0, [])] * 2
+
+
+def test_backwards_are_looked_at_too_and_captures_are_not(monkeypatch):
+    stream, is_captured = _Stream(1), False
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(late_host_module, "is_capturing", lambda device: is_captured)
+    watch = late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), _Device())
+    for _ in range(32):
+        watch.count()
+    watch.look()
+    assert stream.looks == 0, "the first calls compile and compare"
+    for _ in range(10):
+        watch.count()
+        stream._period = 0
+        watch.look()
+        stream._period = 1
+    assert stream.looks == 20 and watch.lateness == 0.5 and not watch.is_over
+    is_captured = True
+    watch.count()
+    watch.look()
+    assert stream.looks == 20
+    assert watch.why_not(0.12) is None and "late at 13%" in watch.why_not(0.13)
+
+
+@pytest.mark.parametrize(
+    "entry, device",
+    [
+        (Entry(True, "", True, None, None), _Device()),
+        (Entry(True, "", True, 150.0, 100.0, 50.0), _Device()),
+        (Entry(True, "", True, 150.0, 100.0, 400.0), types.SimpleNamespace(type="cpu")),
+    ],
+)
+def test_no_look_without_times_or_without_a_gpu(entry, device):
+    assert late_host_of(entry, device) is None
