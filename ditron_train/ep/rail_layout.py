@@ -13,7 +13,6 @@ from ditron_train.ep import planning
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.rail_context import RailContext
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
-from ditron_train.symm.exchange import on_all_ranks
 
 
 @dataclass
@@ -135,8 +134,7 @@ class PendingRailLayout:
         return of_rails[:, :-1].unflatten(1, mine.shape).permute(2, 0, 1)[first : first + local].numpy()
 
     def _on_all_nodes(self, pending: planning.PendingLayout, visits: _Visits, segments: np.ndarray) -> RailLayout:
-        """The layout, once every node has room for its own: one without would turn to native while the others wait for
-        its rows. Each rail carries that word, while the rest is laid out; only where it is bad the reasons follow.
+        """The layout, once every node has room for its own, which they tell each other while the rest is laid out.
 
         Raises:
             ArenaError: A node has no room; on every rank alike.
@@ -146,17 +144,9 @@ class PendingRailLayout:
             inner = pending.finish()
         except (ArenaError, NotSupportedError) as error:  # raised by every rank of this node alike
             lack = error
-        lacks = torch.full((nodes.num_nodes,), inner is None, dtype=torch.uint8, device=self.routing_map.device)
-        of_nodes, work = nodes.start_along_rail(lacks)
+        told = nodes.start_telling(lack, self.routing_map.device)
         layout = None if inner is None else self._laid_out(inner, visits, segments)
-        nodes.wait(work, for_host=True)
-
-        def tell() -> None:
-            if lack is not None:
-                raise lack
-
-        if bool(of_nodes.any()):
-            on_all_ranks(nodes.group, "making room on every node", tell, (ArenaError, NotSupportedError))
+        nodes.finish_telling("making room on every node", told)
         assert layout is not None, "no node lacks room"
         return layout
 

@@ -9,25 +9,27 @@ cannot go on, whatever stopped it, answers a *roll call* in the group's store, a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.errors import DitronError, NotSupportedError, PeerTimeoutError
+from ditron_train.runtime.errors import ArenaError, DitronError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.flight_recorder import note_error
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.channel import check_all
-from ditron_train.symm.exchange import exchange, first_missing, store_of
+from ditron_train.symm.exchange import exchange, first_missing, on_all_ranks, store_of
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import node_of_process
 
 _ROLL_CALL_S = 2.0  # after the deadline of what was waited for: the last to notice began to wait a little later
 _ASK_S = 0.5  # how often who waits asks whether the others have given up
 _POLL_S, _MOST_POLL_S = 1e-4, 0.05
+
+_Result = TypeVar("_Result")
 
 _nodes: GroupCache[dist.ProcessGroup, list[int]] = GroupCache()
 _groups: GroupCache[dist.ProcessGroup, NodeGroups] = GroupCache()
@@ -70,6 +72,20 @@ def node_groups(group: dist.ProcessGroup) -> NodeGroups | None:
     if group not in _groups:
         _groups[group] = NodeGroups(group)
     return _groups[group]
+
+
+class ToldAlongRail(NamedTuple):
+    """Which nodes have failed, on its way along the rails: ``start_telling``.
+
+    Attributes:
+        failure: Why this node has, if it has.
+        of_nodes: uint8 [nodes]: whether each has.
+        work: What ``NodeGroups.wait`` takes.
+    """
+
+    failure: Exception | None
+    of_nodes: torch.Tensor
+    work: Any
 
 
 class NodeGroups:
@@ -130,6 +146,47 @@ class NodeGroups:
         out = rows.new_empty(rows.shape[0] if out_splits is None else sum(out_splits), *rows.shape[1:])
         work = dist.all_to_all_single(out, rows.contiguous(), out_splits, in_splits, group=self.rail, async_op=True)
         return out, work
+
+    def on_every_node(self, what: str, step: Callable[[], _Result], device: torch.device) -> _Result:
+        """``step()``, which the ranks of each node do among themselves, behind which every node knows that all have
+        done it (collective; inside ``naming``).
+
+        Args:
+            what: The step in words.
+            step: Where it fails it raises ``ArenaError`` or ``NotSupportedError`` on every rank of the node.
+            device: Where the nodes' words travel.
+
+        Raises:
+            ArenaError: It failed on a node; the same on every rank.
+        """
+        failure, result = None, None
+        try:
+            result = step()
+        except (ArenaError, NotSupportedError) as error:
+            failure = error
+        self.finish_telling(what, self.start_telling(failure, device))
+        return cast(_Result, result)
+
+    def start_telling(self, failure: Exception | None, device: torch.device) -> ToldAlongRail:
+        """Tells the other nodes whether this one has failed, which each of its ranks knows: by one byte along each
+        rail, since a node without a rank that failed would wait for rows of one that has turned to native."""
+        failed = torch.full((self.num_nodes,), failure is not None, dtype=torch.uint8, device=device)
+        return ToldAlongRail(failure, *self.start_along_rail(failed))
+
+    def finish_telling(self, what: str, told: ToldAlongRail) -> None:
+        """Waits for the other nodes' words; only where one has failed the reasons follow, through the store.
+
+        Raises:
+            ArenaError: A node has failed at ``what``; the same on every rank.
+        """
+        self.wait(told.work, for_host=True)
+
+        def tell() -> None:
+            if told.failure is not None:
+                raise told.failure
+
+        if bool(told.of_nodes.any()):
+            on_all_ranks(self.group, what, tell, (ArenaError, NotSupportedError))
 
     def wait(self, work: Any, *, for_host: bool = False) -> None:
         """Waits for an operation of ``node_group`` or ``rail``: the current stream, or by the deadline the host."""

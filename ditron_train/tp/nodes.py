@@ -24,6 +24,7 @@ from ditron_train.symm.nodes import NodeGroups
 from ditron_train.tp.nodes_context import NodesTPContext
 from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
 from ditron_train.tp.ops import Layout, ag_gemm
+from ditron_train.tp.prepared import AgGemmCall
 
 __all__ = ["ColumnOverNodes", "RowOverNodes", "ag_gemm_over_nodes"]
 
@@ -59,11 +60,16 @@ def ag_gemm_over_nodes(
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``; the last names a rank of the whole group.
+        ArenaError: A node has no room for it; on every rank alike.
     """
+    x = x.contiguous()
     products: list[Any] = [None] * context.nodes.num_nodes
     gathered: list[Any] = [None] * context.nodes.num_nodes
     with context.nodes.naming("ag_gemm over nodes"):
-        for node, part in _parts(x.contiguous(), context.nodes):
+        if context.inner is not None:  # before rows leave, for which a node that cannot gather them would not wait
+            operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
+            context.prepare(AgGemmCall, *operands, layout, None, None, True, None)
+        for node, part in _parts(x, context.nodes):
             if context.inner is None:
                 products[node], gathered[node] = part.matmul(weight.t() if layout == "nt" else weight), part
                 continue

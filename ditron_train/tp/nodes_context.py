@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.policy.order import reduction_order
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
+from ditron_train.stream.op_context import MAX_KNOWN_SHAPES
+from ditron_train.symm.exchange import on_all_ranks
 from ditron_train.symm.nodes import node_groups
 from ditron_train.tp.chunked_gemm_rs import covers
 from ditron_train.tp.context import TPContext, get_tp_context
@@ -39,8 +43,17 @@ class NodesTPContext:
             raise NotSupportedError("the tensor parallel group lies inside one node")
         self.group, self.nodes, self.device = group, nodes, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.inner: TPContext | None = get_tp_context(nodes.node_group, device) if nodes.local_size > 1 else None
+        self.inner: TPContext | None = None
+        if nodes.local_size > 1:
+            # Where a node has no memory its ranks alone hear of it, and would turn to native while the others wait.
+            self.inner = on_all_ranks(
+                group,
+                "making a context on every node",
+                lambda: get_tp_context(nodes.node_group, device),
+                (ArenaError, NotSupportedError),
+            )
         self.left: set[Hashable] = set()
+        self._prepared: set[Hashable] = set()
 
     @property
     def target(self) -> str:
@@ -65,6 +78,25 @@ class NodesTPContext:
             return False
         return self.ring_step(rows, n, dtype) != 0
 
+    def prepare(self, *call: Any) -> Any:
+        """As ``TPContext.prepare``, of the node's context and inside ``naming``. At the first such call the nodes tell
+        each other whether they have room for it, before anything of it crosses a border.
+
+        Raises:
+            ArenaError: A node cannot prepare it; on every rank alike.
+        """
+        inner = self.inner
+        assert inner is not None, "a node of one rank needs no memory"
+        # A capture, in which nobody may wait, takes what all nodes have prepared, or is refused by each alike.
+        if call in self._prepared or is_capturing(self.device):
+            return inner.prepare(*call)
+        inner.enter("preparing on every node")
+        before = self._prepared if len(self._prepared) < MAX_KNOWN_SHAPES else set()
+        self._prepared = set()  # what fails may have given back what is there for other calls
+        prepared = self.nodes.on_every_node("making room on every node", lambda: inner.prepare(*call), self.device)
+        self._prepared = before | {call}
+        return prepared
+
     def synchronize(self) -> None:
         """As ``TPContext.synchronize``."""
         if self.inner is not None:
@@ -78,7 +110,7 @@ def get_nodes_tp_context(group: dist.ProcessGroup, device: torch.device) -> Node
     Raises:
         NotSupportedError: The group lies inside a node, or its nodes are no equal blocks of ranks; on every rank
             alike.
-        ArenaError: A node has no symmetric memory.
+        ArenaError: A node cannot have its context; on every rank alike.
     """
     key = (group, device)
     known = _contexts.get(key)

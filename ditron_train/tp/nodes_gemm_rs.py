@@ -141,6 +141,7 @@ def gemm_rs_over_nodes(
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; the last names a rank of the whole group.
+        ArenaError: A node has no room for it; on every rank alike.
     """
     factor = weight.t() if layout == "nt" else weight
     (rows, k), n = x.shape, factor.shape[1]
@@ -155,7 +156,7 @@ def gemm_rs_over_nodes(
             return _by_single_ranks([blocks[one] for one in (*others, node)], factor, rail)
         context.inner.enter("gemm_rs over nodes", rows, n, k, x.dtype)
         call = (_NodeSumCall, rows // num_nodes, n, x.dtype, step)
-        prepared: _PreparedNodeSum = context.inner.prepare(*call)
+        prepared: _PreparedNodeSum = context.prepare(*call)
         return _by_nodes([blocks[one] for one in (node, *others)], factor, prepared, rail)
 
 

@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
+import bodies_memory  # noqa: E402
 import bodies_nodes as bodies  # noqa: E402
 
 from tests.support.nodes import run_on_nodes  # noqa: E402
@@ -48,3 +49,27 @@ def test_sums_follow_rings_both_ways(nodes, num_examples):
             assert found == [step if rank % 2 < case[0] else None for step, case in zip(steps, cases)]
 
     follows()
+
+
+NODES = {"first_node": (0, 1), "last_node": (2, 3)}
+
+
+@pytest.mark.parametrize("capped", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("lacking", ["context", "forward", "backward"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_memory_that_one_node_lacks_leaves_every_node_native(kind, lacking, capped):
+    step = {"context": "making a context on every node", "forward": "making room on every node"}
+    words = step.get(lacking, step["forward"])
+    found = run_on_nodes(2, 2, bodies_memory.linear_of_a_node_without_memory, kind, lacking, capped)
+    (reason,) = {reason for reason, _ in found}
+    assert reason.startswith(f"{words} failed on 2 of 4 ranks: rank {capped[0]}: ArenaError: symmetric buffer")
+    assert "DITRON_ARENA_BYTES" in reason
+    assert [said for _, said in found] == [[f"tp {kind}: native, {reason}"]] * 4
+
+
+@pytest.mark.parametrize("capped", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("given_back", [False, True], ids=["above_the_cap", "given_back"])
+def test_memory_that_one_node_lacks_is_an_error_of_every_rank_without_a_layer(given_back, capped):
+    first, *others = run_on_nodes(2, 2, bodies_memory.ops_of_a_node_without_memory, capped, given_back)
+    assert len(first) == 4 and others == [first] * 3
+    assert all(error.startswith("making room on every node failed on 2 of 4 ranks") for error in first)
