@@ -326,32 +326,34 @@ def no_memory(case: Case) -> int:
         del os.environ["DITRON_ARENA_BYTES"]
 
 
-def no_memory_on_one_node(case: Case, caps: list[str | None]) -> list[int]:
-    """Two nodes of two ranks, the first with these caps in turn: training goes on, the same on all ranks; messages of
-    ours."""
+def no_memory_on_one_node(case: Case, caps: list[str | None], capped: tuple[int, ...]) -> list[tuple[int, list[str]]]:
+    """Two nodes of two ranks, the ``capped`` one with these caps in turn: training goes on, the same on all ranks;
+    messages of ours, and what is logged of those that are native."""
     import os
 
     import ditron_train.megatron
     from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.runtime import logs
 
-    rank, counts = dist.get_rank(), []
+    rank, found = dist.get_rank(), []
     os.environ["NCCL_HOSTID"] = str(rank // 2)
     try:
         with model_parallel(pipeline_model_parallel_size=case.pipeline):
             native = train(case)
             for cap in caps:
-                if cap is not None and rank < 2:
+                logs.forget_decisions()
+                if cap is not None and rank in capped:
                     os.environ["DITRON_ARENA_BYTES"] = cap
                 ditron_train.megatron.apply(features="pp")
                 ours = train(case)
                 assert all(map(torch.equal, native, ours))
-                counts.append(messages_of_ours())
+                found.append((messages_of_ours(), [line for line in logs.decisions() if ": native, " in line]))
                 ditron_train.megatron.restore()
                 os.environ.pop("DITRON_ARENA_BYTES", None)
     finally:
         del os.environ["NCCL_HOSTID"]
         os.environ.pop("DITRON_ARENA_BYTES", None)
-    return counts
+    return found
 
 
 def bad_input() -> list[str]:

@@ -320,9 +320,9 @@ def gpt_across_nodes(ranks_per_node, batch_of_rows):
             packed_across_nodes(contexts["exchange"])
 
 
-def memory_missing_on_one_node(ranks_per_node):
-    """Reasons for exchanges that all nodes leave to native since the first has no memory: for its context, then for a
-    shape's buffers; with memory again, the next shape is exchanged by ours."""
+def memory_missing_on_one_node(ranks_per_node, capped):
+    """Reasons for exchanges that all nodes leave to native since the ``capped`` ranks' has no memory: for its context,
+    then for a shape's buffers; with memory again, the next shape is exchanged by ours."""
     from megatron.core import parallel_state
 
     from ditron_train.megatron.sp.nodes import get_nodes_context
@@ -340,7 +340,7 @@ def memory_missing_on_one_node(ranks_per_node):
                     ).node.arena.num_bytes
                 with without("projections", "output", "exchange"):
                     native = run(model, world, length)
-                if cap and dist.get_rank() < ranks_per_node:
+                if cap and dist.get_rank() in capped:
                     os.environ["DITRON_ARENA_BYTES"] = str(cap)
                 assert_same_bits(run(model, world, length), native)
                 os.environ.pop("DITRON_ARENA_BYTES", None)

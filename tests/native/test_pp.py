@@ -98,11 +98,16 @@ def test_what_is_not_covered_runs_natively():
     assert run_workers(2, workers.no_memory, Case(2, 2)) == [0, 0]
 
 
-def test_memory_that_is_missing_on_one_node_sends_all_ranks_natively():
-    *without, counts = zip(
-        *run_workers(4, workers.no_memory_on_one_node, Case(4, 2, batched=True), ["4096", "1", None])
-    )
-    assert without == [(0,) * 4] * 2  # no slots, no flags
+@pytest.mark.parametrize("capped", [(0, 1), (2, 3)], ids=["first_node", "last_node"])
+def test_memory_that_is_missing_on_one_node_sends_all_ranks_natively(capped):
+    arguments = (Case(4, 2, batched=True), ["4096", "1", None], capped)
+    *without, ours = zip(*run_workers(4, workers.no_memory_on_one_node, *arguments))
+    steps = ("making room for messages of", "making a pipeline's context")  # no slots, no flags
+    for found, step in zip(without, steps, strict=True):
+        assert found == found[:1] * 4
+        ((count, (line,)), *_) = found
+        assert count == 0 and line.startswith(f"pp: native, {step}") and "failed on 2 of 4 ranks" in line
+    counts = [count for count, _ in ours]
     assert counts[0] > 0 and counts[2] > 0  # they send to the next stage within their node
 
 

@@ -89,14 +89,15 @@ def test_gpt_across_posed_nodes(ranks_per_node):
     run_workers(2 * ranks_per_node, sp_workers.gpt_across_nodes, ranks_per_node, 24)
 
 
-def test_memory_that_one_node_lacks_leaves_every_node_native():
-    first, *others = run_workers(4, sp_workers.memory_missing_on_one_node, 2)
+@pytest.mark.parametrize("capped", [(0, 1), (2, 3)], ids=["first_node", "last_node"])
+def test_memory_that_one_node_lacks_leaves_every_node_native(capped):
+    first, *others = run_workers(4, sp_workers.memory_missing_on_one_node, 2, capped)
     assert all(reasons == first for reasons in others)
     for reason, words in zip(
         first, ("making a context on every node", "exchanging 12 rows on every node"), strict=True
     ):
         assert (
-            reason.startswith(f"{words} failed on 2 of 4 ranks: rank 0: ArenaError: ")
+            reason.startswith(f"{words} failed on 2 of 4 ranks: rank {capped[0]}: ArenaError: ")
             and "DITRON_ARENA_BYTES" in reason
         )
 
