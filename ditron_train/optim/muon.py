@@ -188,10 +188,8 @@ class Muon(torch.optim.Optimizer):
             raise NotSupportedError(f"algorithm {algorithm!r} is not muon or adamw")
         for param in group["params"]:
             if algorithm == "muon" and param.dim() != 2:
-                raise NotSupportedError(
-                    f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group "
-                    "algorithm='adamw'"
-                )
+                words = f"Muon needs matrices; a parameter has shape {tuple(param.shape)}"
+                raise NotSupportedError(f"{words}: give its group algorithm='adamw'")
             if not param.is_floating_point():
                 raise NotSupportedError(f"a parameter of {param.dtype}")
 

@@ -32,6 +32,7 @@ class LateHost:
 
     @property
     def is_over(self) -> bool:
+        """See above."""
         return self._calls >= _LAST
 
     def count(self) -> None:

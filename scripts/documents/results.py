@@ -126,7 +126,8 @@ def _step_table(steps: Sequence[tuple[Stamp, Row]], *, with_sizes: bool = True) 
         bits = "equal" if row.bitwise_equal else "**DIFFER**"
         model = row.model if row.fp8 is None else f"{row.model} in FP8 ({row.fp8})"
         trained = f"{model}: {model_words(row)}" if with_sizes else model
-        lines.append(f"| `{features}` | {trained} | {stamp.count} x {stamp.device} | {times} | {bits} |")
+        device = stamp.device.removeprefix("NVIDIA ")
+        lines.append(f"| `{features}` | {trained} | {stamp.count} x {device} | {times} | {bits} |")
     return "\n".join(lines)
 
 
