@@ -145,8 +145,8 @@ class Gate:
         except _FAILURES as error:
             return self._native(spec, _failed_alike(error, spec.group(call)))
         if decision.use_ditron:
-            counts_time = get_settings().policy in ("strict", "fast")
-            return Answer(context, late_host=late_host_of(decision, spec.device(call)) if counts_time else None)
+            looks = spec.looks_at_host and get_settings().policy in ("strict", "fast")
+            return Answer(context, late_host=late_host_of(decision, spec.device(call)) if looks else None)
         return self._native(spec, f"{spec.where(call)}{decision.reason}")
 
 

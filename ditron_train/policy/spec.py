@@ -151,11 +151,14 @@ class OpSpec(ABC, Generic[Call, Context]):
         search_rounds: How often ``tune`` asks for candidates.
         log_name: What log lines call it where that is not its name.
         logs_native: Whether the gate says why a call runs by Megatron's path.
+        looks_at_host: Whether a job's host is looked at; only of an op that all ranks of its group call equally often,
+            since they agree at a call.
     """
 
     name: str
     log_name: str | None = None
     logs_native: bool = True
+    looks_at_host: bool = False
     row: str
     measured: Pass = "forward"
     has_rows: bool = True

@@ -41,8 +41,8 @@ class _Spec:
 
     name, log_name, logs_native = "tp test", "tp test", True
 
-    def __init__(self, longer_us: float) -> None:
-        self._longer_us = longer_us
+    def __init__(self, longer_us: float, looks_at_host: bool) -> None:
+        self._longer_us, self.looks_at_host = longer_us, looks_at_host
 
     def key(self, call):
         return (call,)
@@ -66,13 +66,13 @@ class _Spec:
         return "at 3 "
 
 
-def _calls(periods, longer_us, policy="strict", num_calls=400):
+def _calls(periods, longer_us, policy="strict", looks_at_host=True, num_calls=400):
     """After which call of the op ours no longer ran, how often the stream was looked at, and the log."""
     stream, lines = _Stream(periods[dist.get_rank()]), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("ditron_train").addHandler(handler)
-    spec, one = _Spec(longer_us), Gate()
+    spec, one = _Spec(longer_us, looks_at_host), Gate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DITRON_POLICY", policy)
         patch.setattr(gate_module, "self_check", lambda group, device: None)
@@ -104,9 +104,12 @@ def test_a_late_host_turns_the_answer_on_all_ranks(periods, longer_us, is_native
         ] * is_native
 
 
-@pytest.mark.parametrize("longer_us, policy", [(40.0, "strict"), (1000.0, "bits"), (1000.0, "force")])
-def test_nobody_looks_where_it_would_change_nothing(longer_us, policy):
-    assert run_workers(2, _calls, (1, 1), longer_us, policy) == [(400, 0, [])] * 2
+@pytest.mark.parametrize(
+    "longer_us, policy, looks_at_host",
+    [(40.0, "strict", True), (1000.0, "bits", True), (1000.0, "force", True), (1000.0, "strict", False)],
+)
+def test_nobody_looks_where_it_would_change_nothing(longer_us, policy, looks_at_host):
+    assert run_workers(2, _calls, (1, 1), longer_us, policy, looks_at_host) == [(400, 0, [])] * 2
 
 
 def test_backwards_are_looked_at_too_and_captures_are_not(monkeypatch):

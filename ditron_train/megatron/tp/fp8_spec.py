@@ -87,6 +87,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
     """Gather, product and their backward (``column``), or product, reduce-scatter and theirs (``row``)."""
 
     measured = "backward"
+    looks_at_host = True  # Transformer Engine keeps the host busy in FP8
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
