@@ -203,8 +203,8 @@ def expert_product(
     groups = [(n, k, one) if wgrad else (one, n, k) for one in counts]
     of_pass = product_rates(rates, fp8, "wgrad" if wgrad else "dgrad" if dgrad else "forward")
     alike = Estimate.alike(grouped_us(groups, machine, of_pass, operands(fp8)))
-    host_us = rates.host_expert_us * len(counts)
-    return alike.at_least(host_us, _FUSED_HOST * host_us)
+    least_us = rates.host_expert_us * len(counts)
+    return alike.at_least(least_us, _FUSED_HOST * least_us)
 
 
 def moe_layer(
@@ -237,11 +237,11 @@ def moe_layer(
     if backward:
         gradients = expert_product(rows, n1, k1, machine, rates, wgrad=True, fp8=fp8)
         gradients += expert_product(rows, n2, k2, machine, rates, wgrad=True, fp8=fp8)
-        return (whole + Estimate.alike(router_us) + gradients).at_least(*_host_us(rates, 2.0))
+        return (whole + Estimate.alike(router_us) + gradients).at_least(*host_us(rates, 2.0))
     hidden_us = second.ditron_us + returning.ditron_us
     hidden_us -= beside_us(second.ditron_us, returning.ditron_us, _COMBINE_SHARE)
     whole += Estimate(0.0, -hidden_us if span.nodes == 1 else 0.0, 0.0)
-    return whole.at_least(*_host_us(rates, 1.0))
+    return whole.at_least(*host_us(rates, 1.0))
 
 
 def _router_us(experts: Experts, rates: MachineRates) -> float:
@@ -250,6 +250,7 @@ def _router_us(experts: Experts, rates: MachineRates) -> float:
     return cast_us + flops / (_ROUTER_RATE * rates.gemm_flop_per_us)
 
 
-def _host_us(rates: MachineRates, passes: float) -> tuple[float, float]:
-    """What a small layer takes: the host enqueues its parts one by one, ours in fewer calls."""
+def host_us(rates: MachineRates, passes: float) -> tuple[float, float]:
+    """What the host needs to enqueue a layer's parts but its products, one by one; ours in fewer calls. A small layer
+    takes no less. ``passes``: 1 forward, 2 backward."""
     return 2.2 * passes * rates.host_moe_us, 2.2 * _FUSED_HOST * passes * rates.host_moe_us

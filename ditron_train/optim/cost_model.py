@@ -46,15 +46,33 @@ def newton_schulz(rows: int, columns: int, machine: Machine, rates: MachineRates
     return Estimate(whole_us, _STEPS * ours_us + around_us, whole_us)
 
 
+def _shards(
+    matrices: Sequence[tuple[int, int]], span: Span, machine: Machine, rates: MachineRates
+) -> list[tuple[Estimate, int]]:
+    """Newton-Schulz steps of each rank's matrices, and how many elements these have."""
+    found = []
+    for shard in shard_by_cost([newton_schulz_cost(*one) for one in matrices], span.ranks):
+        products = Estimate.alike(0.0)
+        for index in shard:
+            products += newton_schulz(*matrices[index], machine, rates)
+        found.append((products, sum(matrices[index][0] * matrices[index][1] for index in shard)))
+    return found
+
+
+def products_us(
+    matrices: Sequence[tuple[int, int]], span: Span, machine: Machine, rates: MachineRates
+) -> tuple[float, float]:
+    """Of a step, the Newton-Schulz steps alone, on the rank that has most; natively and with ours."""
+    products = [one for one, _ in _shards(matrices, span, machine, rates)]
+    return max(one.native_us for one in products), max(one.ditron_us for one in products)
+
+
 def muon_step(matrices: Sequence[tuple[int, int]], span: Span, machine: Machine, rates: MachineRates) -> Estimate:
     """A step of fp32 ``matrices``, dealt out over the ranks; a fused matrix is stepped in parts of its own."""
-    shards = shard_by_cost([newton_schulz_cost(*one) for one in matrices], span.ranks)
     native_us, ours_us = 0.0, 0.0
-    for shard in shards:
-        steps = [newton_schulz(*matrices[index], machine, rates) for index in shard]
-        elements = sum(matrices[index][0] * matrices[index][1] for index in shard)
-        native_us = max(native_us, sum(one.native_us for one in steps) + pass_us(_NATIVE_BYTES * elements, rates))
-        ours_us = max(ours_us, sum(one.ditron_us for one in steps) + pass_us(_FUSED_BYTES * elements, rates))
+    for products, elements in _shards(matrices, span, machine, rates):
+        native_us = max(native_us, products.native_us + pass_us(_NATIVE_BYTES * elements, rates))
+        ours_us = max(ours_us, products.ditron_us + pass_us(_FUSED_BYTES * elements, rates))
     if span.ranks == 1:
         return Estimate(native_us, ours_us, native_us)
     num_bytes = 4.0 * sum(rows * columns for rows, columns in matrices)

@@ -55,8 +55,13 @@ class MachineRates:
         fp8_block_wgrad_share: The same of weights' gradients, both of whose operands have scales of 1 x 128.
         host_moe_us: The least that a dispatch takes: so long the host needs to enqueue it.
         host_expert_us: The same of one expert's GEMM natively.
-        host_microbatch_us: In which nothing runs where a microbatch begins, the host being late.
-        host_step_us: The same around the optimizer.
+        host_microbatch_us: From where the host waited for the GPU, where a microbatch begins, to the first layer; and
+            what it needs to launch the output layer and the loss.
+        host_layer_us: What the host needs to launch a layer forward, without experts and collectives.
+        host_grouped_us: The same of one expert's product in a layer natively, with what surrounds it in its module.
+        host_collective_us: The same of a collective that stands beside a linear layer.
+        host_graph_us: The same of a layer's part that is a CUDA graph.
+        host_step_us: In which nothing runs around the optimizer, the host being late.
     """
 
     gemm_tflops: float
@@ -100,6 +105,10 @@ class MachineRates:
     host_moe_us: float = 1300.0
     host_expert_us: float = 15.0
     host_microbatch_us: float = 3500.0
+    host_layer_us: float = 3200.0
+    host_grouped_us: float = 68.0
+    host_collective_us: float = 250.0
+    host_graph_us: float = 500.0
     host_step_us: float = 12000.0
 
     @property

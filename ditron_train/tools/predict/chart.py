@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ditron_train.tools.predict.cluster import Cluster
 from ditron_train.tools.predict.megatron_arguments import Job
-from ditron_train.tools.predict.step import Cluster, Step
+from ditron_train.tools.predict.step import Step
 
 _COLORS = {
     "GEMMs": "#2a6fb0", "attention": "#6aa9d9", "passes": "#b9d4ea", "exchanges": "#c0392b", "bubbles": "#e8b4ae",

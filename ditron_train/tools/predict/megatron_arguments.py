@@ -23,8 +23,9 @@ _NUMBERS = (
 )  # fmt: skip
 _WORDS = (
     "optimizer", "cp_comm_type", "recompute_granularity", "transformer_impl", "position_embedding_type", "fp8_format",
-    "fp8_recipe", "moe_token_dispatcher_type", "ditron",
+    "fp8_recipe", "moe_token_dispatcher_type", "ditron", "cuda_graph_impl", "cuda_graph_scope",
 )  # fmt: skip
+_LISTS = ("cuda_graph_scope",)  # words of several values
 _FLAGS = (
     "swiglu", "group_query_attention", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
     "overlap_param_gather", "untie_embeddings_and_output_weights", "bf16", "fp16", "no_overlap_p2p_communication",
@@ -152,7 +153,7 @@ def parse_job(words: Sequence[str]) -> Job:
         if name in _NUMBERS:
             known[name] = _number(name, values)
         elif name in _WORDS and values:
-            known[name] = said[name] = values[0]
+            known[name] = said[name] = " ".join(values) if name in _LISTS else values[0]
         elif name in _FLAGS:
             flags.add(name)
         else:

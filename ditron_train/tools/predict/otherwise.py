@@ -22,7 +22,6 @@ _OTHERWISE = {
     "--overlap-moe-expert-parallel-comm": "what moves tokens counts as uncovered by another microbatch",
     "--use-megatron-fsdp": _SHARDED,
     "--use-torch-fsdp2": _SHARDED,
-    "--cuda-graph-impl": _GRAPHS,
     "--enable-cuda-graph": _GRAPHS,
     "--external-cuda-graph": _GRAPHS,
     "--recompute-activations": _SELECTIVE,
@@ -59,6 +58,9 @@ def estimated_otherwise(job: Job) -> dict[str, str]:
             found[f"--moe-token-dispatcher-type {kind}"] = _DISPATCHERS[kind]
         if job.expert_slices > 1:
             found[f"--expert-tensor-parallel-size {job.expert_slices}"] = "in time, each expert counts as on one rank"
+    blocks = set(job.words.get("cuda_graph_scope", "").split()) - {"attn", "mlp"}
+    if job.words.get("cuda_graph_impl", "none") != "none" and blocks:
+        found[f"--cuda-graph-scope {' '.join(sorted(blocks))}"] = "the host's time is that without these graphs"
     if not {"bf16", "fp16"} & job.flags:
         found["without --bf16 or --fp16"] = "all counts as in bf16, and in fp32 --ditron does nothing"
     return found

@@ -17,16 +17,18 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.profiles import network_named, profile_named, shipped_profiles
 from ditron_train.tools.arguments import check_folder, check_matplotlib
+from ditron_train.tools.predict.cluster import Cluster
 from ditron_train.tools.predict.layers import FEATURES
 from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import memory_bytes
 from ditron_train.tools.predict.otherwise import estimated_otherwise
-from ditron_train.tools.predict.step import Cluster, Step, predict_step
+from ditron_train.tools.predict.step import Step, predict_step
 from ditron_train.tools.tables import terminal
 
 _MOST_GPUS = 128
 _MOST_OF_A_JOB = 1 << 16
 _WORTH = 1.002  # less is not worth a line
+_LATE = 0.1  # of a step that waits for the host: more is
 _GIB = 2.0**30
 #: What Megatron has to be told, too, for a feature to have something to do.
 _NEEDS = {
@@ -97,6 +99,9 @@ def _show(job: Job, cluster: Cluster, step: Step) -> None:
     out.print(_times(step, f"{cluster.world_size} x {name}, TP {job.tp}, PP {job.pp}, CP {job.cp}, EP {job.ep}"))
     hidden = ", ".join(f"{us / 1e3:.1f} ms {who}" for us, who in zip(step.hidden, ("natively", "with ours")))
     out.print(f"exchanges under computation: {hidden}")
+    late = step.native.get("host", 0.0) / step.native_us
+    if late > _LATE:
+        out.print(f"for {100 * late:.0f} % of Megatron's step nothing runs, the host being late: {_less_late(job)}")
     memory = memory_bytes(job, cluster.world_size)
     whole = sum(memory.values()) / _GIB
     parts = ", ".join(f"{what} {size / _GIB:.1f}" for what, size in memory.items())
@@ -128,6 +133,14 @@ def _show(job: Job, cluster: Cluster, step: Step) -> None:
         out.print(f"not looked at: {' '.join(ignored)}")
     if cluster.profile.about:
         out.print(f"{name}: {cluster.profile.about}")
+
+
+def _less_late(job: Job) -> str:
+    """What helps a host that is late."""
+    if job.model.experts is not None:
+        return "its times differ between jobs, larger microbatches or fewer experts a rank make it matter less"
+    graphs = " or --cuda-graph-impl local" if job.words.get("cuda_graph_impl", "none") == "none" else ""
+    return f"its times differ between jobs, larger microbatches{graphs} make it matter less"
 
 
 def _times(step: Step, title: str) -> Table:

@@ -279,10 +279,9 @@ _BY_OP: dict[str, Modelled] = {
 
 
 def estimate_of(row: Row, profile: Profile) -> Estimate | None:
-    """What the model says of a row; None of an op that it does not know, and of FP8."""
-    if row.fp8 is not None:
-        return None
+    """What the model says of a row; None of an op that it does not know, and of an op in FP8. A step in FP8 names its
+    job's command, which says the rest."""
     if row.op.startswith(TRAINING_STEP):
         return committed_step(row, profile)
-    modelled = _BY_OP.get(row.op)
+    modelled = None if row.fp8 is not None else _BY_OP.get(row.op)
     return None if modelled is None else modelled(row, profile)

@@ -6,58 +6,31 @@ import shlex
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
-from ditron_train.costs import Estimate, Span, cublas_us, one_node, pass_us, quantised_us, ring_us
-from ditron_train.optim.cost_model import muon_step
+from ditron_train.costs import Estimate, cublas_us, pass_us, quantised_us, ring_us
 from ditron_train.policy import ModelSizes
 from ditron_train.pp.cost_model import pipeline_step, sent
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import Profile
-from ditron_train.runtime.rates import NetworkRates
 from ditron_train.tools.fp8.recipes import fp8_format
+from ditron_train.tools.predict.cluster import Cluster
+from ditron_train.tools.predict.host import Side
 from ditron_train.tools.predict.layers import FEATURES, Groups, Parts, layer_parts, total
 from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import parameters_of
+from ditron_train.tools.predict.power import clock_us
+from ditron_train.tools.predict.updates import gradient_sums, optimizer_products, optimizer_step
 from ditron_train.tools.results import TRAINING_STEP, Row
 
 _ITEMSIZE = 2
-# Bytes of memory traffic that a parameter costs a step of fp32 Adam: the gradient copied, its norm and scale, Adam's
-# four reads and three writes, the bf16 weight, the gradient set to zero.
-_ADAM_BYTES = 60
-_CLIP_BYTES = 32  # the same without Adam itself
+_NOTHING = Estimate.alike(0.0)
 _LOSS_BYTES = 34  # of each logit, forward and backward: its fp32 copy, the largest, the sum, the gradient
 _EMBEDDING_PASSES = 6
 _ACCUMULATED_BYTES = 10  # of each parameter and microbatch: a gradient in bf16 added to one in fp32
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """GPUs of one kind, ``per_node`` of them in each of ``nodes``."""
-
-    profile: Profile
-    nodes: int
-    per_node: int
-    network: NetworkRates | None = None
-
-    @property
-    def world_size(self) -> int:
-        """All GPUs."""
-        return self.nodes * self.per_node
-
-    def span(self, ranks: int, stride: int) -> Span:
-        """A group of ``ranks`` every ``stride``-th of which counts, as Megatron lays groups out."""
-        if ranks == 1:
-            return one_node(1)
-        per_node = min(max(self.per_node // stride, 1), ranks)
-        while ranks % per_node:
-            per_node -= 1
-        return Span(ranks, per_node, self.network if per_node < ranks else None)
-
-
 #: What a step is made of. Exchanges are those that nothing covers, with what covering costs; the clock is what a step
 #: takes longer because the GPU may not draw more.
 COMPONENTS = ("GEMMs", "attention", "passes", "exchanges", "bubbles", "gradients", "optimizer", "host", "clock")
-# Of the most that a GPU may draw for long: other computation, and waits, whose multiprocessors poll at full clock.
-_COMPUTING, _WAITING = 0.8, 0.6
 
 
 @dataclass(frozen=True)
@@ -144,47 +117,6 @@ def _components(parts: Parts, scale: float) -> tuple[dict[str, float], dict[str,
     return native, ditron, hidden_native, hidden_ours
 
 
-def _sums(job: Job, cluster: Cluster, parameters: Mapping[str, float]) -> Estimate:
-    """Gradients over the replicas, as fp32: exposed unless Megatron overlaps them with the last backward."""
-    replicas = job.data_parallel(cluster.world_size) * job.cp
-    if replicas == 1:
-        return Estimate.alike(0.0)
-    rates = cluster.profile.rates
-    dense = parameters["layers"] + parameters["vocabulary"]
-    span = cluster.span(replicas, job.tp)
-    exchange_us = 2 * ring_us(4 * dense, span, rates)  # an all-reduce; or scattered, and weights gathered
-    expert_replicas = job.expert_replicas(cluster.world_size)
-    if parameters["experts"] and expert_replicas > 1:
-        span = cluster.span(expert_replicas, job.ep * job.expert_slices)
-        exchange_us += 2 * ring_us(4 * parameters["experts"], span, rates)
-    exposed = rates.nccl_share if "overlap_grad_reduce" in job.flags else 1.0
-    return Estimate(exposed * exchange_us, exposed * exchange_us, 0.0, exchange_us)
-
-
-def _optimizer(job: Job, cluster: Cluster, parameters: Mapping[str, float], features: Set[str]) -> Estimate:
-    profile = cluster.profile
-    number = sum(parameters.values())
-    replicas = job.data_parallel(cluster.world_size) * job.cp
-    if "muon" not in job.optimizer:
-        shards = replicas if "use_distributed_optimizer" in job.flags else 1
-        return Estimate.alike(pass_us(_ADAM_BYTES * number / shards, profile.rates))
-    matrices = list(_matrices(job)) * (job.num_layers // job.pp)
-    span = cluster.span(replicas, job.tp) if job.optimizer == "dist_muon" else one_node(1)
-    stepped = muon_step(matrices, span, profile.machine, profile.rates)
-    around_us = pass_us(_CLIP_BYTES * number + _ADAM_BYTES * parameters["vocabulary"], profile.rates)
-    return (stepped if "muon" in features else stepped.natively()) + Estimate.alike(around_us)
-
-
-def _matrices(job: Job) -> list[tuple[int, int]]:
-    """Of one layer on one rank."""
-    model, tp = job.model, job.tp
-    dense = [(n // tp, k) if name in ("qkv", "fc1") else (n, k // tp) for name, (n, k) in model.matrices.items()]
-    if model.experts is None:
-        return dense
-    columns = model.expert_ffn * (2 if model.swiglu else 1)
-    return dense[:2] + [(columns, model.hidden), (model.hidden, model.expert_ffn)] * (model.experts // job.ep)
-
-
 def _check(job: Job, cluster: Cluster) -> None:
     """Raises SettingError for groups that the job's sizes, or the GPUs, cannot be shared out over."""
     model, replicas = job.model, job.data_parallel(cluster.world_size) * job.cp
@@ -215,16 +147,13 @@ def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> S
     microbatches = job.microbatches(cluster.world_size)
     groups = _groups(job, cluster)
     rope = job.words.get("position_embedding_type") == "rope"
-    layer: Parts = {}
-    for backward in (False, True):
-        passed = layer_parts(
-            job.model, groups, profile.machine, rates, backward=backward, features=features, rope=rope
-        )
-        for name, one in passed.items():
-            layer[name] = layer[name] + one if name in layer else one
+    forward, backward = (
+        layer_parts(job.model, groups, profile.machine, rates, backward=one, features=features, rope=rope)
+        for one in (False, True)
+    )
+    layer = {name: forward.get(name, _NOTHING) + backward.get(name, _NOTHING) for name in {**forward, **backward}}
     if job.words.get("recompute_granularity") == "full":
-        again = layer_parts(job.model, groups, profile.machine, rates, backward=False, features=features, rope=rope)
-        layer = {name: one + again[name] for name, one in layer.items()}
+        layer = {name: one + forward.get(name, _NOTHING) for name, one in layer.items()}
     first, last = _ends(job, groups, profile, features)
     parts = {name: one * (job.num_layers / job.pp) for name, one in layer.items()}
     if job.pp == 1:
@@ -258,28 +187,17 @@ def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> S
             bubble_us = waits / 2 * each
             _add(times, "bubbles", bubble_us)
             _add(times, "exchanges", max(whole - microbatches * stage - bubble_us, 0.0))
-    for kind, one in (("gradients", _sums(job, cluster, parameters)),
-                      ("optimizer", _optimizer(job, cluster, parameters, features))):  # fmt: skip
+    for kind, one in (("gradients", gradient_sums(job, cluster, parameters)),
+                      ("optimizer", optimizer_step(job, cluster, parameters, features))):  # fmt: skip
         _add(native, kind, one.native_us)
         _add(ditron, kind, one.ditron_us)
-    host_us = rates.host_step_us + microbatches * rates.host_microbatch_us
-    for times in (native, ditron):
-        _add(times, "host", host_us)
-        _add(times, "clock", _clock_us(times, rates.gemm_power, products="muon" in job.optimizer))
+    ends = total(last if job.pp > 1 else first | last)
+    products = optimizer_products(job, cluster, features)
+    for times, ours, products_us in ((native, False, products[0]), (ditron, True, products[1])):
+        late_us = Side(job, groups, rates, ours).late_us(forward, backward, ends)
+        _add(times, "host", rates.host_step_us + microbatches * late_us)
+        _add(times, "clock", clock_us(times, rates.gemm_power, products_us=products_us))
     return Step(_in_order(native), _in_order(ditron), (hidden_native, hidden_ours))
-
-
-def _clock_us(times: Mapping[str, float], gemm_power: float, *, products: bool) -> float:
-    """What a step takes longer than its parts alone: no less than its energy over the power that the GPU may draw.
-
-    So a wait that is covered gains its energy alone where that is what a step takes. ``products``: the optimizer's
-    time is mostly GEMMs.
-    """
-    power = dict.fromkeys(("attention", "passes", "optimizer"), _COMPUTING) | {"GEMMs": gemm_power}
-    if products:
-        power["optimizer"] = gemm_power
-    energy_us = sum(power.get(kind, _WAITING) * us for kind, us in times.items())
-    return max(energy_us - sum(times.values()), 0.0)
 
 
 def _in_order(times: Mapping[str, float]) -> dict[str, float]:

@@ -42,8 +42,9 @@ from ditron_train.tools.compare.steps import differences, read_job
 from ditron_train.tools.faults.campaign import read_rows
 from ditron_train.tools.postmortem.diverge import find_divergence
 from ditron_train.tools.postmortem.files import read_folder
+from ditron_train.tools.predict.cluster import Cluster
 from ditron_train.tools.predict.megatron_arguments import parse_job
-from ditron_train.tools.predict.step import Cluster, predict_step
+from ditron_train.tools.predict.step import predict_step
 from ditron_train.tools.results import read_results
 from ditron_train.tools.trace.timeline import read_chrome_trace
 

@@ -13,11 +13,12 @@ import pytest
 from ditron_train.cli import main
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import network_named, profile_named, read_profile, shipped_profiles
+from ditron_train.tools.predict.cluster import Cluster
 from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import memory_bytes
 from ditron_train.tools.predict.otherwise import estimated_otherwise
 from ditron_train.tools.predict.predictor import by_degree, scaled, useful_features
-from ditron_train.tools.predict.step import Cluster, predict_step
+from ditron_train.tools.predict.step import predict_step
 
 LAYERS = (
     "--num-layers 8 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
@@ -39,7 +40,7 @@ def test_components_add_up_and_both_run_the_same_computation() -> None:
     step = predict_step(job("--tensor-model-parallel-size 8"), cluster())
     assert step.native_us == pytest.approx(sum(step.native.values()))
     differing = {kind for kind in step.ditron if step.native.get(kind) != step.ditron[kind]}
-    assert differing <= {"exchanges", "clock"} and "exchanges" in differing
+    assert differing <= {"exchanges", "host", "clock"} and "exchanges" in differing
     assert 1.05 < step.speedup < 1.4 and step.hidden[1] > step.hidden[0]
 
 
@@ -101,7 +102,8 @@ def test_waits_that_are_covered_gain_less_where_the_power_limits_the_step() -> N
     ]
     assert "clock" not in steps[0].native and steps[1].ditron["clock"] > steps[1].native["clock"] > 0
     saved = [step.native_us - step.ditron_us for step in steps]
-    assert saved[1] == pytest.approx(0.6 * saved[0])  # what a wait draws
+    # What a wait draws; a few launches less beside it save the half of that.
+    assert saved[1] == pytest.approx(0.6 * saved[0], rel=0.01)
 
 
 def test_more_stages_have_bubbles_that_virtual_stages_shorten() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import statistics
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import pytest
 
 from ditron_train.costs import Estimate
 from ditron_train.runtime.profiles import profile_named
+from ditron_train.tools.predict.cluster import Cluster
 from ditron_train.tools.predict.fit import fit_profile, halves
+from ditron_train.tools.predict.megatron_arguments import parse_job
 from ditron_train.tools.predict.rows import estimate_of
+from ditron_train.tools.predict.step import predict_step
 from ditron_train.tools.results import TRAINING_STEP, measurement_files, read_results
 from documents.published import published_figures
-from documents.validation import FAR, Checked, check_rows, reason_of
+from documents.validation import FAR_STEP, Checked, check_rows, reason_of
 
 ROOT = Path(__file__).parents[3]
 H200 = profile_named("h200")
@@ -30,8 +34,11 @@ def median(checked: list[Checked]) -> float:
 
 
 def test_every_committed_row_is_estimated(checked: list[Checked]) -> None:
+    """But ops in FP8, whose rates were chosen by hand (test_fp8.py): a step in FP8 names its command, and is in."""
     files = [path for path in measurement_files(ROOT) if path.parent.name.startswith("H200x")]
-    assert len(checked) == sum(len(read_results(path)[1]) for path in files) > 400
+    rows = [row for path in files for row in read_results(path)[1]]
+    estimated = [row for row in rows if row.fp8 is None or row.op.startswith(TRAINING_STEP)]
+    assert [one.row for one in checked] == estimated and len(estimated) > 400
 
 
 def test_the_median_of_the_half_that_judges_is_within_6_percent(checked: list[Checked]) -> None:
@@ -46,14 +53,42 @@ def test_every_number_of_ranks_is_within_6_percent(checked: list[Checked], ranks
 
 
 def test_what_is_far_off_has_a_reason(checked: list[Checked]) -> None:
-    far = [one for one in checked if one.worst > FAR]
+    far = [one for one in checked if one.is_far]
     assert [(one.folder, one.row) for one in far if reason_of(one) is None] == []
     assert len(far) < 0.09 * len(checked)
 
 
 def test_whole_steps(checked: list[Checked]) -> None:
-    steps = [one for one in checked if one.row.op.startswith(TRAINING_STEP)]
-    assert len(steps) >= 6 and median(steps) < 0.03 and max(one.worst for one in steps) < 0.05
+    steps = [one for one in checked if one.is_step]
+    assert len(steps) >= 16 and median(steps) < 0.03
+    assert median([one for one in steps if one.judges]) < 0.03
+    # What the model claims to know: the command is known, and the device decides. Nothing else is far off by much, and
+    # few are: one job's host was 1.35 times as slow under the profiler as without it, so 8 % of a step is no surprise.
+    known = [one for one in steps if one.row.command is not None and not one.host_decides]
+    assert len(known) >= 5 and max(one.worst for one in known) < FAR_STEP
+    assert sum(one.is_far for one in steps) <= 2 and max(one.worst for one in steps) < 0.08
+
+
+def test_a_reason_of_a_step_is_what_its_own_row_says(checked: list[Checked]) -> None:
+    """A far step without a late host, and with a command, stays unexplained."""
+    steps = [one for one in checked if one.is_step and one.row.trace is not None]
+    late = {one.row.model for one in steps if one.host_decides}
+    assert {"moe-256-ep", "dense-8b-tp-graphs-te", "dense-8b-muon"} <= late
+    assert not {"dense-32b-tp", "ulysses-32k-sp", "dense-8b-pp"} & late
+    for one in steps:
+        assert (reason_of(one) is not None) == one.host_decides
+
+
+def test_where_the_host_decides_the_model_says_so(checked: list[Checked]) -> None:
+    """Of the steps that a trace shows: the share that it adds to them by the host is large where it is late."""
+    shares = {}
+    for one in checked:
+        if one.is_step and one.row.trace is not None and one.row.command is not None:
+            job = parse_job(shlex.split(one.row.command))
+            step = predict_step(job, Cluster(H200, 1, one.row.world_size), frozenset())
+            shares[one.row.model] = (step.native["host"] / step.native_us, one.host_decides)
+    assert min(share for share, decides in shares.values() if decides) > 0.1
+    assert max(share for share, decides in shares.values() if not decides) < 0.1
 
 
 def test_a_fit_finds_rates_again_from_half_of_the_rows() -> None:
