@@ -18,6 +18,7 @@ from ditron_train.tools.results import TRAINING_STEP, Row
 
 _MOST = 0.25  # an error counts no more: what the model cannot say shall not bend what it can
 _STEPS = (1.3, 1.1, 1.03, 1.01)
+_STEPS_OF_JOBS = _STEPS[1:]  # 1.3 leaps to a GPU whose power limits no step, from where no small step leads back
 _ROUNDS = 3
 _DIGITS = 3
 # Where NCCL changes its ways is no rate; of the others no row is measured, or too few: traces showed them.
@@ -96,17 +97,17 @@ def fit_profile(
     ops = [row for row in rows if not row.op.startswith(TRAINING_STEP)]
     names = [one.name for one in fields(MachineRates) if one.name not in (*_NEVER, *_OF_JOBS)]
     profile = _fitted(profile, _Fit(ops, estimator, profile.rates, farthest), names)
-    return _fitted(profile, _Fit(steps, estimator, profile.rates, farthest), _OF_JOBS)
+    return _fitted(profile, _Fit(steps, estimator, profile.rates, farthest), _OF_JOBS, _STEPS_OF_JOBS)
 
 
-def _fitted(profile: Profile, fit: _Fit, names: Sequence[str]) -> Profile:
+def _fitted(profile: Profile, fit: _Fit, names: Sequence[str], factors: Sequence[float] = _STEPS) -> Profile:
     """One rate after another, and again, in ever smaller steps; three digits each."""
     losses = fit.losses(profile, range(len(fit.rows)))
     touched = {}
     for name in names:
         moved = fit.losses(_with(profile, name, 1.05), list(losses))
         touched[name] = [index for index in losses if moved[index] != losses[index]]
-    for factor in _STEPS:
+    for factor in factors:
         for _ in range(_ROUNDS):
             before = sum(losses.values())
             for name in names:

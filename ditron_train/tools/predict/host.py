@@ -30,6 +30,7 @@ _BACKWARD = 0.5  # of the host's time forward: autograd launches from C++
 # and a sum, of which one gather is the row parallel one's; without it one sum. Of heads by Ulysses: q, k, v, attended.
 _GATHERED, _GATHERED_AGAIN, _SUMMED, _HEADS = (1, 1), (2, 1), (0, 1), (3, 1)
 _PRODUCTS, _GRADIENTS = 2, 4  # of an expert, forward and backward; gradients of rows and of weights
+_MOST_LAYERS = 256  # are gone through one by one; more are like these
 _FUSED_PRODUCTS = 1  # of those forward, in one kernel of ours together with the rows' return
 
 
@@ -86,12 +87,13 @@ class Side:
             ends: Embedding, output layer and loss together.
         """
         num_layers = self.job.num_layers // self.job.pp
+        counted = min(num_layers, _MOST_LAYERS)
         first, second = self._layer(forward, backward=False), self._layer(backward, backward=True)[::-1]
         if self.job.words.get("recompute_granularity") == "full":
             second = first + second
         begins = Launched(self.rates.host_microbatch_us, 0.0)
         loss = Launched(self.rates.host_microbatch_us, self._device_us([ends]))
-        return idle_us([begins, *first * num_layers, loss, *second * num_layers])
+        return max(num_layers / _MOST_LAYERS, 1.0) * idle_us([begins, *first * counted, loss, *second * counted])
 
     def _device_us(self, parts: Iterable[Estimate]) -> float:
         return sum(one.ditron_us if self.ours else one.native_us for one in parts)

@@ -101,7 +101,7 @@ def _show(job: Job, cluster: Cluster, step: Step) -> None:
     out.print(f"exchanges under computation: {hidden}")
     late = step.native.get("host", 0.0) / step.native_us
     if late > _LATE:
-        out.print(f"for {100 * late:.0f} % of Megatron's step nothing runs, the host being late: {_less_late(job)}")
+        out.print(f"for {100 * late:.0f} % of Megatron's step the GPU waits for the host: {_less_late(job)}")
     memory = memory_bytes(job, cluster.world_size)
     whole = sum(memory.values()) / _GIB
     parts = ", ".join(f"{what} {size / _GIB:.1f}" for what, size in memory.items())

@@ -135,6 +135,33 @@ def _check(job: Job, cluster: Cluster) -> None:
         raise SettingError(f"{model.tokens} tokens do not divide over TP {job.tp} x CP {job.cp}")
 
 
+def _pipelined(
+    job: Job, cluster: Cluster, groups: Groups, stage: Estimate, inner: Estimate, features: Set[str]
+) -> tuple[Estimate, tuple[float, float]]:
+    """Bubbles of a pipeline whose longest stage takes ``stage`` and the others ``inner``, and what its messages take
+    natively and with ours, where nothing covers them."""
+    microbatches = job.microbatches(cluster.world_size)
+    network = cluster.network if cluster.span(job.pp, job.tp * job.cp).nodes > 1 else None
+    num_bytes = _ITEMSIZE * job.model.tokens / job.cp * job.model.hidden
+    if groups.sequence_parallel:
+        num_bytes /= job.tp
+    message = sent(num_bytes, job.pp, cluster.profile.rates, network=network)
+    message = message if "pp" in features else message.natively()
+    step = pipeline_step(
+        stage, message, microbatches=microbatches, stages=job.pp, chunks=job.chunks,
+        overlaps=job.chunks > 1 and "no_overlap_p2p_communication" not in job.flags, bubble=inner,
+    )  # fmt: skip
+    bubbles = inner * ((job.pp - 1) / job.chunks)
+    sent_us = [
+        max(whole - microbatches * each - bubble_us, 0.0)
+        for whole, each, bubble_us in (
+            (step.native_us, stage.native_us, bubbles.native_us),
+            (step.ditron_us, stage.ditron_us, bubbles.ditron_us),
+        )
+    ]
+    return bubbles, (sent_us[0], sent_us[1])
+
+
 def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> Step:
     """The step of ``job`` on ``cluster``; ours with ``features``.
 
@@ -167,26 +194,12 @@ def predict_step(job: Job, cluster: Cluster, features: Set[str] = FEATURES) -> S
         number = sum(parameters.values())
         parts["accumulated"] = Estimate.alike(pass_us(_ACCUMULATED_BYTES * number, rates))
     native, ditron, hidden_native, hidden_ours = _components(parts, microbatches)
-    longest, inner = total(parts), total(layer) * (job.num_layers / job.pp)
     if job.pp > 1:
-        network = cluster.network if cluster.span(job.pp, job.tp * job.cp).nodes > 1 else None
-        num_bytes = _ITEMSIZE * job.model.tokens / job.cp * job.model.hidden
-        if groups.sequence_parallel:
-            num_bytes /= job.tp
-        message = sent(num_bytes, job.pp, rates, network=network)
-        message = message if "pp" in features else message.natively()
-        step = pipeline_step(
-            longest, message, microbatches=microbatches, stages=job.pp, chunks=job.chunks,
-            overlaps=job.chunks > 1 and "no_overlap_p2p_communication" not in job.flags, bubble=inner,
-        )  # fmt: skip
-        waits = 2 * (job.pp - 1) / job.chunks
-        for times, whole, stage, each in (
-            (native, step.native_us, longest.native_us, inner.native_us),
-            (ditron, step.ditron_us, longest.ditron_us, inner.ditron_us),
-        ):
-            bubble_us = waits / 2 * each
+        inner = total(layer) * (job.num_layers / job.pp)
+        bubbles, messages_us = _pipelined(job, cluster, groups, total(parts), inner, features)
+        for times, bubble_us, us in zip((native, ditron), (bubbles.native_us, bubbles.ditron_us), messages_us):
             _add(times, "bubbles", bubble_us)
-            _add(times, "exchanges", max(whole - microbatches * stage - bubble_us, 0.0))
+            _add(times, "exchanges", us)
     for kind, one in (("gradients", gradient_sums(job, cluster, parameters)),
                       ("optimizer", optimizer_step(job, cluster, parameters, features))):  # fmt: skip
         _add(native, kind, one.native_us)

@@ -76,3 +76,8 @@ def test_recomputed_layers_are_launched_twice() -> None:
 def test_graphs_that_are_not_known_are_said() -> None:
     words = "--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router"
     assert list(estimated_otherwise(parse_job(f"{SHORT} {words}".split()))) == ["--cuda-graph-scope moe_router"]
+
+
+def test_layers_beyond_those_that_are_gone_through_count_like_them() -> None:
+    few, many = (host_ms(SHORT.replace("layers 8", f"layers {number}"))[0] for number in (256, 1024))
+    assert many == pytest.approx(4 * few, rel=0.02)
