@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,9 +97,12 @@ class PendingRailLayout:
             visits.by_node[node, token].to(torch.uint8), received, sent
         ).bool()
         visitor_probs = context.nodes.exchange_along_rail(probs[node, token], received, sent)
-        pending = planning.begin_layout(visitor_map, visitor_probs, self.hidden, self.dtype, context.inner)
         segments = self._segments(visitor_map, visits)
-        return self._on_all_nodes(pending, visits, segments)
+
+        def begin() -> planning.PendingLayout:
+            return planning.begin_layout(visitor_map, visitor_probs, self.hidden, self.dtype, context.inner)
+
+        return self._on_all_nodes(begin, visits, segments)
 
     def _visits(self) -> _Visits:
         """Tells the rail how many tokens come and how many rows they have, and learns the same of its ranks."""
@@ -133,7 +137,9 @@ class PendingRailLayout:
         first = context.inner.rank * local
         return of_rails[:, :-1].unflatten(1, mine.shape).permute(2, 0, 1)[first : first + local].numpy()
 
-    def _on_all_nodes(self, pending: planning.PendingLayout, visits: _Visits, segments: np.ndarray) -> RailLayout:
+    def _on_all_nodes(
+        self, begin: Callable[[], planning.PendingLayout], visits: _Visits, segments: np.ndarray
+    ) -> RailLayout:
         """The layout, once every node has room for its own, which they tell each other while the rest is laid out.
 
         Raises:
@@ -141,7 +147,7 @@ class PendingRailLayout:
         """
         nodes, inner, lack = self.context.nodes, None, None
         try:
-            inner = pending.finish()
+            inner = begin().finish()
         except (ArenaError, NotSupportedError) as error:  # raised by every rank of this node alike
             lack = error
         told = nodes.start_telling(lack, self.routing_map.device)

@@ -183,8 +183,10 @@ def _judge(mode: str, seen: Observation) -> Decision:
 def _agreed_entry(plan: Plan, key: str, group: dist.ProcessGroup, device: torch.device) -> Entry | None:
     """The plan's entry, if every rank of the group read the same decision."""
     entry = plan.entries.get(key)
-    mine = -1 if entry is None else int(entry.use_ditron)
-    lowest_and_negated_highest = torch.tensor([mine, -mine], dtype=torch.int32, device=device)
+    mine = [-1.0, 0.0, 0.0, 0.0]
+    if entry is not None:  # of its times, too: by them ranks look at a job together
+        mine = [float(entry.use_ditron), entry.native_us or 0.0, entry.ditron_us or 0.0, entry.host_longer_us]
+    lowest_and_negated_highest = torch.tensor([mine, [-one for one in mine]], dtype=torch.float64, device=device)
     dist.all_reduce(lowest_and_negated_highest, op=dist.ReduceOp.MIN, group=group)
     lowest, negated_highest = lowest_and_negated_highest.tolist()
-    return entry if lowest == -negated_highest and lowest >= 0 else None
+    return entry if lowest == [-one for one in negated_highest] and lowest[0] >= 0 else None

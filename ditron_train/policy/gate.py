@@ -84,7 +84,8 @@ class Gate:
         """The answer once the job has shown whether the host is late (collective: all ranks are at the same call)."""
         late_host, group = answer.late_host, spec.group(call)
         assert late_host is not None, "it was asked whether there is one"
-        said = [late_host.lateness] if group is None else exchange(group, late_host.lateness)
+        mine = late_host.lateness()
+        said = [mine] if group is None else exchange(group, mine)
         reason = late_host.why_not(max(said))
         return Answer(answer.context) if reason is None else self._native(spec, f"{spec.where(call)}{reason}")
 

@@ -29,6 +29,7 @@ class LateHost:
     def __init__(self, device: torch.device, gain_us: float, longer_us: float) -> None:
         self._device, self._gain_us, self._longer_us = device, gain_us, longer_us
         self._calls = self._looks = self._late = 0
+        self._is_closed = False
 
     @property
     def is_over(self) -> bool:
@@ -36,35 +37,38 @@ class LateHost:
         return self._calls >= _LAST
 
     def count(self) -> None:
-        """One more call of the op."""
-        if not is_capturing(self._device):
+        """One more call of the op; those of an evaluation, which have no backward, say nothing."""
+        if torch.is_grad_enabled() and not is_capturing(self._device):
             self._calls += 1
             self.look()
 
     def look(self) -> None:
         """At a call, or at its backward: has the current stream run everything that it was given?"""
-        if _FIRST < self._calls <= _LAST and not is_capturing(self._device):
+        if _FIRST < self._calls <= _LAST and not self._is_closed and not is_capturing(self._device):
             self._looks += 1
             self._late += int(torch.cuda.current_stream(self._device).query())
 
-    @property
     def lateness(self) -> float:
-        """Of the looks, the share at which the device waited for the host."""
+        """Of the looks, the share at which the device waited for the host; there is no further look."""
+        self._is_closed = True
         return self._late / max(self._looks, 1)
 
     def why_not(self, lateness: float) -> str | None:
-        """Why the op runs by Megatron's path where the host is late at this share of its calls, or None."""
-        if lateness * self._longer_us <= self._gain_us:
+        """Why the op runs by Megatron's path where the host is late at this share of its calls, or None.
+
+        Where the host is late, the step takes as long as the host does, and what the device gains is worth nothing.
+        """
+        if lateness * self._longer_us <= (1.0 - lateness) * self._gain_us:
             return None
         return (
             f"the host is late at {lateness:.0%} of its calls, and takes {self._longer_us:.0f} us longer for it; the "
-            f"device gains {self._gain_us:.0f} us"
+            f"device gains {self._gain_us:.0f} us at the others"
         )
 
 
 def late_host_of(decision: Entry, device: torch.device) -> LateHost | None:
-    """What looks at the op that was decided about; None where a late host would change nothing."""
+    """What looks at the op that was decided about; None where the host takes no longer for it."""
     if device.type != "cuda" or decision.native_us is None or decision.ditron_us is None:
         return None
     gain_us = decision.native_us - decision.ditron_us
-    return LateHost(device, gain_us, decision.host_longer_us) if decision.host_longer_us > gain_us else None
+    return LateHost(device, gain_us, decision.host_longer_us) if decision.host_longer_us > 0 else None

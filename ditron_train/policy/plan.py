@@ -23,7 +23,7 @@ from ditron_train.runtime.tuning_table import named_table
 from ditron_train.runtime.versions import find_versions
 from ditron_train.stream.driver import has_driver
 
-_FORMAT = "ditron_train plan 2"
+_FORMAT = "ditron_train plan 3"
 _KEY = re.compile(
     r"(?P<op>(?P<room>tp|sp|ep|pp) \D*).* on (?P<place>\d+ ranks(, [\w-]+)?) "
     r"\((?P<mode>strict|fast|bits)(; [a-z0-9 ,]+)?\)"

@@ -255,15 +255,28 @@ class PipelineContext:
 
     def grow_to_last_sizes(self) -> None:
         """At the first call of each step with lengths that vary (collective): room for the largest messages that went
-        by the network for want of it, two steps behind them; inside a node.
+        by the network for want of it, two steps behind them; inside a node, and where every rank's GPU has twice the
+        memory that they take. Else the slots stay as they are, and the network sends what does not fit.
 
         Raises:
             PeerTimeoutError: A rank did not begin the last step in time.
             MismatchError, ArenaError: As ``reserve``.
         """
         largest = 0 if self.sizes is None else self.sizes.of_last_step()
-        if largest > self.slot_bytes:
+        if largest <= self.slot_bytes:
+            return
+        if all(self._asked_by_all(int(self._has_memory(largest)))):
             self.reserve(largest)
+            return
+        self.sizes = None
+        words = f"pp on group {self.arena.group_name}: no memory for messages of {largest} bytes"
+        log_once(words, f"{words}; those of more than {self.slot_bytes} go by the network")
+
+    def _has_memory(self, num_bytes: int) -> bool:
+        """Whether slots of so many bytes leave as much again: in the middle of a job, torch holds what it needs."""
+        if self.slots is None or self.arena.device.type != "cuda":
+            return True
+        return torch.cuda.mem_get_info(self.arena.device)[0] >= 2 * self.slots.total * num_bytes
 
     def _asked_by_all(self, num_bytes: int) -> list[int]:
         """What every rank of the group asks ``reserve`` for."""

@@ -30,10 +30,15 @@ class Slots:
         self.loans = tuple(loans)
         self.num_bytes = 0
 
+    @property
+    def total(self) -> int:
+        """All of a rank."""
+        return len(LANE_NAMES) * self.count + sum(self.loans)
+
     def reserve(self, num_bytes: int) -> None:
         """Collective: makes every slot hold ``num_bytes``; no message may be under way. What is lent stays where it
         is."""
-        total = len(LANE_NAMES) * self.count + sum(self.loans)
+        total = self.total
         if self.num_bytes:  # other memory, even if the arena has that much: tensors are lent out of the present one
             num_bytes = max(num_bytes, self._arena.capacity_bytes(_NAME) // total + 1)
         num_bytes = -(-num_bytes // 256) * 256

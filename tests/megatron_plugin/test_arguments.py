@@ -59,7 +59,7 @@ def test_a_plan_of_experts_that_are_split_is_taken_again(tmp_path, monkeypatch):
     """Four ranks, two that share the experts times two slices, have decided about the movement together."""
     entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
     decisions = {"ep 8 tokens x 16, top-2 of 4, torch.bfloat16 on 4 ranks (strict)": entry}
-    content = {"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}
+    content = {"format": "ditron_train plan 3", "made_with": fingerprint(), "decisions": decisions}
     (tmp_path / "plan.json").write_text(json.dumps(content))
     monkeypatch.setenv("DITRON_PLAN", str(tmp_path / "plan.json"))
     forget_plans()

@@ -219,8 +219,11 @@ def what_is_refused_runs_natively():
     states = set(ours.state[matrix])
     given = [dict(params=[matrix], lr_mult=2.0)]
     groups = [sorted(muon(given, **case).param_groups[0]) for case in ({mode: "distributed"}, {})]
-    saved = ours.state_dict()
+    saved, other = ours.state_dict(), {"momentum": "momentum_beta"}.get(momentum, "momentum")
+    saved["param_groups"][0][other] = 0.5  # as another version of emerging_optimizers called it
+    del saved["param_groups"][0][momentum]
     ours.load_state_dict(saved)
+    assert ours.param_groups[0][momentum] == 0.5
     groups.append(sorted({**ours.param_groups[0], "lr_mult": 2.0}))
     plugin.restore()
     return kinds, [line for line in lines if "native" in line], error, states, groups, momentum

@@ -513,18 +513,19 @@ def several_sizes_in_a_step() -> int:
     return count
 
 
-def lengths_that_nobody_says(case: Case, steps: int) -> list[tuple[int, int]]:
+def lengths_that_nobody_says(case: Case, steps: int, lacks_memory: int | None = None) -> list[tuple[int, int]]:
     """Training whose schedule says no shape, as without interleaving since 0.17: equal to native; of each step the
-    bytes of a slot at its end and how many batches of messages went by the network."""
+    bytes of a slot at its end and how many batches of messages went by the network. ``lacks_memory``: a rank."""
     from unittest import mock
 
     from megatron.core.pipeline_parallel import schedules
 
     import ditron_train.megatron
     from ditron_train.cpu.megatron_shim import model_parallel
-    from ditron_train.pp.context import _contexts
+    from ditron_train.pp.context import PipelineContext, _contexts
     from ditron_train.pp.network import NetworkLanes
 
+    has_memory = dist.get_rank() != lacks_memory
     sent, seen, batch, made = [0], [], NetworkLanes.batch, _batches
 
     def counted(self: NetworkLanes, *arguments: Any) -> Any:
@@ -542,6 +543,7 @@ def lengths_that_nobody_says(case: Case, steps: int) -> list[tuple[int, int]]:
             ditron_train.megatron.apply(features="pp")
             with (
                 mock.patch.object(NetworkLanes, "batch", counted),
+                mock.patch.object(PipelineContext, "_has_memory", lambda context, num_bytes: has_memory),
                 mock.patch.dict(train.__globals__, _batches=step_begins),
             ):
                 ours = train(case, steps=steps)

@@ -161,6 +161,14 @@ def test_slots_that_cannot_grow_send_all_messages_natively():
     assert by_network[0] == by_network[1] > 0 and by_network[2:] == (0, 0)
 
 
+def test_slots_stay_as_they_are_where_a_rank_lacks_memory_for_more():
+    """Messages that fit go on through them, the others by the network."""
+    case = Case(2, 4, variable=True, batched=True, short_first=True)
+    first, last = run_workers(2, workers.lengths_that_nobody_says, case, 4, 1)
+    sizes, by_network = zip(*first)
+    assert first == last and len(set(sizes)) == 1 and sizes[0] > 0 and min(by_network) > 0
+
+
 def test_messages_of_several_sizes_in_a_step():
     """Stages come to the second size at different times: nothing about it may be agreed on by all of them."""
     assert run_workers(3, workers.several_sizes_in_a_step) == [2, 4, 2]

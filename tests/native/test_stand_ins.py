@@ -419,6 +419,9 @@ te_wgrad.TELinearWgrad(weight, False, None)(torch.ones(4, 5)[:, :2], torch.ones(
 assert whole == [True, True], "it reads memory as if there were no strides"
 grad = torch.ones(4, 5)[:, :2]
 assert te_wgrad.TELinearWgrad(weight, False, None).operand(grad).is_contiguous() and not grad.is_contiguous()
+grad = torch.ones(1, 4, 2).transpose(0, 1)  # which torch takes for whole, and multiplies sequence by sequence
+assert grad.is_contiguous() and grad.stride() != (2, 2, 1)
+assert te_wgrad.TELinearWgrad(weight, False, None).operand(grad).stride() == (2, 1)
 """
 
 

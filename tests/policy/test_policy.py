@@ -167,17 +167,17 @@ def test_native_stays_where_times_differ_by_no_more_than_calls_do(name):
     ours, is_faster = _NOISE[name]
     seen = run_workers(2, _observe, None, None, None, {"native": _NATIVE, "ours": ours})
     assert [_judge("strict", one).use_ditron for one in seen] == [is_faster] * 2
-    assert seen[0].is_clear is (is_faster or name in ("slower", "a little slower in every round"))
+    assert seen[0].is_clear is (is_faster or name == "slower")
 
 
 def test_ratios_of_rounds_by_chance():
-    """Of series in which nothing is faster one or two of a hundred look so; of those with 2 % to gain nearly all."""
+    """Of series in which nothing is faster one of a hundred looks so; of those with 2 % to gain nearly all do."""
     chance = random.Random(7)
     found = {}
     for gain in (0.0, 0.02):
         series = [[1 - gain + chance.gauss(0.0, 0.005) for _ in range(6)] for _ in range(2000)]
-        found[gain] = sum(any(probe_module._differ_by_round(one[:rounds]) for rounds in range(1, 7)) for one in series)
-    assert 20 <= found[0.0] <= 120 and found[0.02] > 1900
+        found[gain] = sum(any(probe_module._faster_by_round(one[:rounds]) for rounds in range(1, 7)) for one in series)
+    assert 5 <= found[0.0] <= 40 and found[0.02] > 1900
 
 
 def test_fast_asks_as_often_where_bits_differ():
@@ -267,17 +267,17 @@ def test_plan_of_other_groups_is_refused_on_every_rank(tmp_path, monkeypatch):
     ):
         decisions = {f"tp op 1x2 on {place} (strict)": entry}
         path.write_text(
-            json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions})
+            json.dumps({"format": "ditron_train plan 3", "made_with": fingerprint(), "decisions": decisions})
         )
         assert all(words in message for message in run_workers(2, _refused, str(tmp_path)))
     other = {
         "tp another op 1x2 on 2 ranks, ring (strict)": entry
     }  # all that a job decided that was ended in its first step
-    path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": other}))
+    path.write_text(json.dumps({"format": "ditron_train plan 3", "made_with": fingerprint(), "decisions": other}))
     assert run_workers(2, _refused, str(tmp_path)) == ["accepted"] * 2
     path.unlink()
     decisions["sp op 1x2 on 8 ranks (strict)"] = decisions["tp op 3x4 on 2 ranks (strict)"] = entry
-    path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}))
+    path.write_text(json.dumps({"format": "ditron_train plan 3", "made_with": fingerprint(), "decisions": decisions}))
     assert run_workers(2, _refused, str(tmp_path)) == ["accepted"] * 2
 
 
@@ -285,7 +285,7 @@ def test_plan_of_other_groups_is_refused_from_the_command_line_alone(tmp_path, m
     path = tmp_path / "plan.json"
     entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
     decisions = {"tp op 1x2 on 8 ranks, ring (strict)": entry, "tp op 1x2 on 4 ranks (bits)": entry}
-    path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": decisions}))
+    path.write_text(json.dumps({"format": "ditron_train plan 3", "made_with": fingerprint(), "decisions": decisions}))
     monkeypatch.setenv("DITRON_PLAN", str(path))
     monkeypatch.setenv("DITRON_POLICY", "strict")
     forget_plans()
@@ -388,7 +388,7 @@ def test_force_runs_ours_once_and_is_not_planned(tmp_path):
         ("[" * 100_000, "no JSON"),
         ("[]", "is not a plan of this version"),
         ('{"format": "something else"}', "is not a plan of this version"),
-        ('{"format": "ditron_train plan 2", "made_with": {"torch": "1.0"}, "decisions": {}}', "stale"),
+        ('{"format": "ditron_train plan 3", "made_with": {"torch": "1.0"}, "decisions": {}}', "stale"),
     ],
 )
 def test_bad_plans_are_refused(tmp_path, monkeypatch, text, words):
@@ -426,7 +426,7 @@ def test_decisions_by_a_plan_hold_no_group_that_was_destroyed(tmp_path):
 def test_stale_plan_names_what_changed(tmp_path):
     path = tmp_path / "plan.json"
     made_with = {**fingerprint(), "torch": "1.2.3"}
-    path.write_text(json.dumps({"format": "ditron_train plan 2", "made_with": made_with, "decisions": {}}))
+    path.write_text(json.dumps({"format": "ditron_train plan 3", "made_with": made_with, "decisions": {}}))
     with pytest.raises(SettingError, match=f"torch was 1.2.3, is {torch.__version__.split('+')[0]}"):
         load_plan(path)
 
@@ -476,7 +476,7 @@ def test_a_plan_is_of_one_way_to_move_data_and_one_tuning_table(tmp_path, monkey
 def test_damaged_decisions_and_unwritable_paths(tmp_path):
     path = tmp_path / "plan.json"
     content = {
-        "format": "ditron_train plan 2",
+        "format": "ditron_train plan 3",
         "made_with": fingerprint(),
         "decisions": {"tp op on 2 ranks (strict)": {"use_ditron": True}},
     }

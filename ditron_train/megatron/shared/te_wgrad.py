@@ -50,8 +50,9 @@ class TELinearWgrad:
         return False
 
     def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
-        """Whole: Transformer Engine copies a gradient with strides in front of all of its products."""
-        return grad_output.contiguous()
+        """Whole rows: in front of all products Transformer Engine makes rows of a gradient, and copies those with
+        strides. Torch takes a dimension of one for whole whatever its stride, and multiplies it otherwise."""
+        return grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
         """Computes the gradient, or leaves it in the store; both arguments are 2-D with the tokens of the whole group

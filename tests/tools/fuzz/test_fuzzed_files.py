@@ -119,7 +119,7 @@ def _plan() -> dict[str, Any]:
         "tp column fp8 8x8 8x8 gradients e5m2, frozen, bias on 2 ranks, ring (strict; batch invariant)",
     )
     entry = {"use_ditron": True, "reason": "equal", "bits_equal": True, "native_us": 3.0, "ditron_us": 2.0}
-    return {"format": "ditron_train plan 2", "made_with": fingerprint(), "decisions": dict.fromkeys(keys, entry)}
+    return {"format": "ditron_train plan 3", "made_with": fingerprint(), "decisions": dict.fromkeys(keys, entry)}
 
 
 def _read_plan(path: Path) -> None:
