@@ -233,9 +233,7 @@ def test_documents_show_results(tmp_path: Path) -> None:
     )
     text = render(text, parts)
     lines = [
-        line
-        for line in text.splitlines()
-        if "| some: 6 layers, hidden 8192; TP 2; 1 at a time | 8 x NVIDIA H200 |" in line
+        line for line in text.splitlines() if "| some: 6 layers, hidden 8192; TP 2; 1 at a time | 8 x H200 |" in line
     ]
     assert [line.split("`")[1] for line in lines] == ["tp", "tp,pp", "ep"]
     assert "`tp,pp` some: commit `abc`." in render_results(tmp_path)

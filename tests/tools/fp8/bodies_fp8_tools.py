@@ -20,6 +20,7 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
     """Layers of the stand-in in the place of Megatron's; ``wrong_bit``: ours differ in one bit on the last rank."""
     native_class, ours_class = te_fp8_workers._classes()
     from ditron_train.megatron.tp.te_fp8 import overlapping
+    from ditron_train.policy import Answer
     from ditron_train.tools.fp8 import layers, products
     from ditron_train.tp import get_tp_context
 
@@ -44,7 +45,7 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
         return types.SimpleNamespace(fp8=None), *made
 
     def route(self, call):
-        return get_tp_context(dist.group.WORLD, torch.device("cpu")) if covered else "not covered here"
+        return Answer(get_tp_context(dist.group.WORLD, torch.device("cpu"))) if covered else "not covered here"
 
     # Whole numbers, which quantising leaves as they are.
     layers.math = types.SimpleNamespace(sqrt=lambda k: 1)
