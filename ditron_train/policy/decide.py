@@ -181,7 +181,7 @@ def _judge(mode: str, seen: Observation) -> Decision:
 
 
 def _agreed_entry(plan: Plan, key: str, group: dist.ProcessGroup, device: torch.device) -> Entry | None:
-    """The plan's entry, if every rank of the group read the same decision."""
+    """The plan's entry, if every rank of the group read the same decision and the same times."""
     entry = plan.entries.get(key)
     mine = [-1.0, 0.0, 0.0, 0.0]
     if entry is not None:  # of its times, too: by them ranks look at a job together

@@ -148,6 +148,12 @@ class Plan:
         replace_file(self.path, json.dumps(content, indent=1) + "\n")
 
 
+def _has_times(entry: Entry) -> bool:
+    """Whether the times of an entry can be compared with other ranks'."""
+    times = [time_us for time_us in (entry.native_us, entry.ditron_us) if time_us is not None]
+    return all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (*times, entry.host_longer_us))
+
+
 def load_plan(path: Path) -> Plan:
     """Reads a plan; a path where nothing is gives an empty one, to be written.
 
@@ -185,6 +191,9 @@ def load_plan(path: Path) -> Plan:
     ]
     if unclear:
         raise SettingError(f"{path} does not say whether to use ours (true or false) and why: {unclear[0]!r}")
+    untimed = [key for key, entry in entries.items() if not _has_times(entry)]
+    if untimed:
+        raise SettingError(f"{path} holds times that are no numbers: {untimed[0]!r}")
     unknown = sorted(key for key in entries if not _KEY.fullmatch(key))
     if unknown:
         raise SettingError(f"{path} decides about an op that is not known: {unknown[0]!r}")

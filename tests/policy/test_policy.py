@@ -491,6 +491,10 @@ def test_damaged_decisions_and_unwritable_paths(tmp_path):
         path.write_text(json.dumps({**content, "decisions": {"tp op on 2 ranks (strict)": wrong}}))
         with pytest.raises(SettingError, match="does not say whether to use ours"):
             load_plan(path)
+    for wrong in ({"native_us": "2"}, {"ditron_us": [1.0]}, {"host_longer_us": None}, {"native_us": True}):
+        path.write_text(json.dumps({**content, "decisions": {"tp op on 2 ranks (strict)": {**entry, **wrong}}}))
+        with pytest.raises(SettingError, match="holds times that are no numbers"):
+            load_plan(path)
     path.write_text(json.dumps({**content, "made_with": None}))
     with pytest.raises(SettingError, match="does not say what it was made with"):
         load_plan(path)
