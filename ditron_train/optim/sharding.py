@@ -4,9 +4,9 @@ Native sharding deals matrices out by size, gathers all of them at the end into 
 waits. Here they are dealt out by the cost of their step, and travel one by one, straight into the parameters, while
 the next ones are being computed.
 
-Every rank walks the same rounds: in round ``i`` each rank sends the ``i``-th of its matrices, in the order of ranks. A
-collective of round ``i`` is enqueued once the own ``i``-th matrix is, so ranks whose matrices cost about the same
-never wait long, and the order of collectives is the same everywhere.
+Every rank walks the same rounds: in round ``i`` each rank sends the ``i``-th of its matrices, in the order of ranks,
+in one launch, so that links carry both directions at once. The round is enqueued once the own ``i``-th matrix is, so
+ranks whose matrices cost about the same never wait long, and the order of collectives is the same everywhere.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.flight_recorder import records_of
+from ditron_train.runtime.groups import broadcast_together
 
 
 def newton_schulz_cost(num_rows: int, num_columns: int, num_steps: int = 5) -> float:
@@ -67,7 +68,6 @@ class LayerShards:
         self._tensors = list(tensors)
         self._shards = [list(shard) for shard in shards]
         self._group = group
-        self._sources = [dist.get_global_rank(group, rank) for rank in range(len(shards))]
         self.own = self._shards[dist.get_rank(group)]
         self.num_rounds = max((len(shard) for shard in self._shards), default=0)
         self._next_round = 0
@@ -78,11 +78,9 @@ class LayerShards:
         """Enqueues the next round: the own tensor of this round must be final on the current stream."""
         assert self._next_round < self.num_rounds
         self._records.record("muon.send_round", self._next_round)  # torch's collectives name nobody who is missing
-        for source, shard in zip(self._sources, self._shards):
-            if self._next_round < len(shard):
-                tensor = self._tensors[shard[self._next_round]]
-                if tensor.numel():
-                    self._pending.append(dist.broadcast(tensor, source, group=self._group, async_op=True))
+        number = self._next_round
+        sent = [(self._tensors[shard[number]], rank) for rank, shard in enumerate(self._shards) if number < len(shard)]
+        self._pending += broadcast_together(sent, self._group)
         self._next_round += 1
 
     def run(self, step_one: Callable[[int], None]) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import NotSupportedError
@@ -119,3 +120,23 @@ def forget_destroyed_groups() -> None:
             num_dropped += cache._drop_destroyed()
     if num_dropped:
         gc.collect()  # contexts and what they prepared refer to each other
+
+
+def broadcast_together(tensors: Sequence[tuple[torch.Tensor, int]], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Begins a broadcast of each tensor from its rank of ``group``, all in one launch where the backend can, so that
+    those of several ranks use the links' two directions at once; returns what to wait for.
+
+    The same as ``[dist.broadcast(tensor, group=group, group_src=rank, async_op=True) for tensor, rank in tensors]``,
+    without the empty ones. Every rank gives tensors of the same sizes in the same order, all on one device.
+    """
+    sources = [(one, dist.get_global_rank(group, rank)) for one, rank in tensors if one.numel()]
+    if not sources:
+        return []
+    device = sources[0][0].device
+    if len(sources) == 1 or not group._get_backend(device).supports_coalescing:
+        return [dist.broadcast(one, source, group=group, async_op=True) for one, source in sources]
+    with dist._coalescing_manager(group, device, async_ops=True) as together:
+        for one, source in sources:
+            dist.broadcast(one, source, group=group, async_op=True)
+    works: list[dist.Work] = together.works
+    return works

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
 import weakref
 
 import torch
 import torch.distributed as dist
 
+from ditron_train.runtime.groups import broadcast_together
 from tests.support.processes import run_workers
 
 CPU = torch.device("cpu")
@@ -100,3 +103,38 @@ def test_what_belongs_to_other_groups_stays() -> None:
         assert before == ["gone", "inner", "kept", "world"] and after == ["kept", "world"]
         assert sorted(released) == ["gone", "inner"]
         assert closed == [False, True] and values == [3.0] * 4
+
+
+def test_broadcasts_of_several_ranks_begin_in_one_launch(monkeypatch):
+    """A stand-in for NCCL, which knows what was begun inside one launch and what alone."""
+    launches, group = [], types.SimpleNamespace(_get_backend=lambda device: backend)
+    backend = types.SimpleNamespace(supports_coalescing=True)
+
+    @contextlib.contextmanager
+    def one_launch(of, device, async_ops):
+        assert of is group and device.type == "cpu" and async_ops
+        launches.append([])
+        yield types.SimpleNamespace(works=["all"])
+        launches.append(None)
+
+    def broadcast(tensor, source, group, async_op):
+        assert async_op
+        if not launches or launches[-1] is None:
+            launches.append([(tensor.numel(), source)])
+            launches.append(None)
+        else:
+            launches[-1].append((tensor.numel(), source))
+        return "one"
+
+    monkeypatch.setattr(dist, "_coalescing_manager", one_launch)
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    monkeypatch.setattr(dist, "get_global_rank", lambda of, rank: 10 + rank)
+    sent = [(torch.ones(3), 0), (torch.ones(0), 1), (torch.ones(5), 2)]
+    assert broadcast_together(sent, group) == ["all"] and launches == [[(3, 10), (5, 12)], None]
+    launches.clear()
+    assert broadcast_together(sent[1:], group) == ["one"] and launches == [[(5, 12)], None]
+    launches.clear()
+    assert broadcast_together(sent[1:2], group) == [] and launches == []
+    backend.supports_coalescing = False
+    assert broadcast_together(sent, group) == ["one", "one"]
+    assert launches == [[(3, 10)], None, [(5, 12)], None]

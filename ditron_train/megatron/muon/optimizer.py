@@ -23,6 +23,7 @@ from ditron_train.optim.newton_schulz import CoefficientType, ScaleMode
 from ditron_train.policy.self_check import self_check
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.groups import broadcast_together
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
@@ -361,21 +362,21 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
 
 def _broadcast_all(params_of_rank: list[list[torch.Tensor]], group: dist.ProcessGroup) -> None:
     """Each rank's parameters to all: large ones by themselves, small ones in one flat buffer a rank and type."""
-    pending, unpacking = [], []
+    sent: list[tuple[torch.Tensor, int]] = []
+    unpacking = []
     for rank, params in enumerate(params_of_rank):
-        source = dist.get_global_rank(group, rank)
         small: dict[torch.dtype, list[torch.Tensor]] = {}
         for param in params:
             if param.numel() >= _SMALL_ELEMENTS:
-                pending.append(dist.broadcast(param.data, source, group=group, async_op=True))
+                sent.append((param.data, rank))
             elif param.numel():
                 small.setdefault(param.dtype, []).append(param.data)
         for tensors in small.values():
             flat = _flatten_dense_tensors(tensors)
-            pending.append(dist.broadcast(flat, source, group=group, async_op=True))
+            sent.append((flat, rank))
             if rank != group.rank():
                 unpacking.append((flat, tensors))
-    for work in pending:
+    for work in broadcast_together(sent, group):
         work.wait()
     for flat, tensors in unpacking:
         for received, tensor in zip(_unflatten_dense_tensors(flat, tensors), tensors):
