@@ -79,8 +79,9 @@ def test_products_have_the_bits_of_transformer_engine(device, monkeypatch, produ
         draw = random.Random(n)
         for reveals in (False, True):
             native, ours = FP8_EXPERTS.pair(call, counts_of(draw), reveals=reveals)
-            assert all(map(torch.equal, ours(), native())), (n, k, reveals)
-    assert len(calls) == 8
+            calls.clear()  # which were of the choice of tiles
+            found = ours()
+            assert calls and all(map(torch.equal, found, native())), (n, k, reveals)
 
 
 def test_an_expert_with_few_rows_is_refused():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ditron_train.cpu.megatron_shim import megatron_on_cpu
 from ditron_train.ep.gathered import GatheredLayout
@@ -120,3 +122,34 @@ def trial_of_an_evaluation() -> bool:
         trial = spec.trial(call, spec.context(call))
         native, ours = trial.megatron(), trial.fused()
     return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
+
+
+def trials_keep_no_memory() -> bool:
+    """Whether what Megatron's path has computed is freed once its results are, without a garbage collection."""
+    shape = moe_layer("test", 12, 16, 8, 2 * dist.get_world_size(), 2)
+    shape.options["deterministic"] = True
+    spec, place = gathered_spec.GATHERED_EXPERTS, Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    products, kept = gathered_spec.native_products, []
+
+    def noted(*args):
+        found = products(*args)
+
+        def note(function):
+            def run(*tensors):
+                out = function(*tensors)
+                kept.extend(StorageWeakRef(one.untyped_storage()) for one in (out if isinstance(out, list) else [out]))
+                return out
+
+            return run
+
+        return {name: note(function) for name, function in found.items()}
+
+    gathered_spec.native_products = noted
+    gc.disable()
+    try:
+        with megatron_on_cpu(), spec.surroundings(shape):
+            results(spec, spec.sample(shape, place, 1))
+    finally:
+        gathered_spec.native_products = products
+        gc.enable()
+    return bool(kept) and all(reference.expired() for reference in kept)

@@ -16,6 +16,7 @@ from gathered_workers import (  # noqa: E402
     layers_are_exact,
     trial_of_an_evaluation,
     trials_beside_newer_permutations,
+    trials_keep_no_memory,
     weight_grads_of_frozen_tokens,
 )
 
@@ -109,6 +110,10 @@ def test_gathered_experts_are_tried_in_an_evaluation_before_training():
 def test_ranks_with_and_without_gemms_beside_agree_on_tokens_without_gradient():
     """Of frozen layers: who alone scattered gradients would wait for the others."""
     assert run_workers(2, weight_grads_of_frozen_tokens, env={"DITRON_TIMEOUT_S": "20"}) == [True] * 2
+
+
+def test_trials_of_gathered_experts_keep_no_memory():
+    assert run_workers(2, trials_keep_no_memory) == [True] * 2
 
 
 def test_gathered_experts_are_tried_beside_any_version_of_megatron():

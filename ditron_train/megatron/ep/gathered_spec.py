@@ -4,7 +4,7 @@ two linear layers with the gather and the reduce-scatter beside their grouped GE
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
 from ditron_train.ep.gathered import GatheredLayout
-from ditron_train.ep.native_products import native_products
+from ditron_train.ep.native_products import Product, native_products
 from ditron_train.ep.orders import SumOrder, deterministic, index_add_order
 from ditron_train.ep.spec import MoeSpec, routing_of
 from ditron_train.megatron.ep.few_rows import agreed_fewest_rows, products_of
@@ -76,17 +76,21 @@ class _NativeProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: list[int], *weights: torch.Tensor) -> torch.Tensor:
-        n, k = weights[0].shape
-        ctx.products = native_products(counts, n, k, x.dtype, x.device)
+        ctx.counts = counts  # not the products: they hold this result, whose graph would hold them for ever
         ctx.save_for_backward(x, *weights)
-        return ctx.products["forward"](x, None, weights)
+        return _products_of(counts, weights)["forward"](x, None, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_derivatives("the linear layers of experts")
         x, *weights = ctx.saved_tensors
-        grad = grad.contiguous()
-        return (ctx.products["dgrad"](x, grad, weights), None, *ctx.products["wgrad"](x, grad, weights))
+        grad, products = grad.contiguous(), _products_of(ctx.counts, weights)
+        return (products["dgrad"](x, grad, weights), None, *products["wgrad"](x, grad, weights))
+
+
+def _products_of(counts: list[int], weights: Sequence[torch.Tensor]) -> dict[Product, Callable]:
+    n, k = weights[0].shape
+    return native_products(counts, n, k, weights[0].dtype, weights[0].device)
 
 
 class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
