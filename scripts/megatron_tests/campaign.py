@@ -23,7 +23,7 @@ from ditron_train.tools.results import RESULTS
 from ditron_train.tools.stamp import collect_stamp
 from megatron_tests.launches import NATIVE, Launcher
 from megatron_tests.records import Suite, read_suite
-from megatron_tests.suites import SUITES, paths_of, suites_of
+from megatron_tests.suites import FOLDERS, SUITES, paths_of, suites_of
 from megatron_tests.table import Row, row_of, write_table
 
 _POLICIES = ("strict", "bits", "force")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder",
         action="append",
-        choices=sorted({*SUITES, "moe"}),
+        choices=sorted({*SUITES, *FOLDERS, "moe", "dist_checkpointing"}),
         help="only this part of the tests; may be given again",
     )
     parser.add_argument("--policy", action="append", choices=_POLICIES, help="only this policy; may be given again")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_tests.plugin import JOB, Job
 from megatron_tests.records import Suite, read_suite, stop_mark
+from megatron_tests.suites import SUITES, Part
 
 #: The mode in which nothing is switched on; the others are policies.
 NATIVE = "native"
@@ -107,7 +108,9 @@ class Launcher:
         folder.mkdir(parents=True, exist_ok=True)
         features = "" if mode == NATIVE else self.features
         chosen = None if only is None else tuple(only)
-        job = Job(str(folder.resolve()), number, features, tuple(skip), chosen, self.test_seconds)
+        part = SUITES.get(folder.name, Part(()))
+        place = (part.index, part.count)
+        job = Job(str(folder.resolve()), number, features, tuple(skip), chosen, self.test_seconds, place)
         job_file = folder.resolve() / f"{number}.job.json"
         job_file.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
         words = [
@@ -129,6 +132,7 @@ class Launcher:
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "DITRON_TIMEOUT_S": "60",
             "NCCL_ALGO": "Ring",
+            "NCCL_MAX_NCHANNELS": "4",  # tests make hundreds of communicators, which keep their buffers
             "NVIDIA_PYTORCH_VERSION": "26.01",  # without it tests of newer releases skip themselves
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             "PYTHONWARNINGS": "ignore",

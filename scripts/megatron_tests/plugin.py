@@ -44,6 +44,7 @@ class Job:
         features: What to switch on; empty for native.
         skip: Tests that are done.
         only: The tests to run, or None for all.
+        part: Number of the suite's part and how many there are: every so manieth test is in it.
         test_seconds: After which a test counts as hung, and ends its launch.
     """
 
@@ -53,6 +54,7 @@ class Job:
     skip: tuple[str, ...] = ()
     only: tuple[str, ...] | None = None
     test_seconds: float = 120.0
+    part: tuple[int, int] = (0, 1)
 
 
 class _Rank:
@@ -78,8 +80,12 @@ class _Rank:
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leaves out what is done, or not asked for; notes the rest."""
-        job, skip = self._job, set(self._job.skip)
-        kept = [item for item in items if item.nodeid not in skip and (job.only is None or item.nodeid in job.only)]
+        job, skip, (number, count) = self._job, set(self._job.skip), self._job.part
+        kept = [
+            item
+            for item in items[number::count]
+            if item.nodeid not in skip and (job.only is None or item.nodeid in job.only)
+        ]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
         self._notes.write(collected=[item.nodeid for item in items])

@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 _TRANSFORMER = (
-    "attention", "attention_no_rope", "attention_packed_seq", "core_attention", "mlp", "multi_latent_attention",
-    "multi_token_prediction", "spec_customization", "submodule_callables", "transformer_block",
-    "transformer_block_custom_pgs", "transformer_layer",
+    "attention", "attention_no_rope", "attention_packed_seq", "core_attention", "mlp", "multi_token_prediction",
+    "spec_customization", "submodule_callables", "transformer_block", "transformer_layer",
 )  # fmt: skip
 
 #: Folders and files below ``tests/unit_tests``, by name, those that take longest first. The tests of a suite share a
-#: process; the largest folder is three suites, by the letters that its files begin with.
-SUITES: dict[str, tuple[str, ...]] = {
-    "moe_m": ("transformer/moe/test_m*.py",),
-    "moe_to_l": ("transformer/moe/test_[a-l]*.py",),
-    "moe_from_n": ("transformer/moe/test_[n-z]*.py",),
+#: process; the largest folders are several suites.
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "dist_checkpointing_layer_wise": ("dist_checkpointing/test_layer_wise_optimizer.py",),
+    "dist_checkpointing_experts": ("dist_checkpointing/models/test_moe_experts.py",),
     "a2a_overlap": ("a2a_overlap",),
-    "transformer": tuple(f"transformer/test_{name}.py" for name in _TRANSFORMER),
-    "tensor_parallel": ("tensor_parallel",),
     "pipeline_parallel": ("pipeline_parallel",),
+    "transformer_mla": ("transformer/test_multi_latent_attention.py",),
+    "transformer_pgs": ("transformer/test_transformer_block_custom_pgs.py",),
+    "moe_a": ("transformer/moe/test_a*.py",),
+    "moe_m": ("transformer/moe/test_m*.py",),
+    "moe_to_l": ("transformer/moe/test_[b-l]*.py",),
+    "moe_from_n": ("transformer/moe/test_[n-z]*.py",),
+    "transformer": tuple(f"transformer/test_{name}.py" for name in _TRANSFORMER),
     "gpt": ("models/test_gpt_model.py", "models/test_gpt_model_batch_invariant.py"),
-    "dist_checkpointing": (
-        "dist_checkpointing/models/test_gpt_model.py",
-        "dist_checkpointing/models/test_moe_experts.py",
-    ),
-    "optimizer": (
-        "test_muon_optimizer.py",
-        "test_layer_wise_optimizer.py",
-        "test_optimizer.py",
-        "optimizer",
-        "dist_checkpointing/test_layer_wise_optimizer.py",
-    ),
+    "dist_checkpointing_gpt": ("dist_checkpointing/models/test_gpt_model.py",),
     "distributed": ("distributed",),
+    "optimizer": ("test_muon_optimizer.py", "test_layer_wise_optimizer.py", "test_optimizer.py", "optimizer"),
+    "tensor_parallel": ("tensor_parallel",),
 }
+#: Into how many suites a file's tests are dealt out, since a process would take minutes for them.
+_PARTS = {"dist_checkpointing_layer_wise": 6, "dist_checkpointing_experts": 3, "a2a_overlap": 2, "moe_a": 2}
+
+
+class Part(NamedTuple):
+    """Every ``count``-th test of ``paths``, from number ``index`` on."""
+
+    paths: tuple[str, ...]
+    index: int = 0
+    count: int = 1
+
+
+def _dealt_out(name: str) -> dict[str, Part]:
+    count = _PARTS.get(name, 1)
+    names = [name] if count == 1 else [f"{name}_{number}" for number in range(1, count + 1)]
+    return {one: Part(FOLDERS[name], index, count) for index, one in enumerate(names)}
+
+
+SUITES: dict[str, Part] = {one: part for name in FOLDERS for one, part in _dealt_out(name).items()}
 
 
 def paths_of(checkout: Path, suite: str) -> list[str]:
     """What to give pytest in ``checkout``: the suite's folders and files, as far as that version has them."""
-    found = [path for part in SUITES[suite] for path in sorted(checkout.glob(f"tests/unit_tests/{part}"))]
+    found = [path for part in SUITES[suite].paths for path in sorted(checkout.glob(f"tests/unit_tests/{part}"))]
     return [str(path.relative_to(checkout)) for path in found]
 
 

@@ -8,6 +8,7 @@ import json
 import string
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import ClassVar
 
@@ -113,8 +114,8 @@ def checkout(tmp_path):
         "tests/__init__.py": "",
         "tests/unit_tests/__init__.py": "",
         "tests/unit_tests/conftest.py": _CONFTEST,
-        "tests/unit_tests/a2a_overlap/test_these.py": _TESTS,
-        "tests/unit_tests/a2a_overlap/test_cannot_be_imported.py": "import no_such_module",
+        "tests/unit_tests/distributed/test_these.py": _TESTS,
+        "tests/unit_tests/distributed/test_cannot_be_imported.py": "import no_such_module",
         "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "-x"\n',
     }
     for name, text in files.items():
@@ -136,26 +137,26 @@ def test_what_passes_natively_and_not_with_ours_is_in_the_table(checkout, tmp_pa
         deadline = time.monotonic() + seconds
         return Launcher(checkout, tmp_path / "records", 2, "muon", 120.0, deadline, most_launches=most)
 
-    paths = paths_of(checkout, "a2a_overlap")
-    native = launcher().run(NATIVE, "a2a_overlap", paths)
+    paths = paths_of(checkout, "distributed")
+    native = launcher().run(NATIVE, "distributed", paths)
     assert _names(native.with_outcome("failed")) == ["test_fails_everywhere"], native.why
     assert _names(native.with_outcome("skipped")) == ["test_skipped"]
     passed = native.with_outcome("passed")
     assert len(passed) == 5 and not native.open and native.launches == 1 and not any(native.ran.values())
 
-    first = launcher(most=1).run("bits", "a2a_overlap", paths, passed)  # as if the time were over
+    first = launcher(most=1).run("bits", "distributed", paths, passed)  # as if the time were over
     assert (
         first.outcomes
         and first.open
-        and row_of("bits", 2, {"a2a_overlap": (native, first)}).not_run == len(first.open)
+        and row_of("bits", 2, {"distributed": (native, first)}).not_run == len(first.open)
     )
-    assert launcher(seconds=0).run("bits", "a2a_overlap", paths, passed).outcomes == first.outcomes
-    ours = launcher().run("bits", "a2a_overlap", paths, passed)
-    row = row_of("bits", 2, {"a2a_overlap": (native, ours)})
+    assert launcher(seconds=0).run("bits", "distributed", paths, passed).outcomes == first.outcomes
+    ours = launcher().run("bits", "distributed", paths, passed)
+    row = row_of("bits", 2, {"distributed": (native, ours)})
     assert {test.split("::")[1]: outcome for test, outcome in row.lost.items()} == {"test_dies_with_ours": "crashed"}
     assert (row.native_passed, row.ours_passed, row.not_run) == (5, 4, 0)
     assert (row.ours_ran, row.calls) == (1, {"muon": 1})
-    assert launcher().run("bits", "a2a_overlap", paths, passed).launches == ours.launches, "nothing was left to run"
+    assert launcher().run("bits", "distributed", paths, passed).launches == ours.launches, "nothing was left to run"
 
 
 class _Scripted(Launcher):
@@ -288,11 +289,25 @@ def test_reasons_for_native_are_counted_without_their_numbers():
     assert row.native_because == {"moe_m": {"tp: native, at N slower": 2, "sp: native, mask": 1, NOTHING_ASKED: 1}}
 
 
-def test_the_largest_folder_is_three_suites():
+def test_the_largest_folder_is_several_suites():
     parts = suites_of("moe")
-    assert len(parts) == 3 and suites_of("gpt") == ["gpt"]
-    letters = [part.split("test_")[1] for suite in parts for part in SUITES[suite]]
+    assert len(parts) == 5 and suites_of("gpt") == ["gpt"]
+    letters = [path.split("test_")[1] for path in {path for suite in parts for path in SUITES[suite].paths}]
     assert all(sum(fnmatch.fnmatch(f"{letter}x.py", one) for one in letters) == 1 for letter in string.ascii_lowercase)
+
+
+def test_the_tests_of_a_long_file_are_dealt_out(tmp_path):
+    kept = {}
+    for number in range(3):
+        job = plugin.Job(str(tmp_path), number, "", skip=("t4",), part=(number, 3))
+        items = [types.SimpleNamespace(nodeid=f"t{index}") for index in range(8)]
+        hook = types.SimpleNamespace(pytest_deselected=lambda items: None)
+        plugin._Rank(job).pytest_collection_modifyitems(types.SimpleNamespace(hook=hook), items)
+        kept[number] = [item.nodeid for item in items]
+    assert kept == {0: ["t0", "t3", "t6"], 1: ["t1", "t7"], 2: ["t2", "t5"]}
+    for name, part in SUITES.items():
+        same = [other for other in SUITES.values() if other.paths == part.paths]
+        assert sorted(other.index for other in same) == list(range(part.count)), name
 
 
 def test_a_test_that_is_skipped_with_ours_is_lost():
@@ -333,7 +348,7 @@ def test_what_is_counted_beside_transformer_engine_is_there():
 
 
 def test_the_suites_are_those_of_megatron_lm(checkout):
-    assert paths_of(checkout, "a2a_overlap") == ["tests/unit_tests/a2a_overlap"]
+    assert paths_of(checkout, "distributed") == ["tests/unit_tests/distributed"]
     assert paths_of(checkout, "moe_m") == []
     assert all(SUITES.values())
 
