@@ -95,7 +95,7 @@ def _gains(root: Path) -> str:
             stamp, rows = found[-1]
             span = _span([row.speedup for row in rows])
             shown.append(f"{_op_words(op, direction)} {span}")
-            machines.append(f"{stamp.count} x {stamp.device}")
+            machines.append(_machine(stamp))
             equal = equal and all(row.bitwise_equal for row in rows)
         if shown:
             bits = "equal" if equal else "**DIFFER**"
@@ -104,10 +104,13 @@ def _gains(root: Path) -> str:
 
 
 def _steps(root: Path, only_telling: bool = False) -> str:
-    """Every training that ``compare`` ran, by feature and number of GPUs; ``only_telling``: whose row has its command,
-    plan, versions and trace."""
+    """Every training that ``compare`` ran, by feature and number of GPUs; ``only_telling``: of each the newest whose
+    row has its command, plan, versions and trace."""
     results = (read_results(path) for path in measurement_files(root) if path.stem == TRAINING)
     steps = [(stamp, row) for stamp, rows in results for row in rows if row.tells_all or not only_telling]
+    if only_telling:
+        newest_last = sorted(steps, key=lambda step: step[0].date)
+        steps = list({(row.op, row.model, row.fp8): (stamp, row) for stamp, row in newest_last}.values())
     what = "with its command, plan and trace" if only_telling else "of a GPU machine"
     missing = f"No training step {what} is committed yet."
     return _step_table(steps, with_sizes=not only_telling) if steps else missing
@@ -116,7 +119,7 @@ def _steps(root: Path, only_telling: bool = False) -> str:
 def _step_table(steps: Sequence[tuple[Stamp, Row]], *, with_sizes: bool = True) -> str:
     order = list(_HEADLINES)
     named = [(row.op.removeprefix(TRAINING_STEP), stamp, row) for stamp, row in steps]
-    named.sort(key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count))
+    named.sort(key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count, step[2].model))
     lines = [
         "| `--ditron` | trained | on | Megatron | fused | speed | bits |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -126,9 +129,13 @@ def _step_table(steps: Sequence[tuple[Stamp, Row]], *, with_sizes: bool = True) 
         bits = "equal" if row.bitwise_equal else "**DIFFER**"
         model = row.model if row.fp8 is None else f"{row.model} in FP8 ({row.fp8})"
         trained = f"{model}: {model_words(row)}" if with_sizes else model
-        device = stamp.device.removeprefix("NVIDIA ")
-        lines.append(f"| `{features}` | {trained} | {stamp.count} x {device} | {times} | {bits} |")
+        lines.append(f"| `{features}` | {trained} | {_machine(stamp)} | {times} | {bits} |")
     return "\n".join(lines)
+
+
+def _machine(stamp: Stamp) -> str:
+    """How many of which GPU, without its maker and memory."""
+    return f"{stamp.count} x {stamp.device.removeprefix('NVIDIA ').split()[0]}"
 
 
 def _op_words(op: str, direction: str) -> str:

@@ -210,7 +210,7 @@ def test_documents_show_results(tmp_path: Path) -> None:
     assert "8 x NVIDIA H200" in page and "2.50x async-TP" in page and "**BITS DIFFER**" in page
     write_results(tmp_path / RESULTS, "verify", stamp(device="NVIDIA H200"), [SHORT])
     text = render(text, parts)
-    assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x NVIDIA H200 |" in text
+    assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x H200 |" in text
     assert markdown_table([FULL, SHORT]) in page
     assert render(text, parts) == text
     assert "No training step of a GPU machine" in text
@@ -239,3 +239,16 @@ def test_documents_show_results(tmp_path: Path) -> None:
     assert "`tp,pp` some: commit `abc`." in render_results(tmp_path)
     with pytest.raises(ValueError, match="begin gains"):
         render("<!-- begin steps -->\n<!-- end steps -->", parts)
+
+
+def test_of_each_job_the_newest_step_is_shown(tmp_path):
+    told = {"command": "torchrun", "plan": ["tp"], "versions": {"torch": "2.11"}, "trace": {"native": {}}}
+    step = dataclasses.replace(SHORT, op="training_step tp", model="some", shape={}, **told)
+    other = dataclasses.replace(step, op="training_step ep")
+    untold = dataclasses.replace(step, model="without a trace", trace=None)
+    of = {"NVIDIA H100 80GB HBM3": ("2026-03-01", [step]), "NVIDIA H200": ("2026-02-01", [step, other, untold])}
+    for device, (date, rows) in of.items():
+        write_results(tmp_path / RESULTS, "training", dataclasses.replace(stamp(device=device), date=date), rows)
+    text = result_parts(tmp_path)["trained"]()
+    machines = [line.split(" | ")[2] for line in text.splitlines()[2:]]
+    assert machines == ["8 x H100", "8 x H200"] and "without a trace" not in text
