@@ -5,12 +5,15 @@
     python scripts/jobs.py dense-70b-tp-pp --megatron-lm ../Megatron-LM --posed
     python scripts/jobs.py --list 2
     python scripts/jobs.py --all 2 --within 1500 --megatron-lm ../Megatron-LM --compare "--results benchmarks/results"
+    python scripts/jobs.py dense-70b-tp --gpus 4 --megatron-lm ../Megatron-LM
 
 Several jobs run one after the other, and ``--all N`` are those that run whole on N GPUs. Logs and notes of each lie in
 ``compare/<job>``. What stands behind ``--`` goes to Megatron behind the job's own arguments, and so replaces them.
 ``--show`` prints the commands and trains nothing. ``--posed`` is for bits alone: ranks share whatever GPUs there are,
 each rank holds as few layers and experts as the job's kind allows, and nothing is timed or written to results.
-``--list N`` says which jobs run whole on N GPUs, and which posed.
+``--gpus N`` runs a job of one kind of parallelism in groups of N ranks instead of its own: all experts, heads or
+matrices are divided by N, a stage keeps its layers and a replica its tokens. ``--list N`` says which jobs run whole on N GPUs, and which
+posed.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,9 +94,42 @@ def _value(job: StandardJob, option: str) -> int | None:
     return int(job.arguments[job.arguments.index(option) + 1]) if option in job.arguments else None
 
 
+_STAGES = "--pipeline-model-parallel-size"
+_SIZES = ("--tensor-model-parallel-size", "--context-parallel-size", _STAGES)
+_EXPERTS, _BATCH = "--expert-model-parallel-size", "--global-batch-size"
+
+
+def resized(job: StandardJob, num_gpus: int) -> StandardJob:
+    """The job on another number of GPUs: groups that all its ranks are in get them all, and where replicas become
+    more the batch grows with them.
+
+    Raises:
+        ValueError: Its ranks are in groups of several kinds, which could grow in several ways.
+    """
+    if num_gpus == job.gpus:
+        return job
+    sizes = {option: _value(job, option) or 1 for option in _SIZES}
+    divided = [size for size in sizes.values() if size > 1]
+    if any(size != job.gpus for size in divided) or len(divided) > 1:
+        raise ValueError(
+            f"{job.name} divides its {job.gpus} ranks in several ways: no other number of them is standard"
+        )
+    grown = {
+        option: num_gpus for option, size in {**sizes, _EXPERTS: _value(job, _EXPERTS)}.items() if size == job.gpus
+    }
+    if _STAGES in grown:  # a stage keeps its layers
+        grown["--num-layers"] = (_value(job, "--num-layers") or 1) * num_gpus // job.gpus
+    if not divided:
+        grown[_BATCH] = (_value(job, _BATCH) or 1) * num_gpus // job.gpus
+    words = list(job.arguments)
+    for option, size in grown.items():
+        words[words.index(option) + 1] = str(size)
+    return replace(job, gpus=num_gpus, arguments=tuple(words))
+
+
 def posed_arguments(job: StandardJob) -> list[str]:
     """What replaces a job's arguments where it runs for bits alone: few steps, a layer a stage, few experts."""
-    layers, more = _value(job, "--pipeline-model-parallel-size") or 1, []
+    layers, more = _value(job, _STAGES) or 1, []
     if _value(job, "--num-layers-per-virtual-pipeline-stage") is not None:
         layers, more = 2 * layers, ["--num-layers-per-virtual-pipeline-stage", "1"]
     if _value(job, "--num-experts") is not None:
@@ -167,6 +203,7 @@ def main() -> int:
     parser.add_argument(
         "--within", type=float, metavar="S", help="no job begins that would not end in so many seconds"
     )
+    parser.add_argument("--gpus", type=int, metavar="GPUS", help="in groups of so many ranks")
     parser.add_argument("--megatron-lm", type=Path, default=Path(os.environ.get("MEGATRON_LM", "Megatron-LM")))
     parser.add_argument("--compare", default="", metavar="OPTIONS", help="more options of compare, in one word")
     parser.add_argument("--show", action="store_true", help="print the command and train nothing")
@@ -180,6 +217,8 @@ def main() -> int:
         parser.error("name jobs, or --all GPUS")
     try:
         jobs = [read_job(name) for name in arguments.jobs or job_names()]
+        if arguments.gpus is not None:
+            jobs = [resized(job, arguments.gpus) for job in jobs]
     except ValueError as error:
         parser.error(str(error))
     if arguments.all is not None:

@@ -110,7 +110,7 @@ def _steps(root: Path, only_telling: bool = False) -> str:
     steps = [(stamp, row) for stamp, rows in results for row in rows if row.tells_all or not only_telling]
     if only_telling:
         newest_last = sorted(steps, key=lambda step: step[0].date)
-        steps = list({(row.op, row.model, row.fp8): (stamp, row) for stamp, row in newest_last}.values())
+        steps = list({(row.op, row.model, row.fp8, stamp.count): (stamp, row) for stamp, row in newest_last}.values())
     what = "with its command, plan and trace" if only_telling else "of a GPU machine"
     missing = f"No training step {what} is committed yet."
     return _step_table(steps, with_sizes=not only_telling) if steps else missing

@@ -196,6 +196,31 @@ def test_jobs_run_in_turn_while_there_is_time(monkeypatch: pytest.MonkeyPatch, c
     assert jobs.run_in_turn(several[:1], run, 1.0) == 0 and not capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "name, grown",
+    [
+        ("dense-70b-tp", {"tensor_model_parallel_size": 4}),
+        ("ulysses-32k-sp", {"context_parallel_size": 4}),
+        ("dense-8b-pp-interleaved", {"pipeline_model_parallel_size": 4, "num_layers": 16}),
+        ("moe-128-ep", {"expert_model_parallel_size": 4, "global_batch_size": 32}),
+        ("moe-128-tp-ep", {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}),
+        ("dense-8b-muon", {"global_batch_size": 32}),
+    ],
+)
+def test_jobs_on_more_gpus(name: str, grown: dict[str, int]) -> None:
+    job = jobs.read_job(name)
+    larger = jobs.resized(job, 4)
+    before, after = _values(job.arguments), _values(larger.arguments)
+    assert larger.gpus == 4 and {key: after[key] for key in after if after[key] != before[key]} == grown
+    assert jobs.resized(job, job.gpus) is job
+    assert jobs.command_of(larger, Path("pretrain_gpt.py"))[-len(larger.arguments) - 2] == "4"
+
+
+def test_jobs_that_could_grow_in_several_ways_do_not() -> None:
+    with pytest.raises(ValueError, match="dense-70b-tp-pp divides its 4 ranks in several ways"):
+        jobs.resized(jobs.read_job("dense-70b-tp-pp"), 8)
+
+
 def test_jobs_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     def main(*words: str) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["jobs.py", *words])
@@ -204,6 +229,7 @@ def test_jobs_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     assert len(main("dense-70b-tp", "moe-128-ep", "--show")) == 2
     assert len(main("--all", "2", "--show")) == jobs.list_of(2).count("whole")
+    assert "--nproc-per-node 4 " in main("moe-128-ep", "--gpus", "4", "--show")[0]
     for words in ([], ["dense-70b-tp", "--all", "2"], ["dense"]):
         with pytest.raises(SystemExit):
             main(*words)
