@@ -12,8 +12,8 @@ Several jobs run one after the other, and ``--all N`` are those that run whole o
 ``--show`` prints the commands and trains nothing. ``--posed`` is for bits alone: ranks share whatever GPUs there are,
 each rank holds as few layers and experts as the job's kind allows, and nothing is timed or written to results.
 ``--gpus N`` runs a job of one kind of parallelism in groups of N ranks instead of its own: all experts, heads or
-matrices are divided by N, a stage keeps its layers and a replica its tokens. ``--list N`` says which jobs run whole on N GPUs, and which
-posed.
+matrices are divided by N, a stage keeps its layers and a replica its tokens. ``--list N`` says which jobs run whole on
+N GPUs, and which posed.
 """
 
 from __future__ import annotations
