@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ditron_train.costs import Estimate
@@ -226,5 +226,11 @@ def document_part(root: Path) -> str:
     """What stands in docs/guides/predict.md: the summary, the table, whole steps, and what is far off, with why."""
     checked = check_rows(root, profile_named("h200"))
     parts = (summary_lines(checked), table_lines(checked), step_lines(checked))
+    unfitted = [replace(one, judges=True) for one in check_rows(root, profile_named("h100"), "H100-80GB-HBM3")]
+    on_h100 = [
+        "On H100s, whose profile `bench profile` measured and nothing was fitted to:",
+        "",
+        *step_lines(unfitted),
+    ]
     far = ["Beyond 15 %, whole steps beyond 5 % (error natively, error of ours; above 0 the prediction is too long):"]
-    return "\n\n".join("\n".join(lines) for lines in (*parts, far, far_lines(checked)))
+    return "\n\n".join("\n".join(lines) for lines in (*parts, on_h100, far, far_lines(checked)))
