@@ -39,7 +39,7 @@ PAIRS: tuple[Pair, ...] = ("gemm_combine", "dgrad_combine")
 _WAVE_TILES = 132
 #: Part of all rows that may belong to such experts: their products stand in front of the kernel, where nothing is
 #: returned yet.
-_MOST_FEW = 0.25
+MOST_FEW = 0.25
 
 
 def pairs_of_step(
@@ -59,7 +59,7 @@ def pairs_of_step(
         return pairs, natively
     for pair in PAIRS:
         few = expert_rows[expert_rows < fewest.get(pair, 0)]
-        if few.sum() > _MOST_FEW * expert_rows.sum():
+        if few.sum() > MOST_FEW * expert_rows.sum():
             left.discard(pair)
         elif pair in pairs and few.any():
             natively[pair] = fewest[pair]

@@ -45,6 +45,7 @@ class RowLayout:
         self.num_tokens = len(row_of_token) // self.world_size
         self.tokens_per_expert = counts.sum(0)
         self.num_rows = int(self.tokens_per_expert.sum())
+        self._tiles_of_sources: dict[int, list[RowTiles]] = {}
 
     def tokens_of(self, source: int) -> slice:
         """The tokens of a rank among all."""
@@ -55,22 +56,23 @@ class RowLayout:
         """Row tiles of all experts."""
         return row_tiles(self.tokens_per_expert.to(self.row_of_token.device), self.num_rows)
 
-    @cached_property
-    def tiles_of_sources(self) -> list[RowTiles]:
-        """Row tiles of the rows of each source rank."""
-        counts = self.counts.numpy().T  # [expert, source]
-        ends = np.cumsum(counts.ravel()).reshape(counts.shape)
-        spans = [
-            np.stack([np.arange(self.num_experts), ends[:, source] - counts[:, source], ends[:, source]], axis=1)
-            for source in range(self.world_size)
-        ]
-        return host_tiles(spans, self.num_rows, self.num_experts, self.row_of_token.device)
+    def tiles_of_sources(self, fewest_rows: int = 0) -> list[RowTiles]:
+        """Row tiles of the rows of each source rank, of experts with at least so many rows in all."""
+        if fewest_rows not in self._tiles_of_sources:
+            counts = self.counts.numpy().T  # [expert, source]
+            ends = np.cumsum(counts.ravel()).reshape(counts.shape)
+            experts = np.flatnonzero(counts.sum(1) >= fewest_rows)
+            spans = [
+                np.stack([experts, ends[experts, source] - counts[experts, source], ends[experts, source]], axis=1)
+                for source in range(self.world_size)
+            ]
+            device = self.row_of_token.device
+            self._tiles_of_sources[fewest_rows] = host_tiles(spans, self.num_rows, self.num_experts, device)
+        return self._tiles_of_sources[fewest_rows]
 
-    @property
-    def fewest_rows(self) -> int:
-        """Rows of the expert that has fewest, of those that have some."""
-        some = self.tokens_per_expert[self.tokens_per_expert > 0]
-        return int(some.min()) if some.numel() else np.iinfo(np.int32).max
+    def experts_below(self, rows: int) -> list[int]:
+        """The experts that have some rows, but fewer than that."""
+        return [expert for expert, have in enumerate(self.tokens_per_expert.tolist()) if 0 < have < rows]
 
 
 class GatheredLayout(RowLayout):

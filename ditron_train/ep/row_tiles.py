@@ -93,8 +93,8 @@ def host_tiles(spans: Sequence[np.ndarray], num_rows: int, num_experts: int, dev
     listed = []
     for span in spans:
         first = [np.arange(start, end, block_m) for _, start, end in span]
-        sizes = [len(one) for one in first]
-        tiles = np.zeros((sum(sizes), _TILE_WORDS), dtype=np.int32)
+        sizes = np.array([len(one) for one in first], dtype=np.int64)
+        tiles = np.zeros((int(sizes.sum()), _TILE_WORDS), dtype=np.int32)
         tiles[:, 0], tiles[:, 2] = np.repeat(span[:, 0], sizes), np.repeat(span[:, 2], sizes)
         tiles[:, 1] = np.concatenate([*first, np.empty(0, dtype=np.int64)])
         listed.append(tiles)

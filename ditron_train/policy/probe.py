@@ -140,7 +140,7 @@ def _compared_us(
     2 % ahead. Few calls cannot tell times that are alike (two ranks' messages over one link: 0.61x after eight calls
     for it), so there are more until the ranges of both lie apart, at last those of the middle half, or until all
     rounds say so: where the clock of a GPU moves by more than the two differ, it moves for both. Calls that are not
-    long get more rounds while ours seems faster: a layer that gains 2 % is worth a second of them.
+    long get more rounds while ours seems faster: a layer that gains 2 % is worth seconds of them.
 
     Where the host counts, what ours takes it longer is added to ours: the device has to win that back, too.
     """

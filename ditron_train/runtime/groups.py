@@ -123,20 +123,26 @@ def forget_destroyed_groups() -> None:
 
 
 def broadcast_together(tensors: Sequence[tuple[torch.Tensor, int]], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Begins a broadcast of each tensor from its rank of ``group``, all in one launch where the backend can, so that
-    those of several ranks use the links' two directions at once; returns what to wait for.
+    """Begins a broadcast of each tensor from its rank of ``group``; returns what to wait for.
 
     The same as ``[dist.broadcast(tensor, group=group, group_src=rank, async_op=True) for tensor, rank in tensors]``,
-    without the empty ones. Every rank gives tensors of the same sizes in the same order, all on one device.
+    without the empty ones. ProcessGroupNCCL begins all of them in one launch, so that those of several ranks use the
+    two directions of a link at once; other backends begin them one by one. Every rank gives tensors of the same sizes
+    in the same order, all on one device.
     """
-    sources = [(one, dist.get_global_rank(group, rank)) for one, rank in tensors if one.numel()]
-    if not sources:
-        return []
-    device = sources[0][0].device
-    if len(sources) == 1 or not group._get_backend(device).supports_coalescing:
-        return [dist.broadcast(one, source, group=group, async_op=True) for one, source in sources]
-    with dist._coalescing_manager(group, device, async_ops=True) as together:
-        for one, source in sources:
-            dist.broadcast(one, source, group=group, async_op=True)
-    works: list[dist.Work] = together.works
-    return works
+    sent = [(tensor, rank) for tensor, rank in tensors if tensor.numel()]
+    is_together = len(sent) > 1 and _is_nccl(group, sent[0][0].device)
+    if is_together:
+        group._start_coalescing(sent[0][0].device)
+    try:
+        works = [dist.broadcast(tensor, group=group, group_src=rank, async_op=True) for tensor, rank in sent]
+    finally:
+        if is_together:
+            work = group._end_coalescing(sent[0][0].device)
+    return [work] if is_together else works
+
+
+def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether torch's own NCCL backend runs collectives there: ProcessGroupNCCL2 knows no broadcasts in one launch."""
+    backend = getattr(dist, "ProcessGroupNCCL", None)
+    return backend is not None and type(group) is dist.ProcessGroup and isinstance(group._get_backend(device), backend)

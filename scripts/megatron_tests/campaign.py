@@ -21,7 +21,7 @@ import torch
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.results import RESULTS
 from ditron_train.tools.stamp import collect_stamp
-from megatron_tests.launches import NATIVE, Launcher
+from megatron_tests.launches import NATIVE, NUM_CHANNELS, Launcher
 from megatron_tests.records import Suite, read_suite
 from megatron_tests.suites import FOLDERS, SUITES, paths_of, suites_of
 from megatron_tests.table import Row, row_of, write_table
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     _launch_all(launcher, checkout, _suites(arguments.folder), policies, arguments.jobs)
     rows = [row_of(policy, num_ranks, _pairs(arguments.records, policy)) for policy in policies]
     device = torch.device("cuda" if has_gpus else "cpu")
-    settings = {"features": arguments.features, "megatron_lm": _version(checkout)}
+    settings = {"features": arguments.features, "megatron_lm": _version(checkout), "NCCL_MAX_NCHANNELS": NUM_CHANNELS}
     num_devices = min(num_ranks, torch.cuda.device_count()) if has_gpus else num_ranks  # posed ranks share GPUs
     path = write_table(arguments.output, collect_stamp(device, num_devices, **settings), rows)
     _show(rows, path)

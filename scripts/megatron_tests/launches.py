@@ -18,6 +18,8 @@ from megatron_tests.suites import SUITES, Part
 
 #: The mode in which nothing is switched on; the others are policies.
 NATIVE = "native"
+#: Of a communicator of NCCL: tests make hundreds, which keep their buffers.
+NUM_CHANNELS = "4"
 _PLUGIN = "megatron_tests.plugin"
 _LEAST_SECONDS = 20.0  # in which a launch gets nowhere
 _END_SECONDS = 45.0  # torchrun kills what has not ended 30 s after it was told to
@@ -132,7 +134,7 @@ class Launcher:
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "DITRON_TIMEOUT_S": "60",
             "NCCL_ALGO": "Ring",
-            "NCCL_MAX_NCHANNELS": "4",  # tests make hundreds of communicators, which keep their buffers
+            "NCCL_MAX_NCHANNELS": NUM_CHANNELS,
             "NVIDIA_PYTORCH_VERSION": "26.01",  # without it tests of newer releases skip themselves
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             "PYTHONWARNINGS": "ignore",

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import types
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ class Job:
         features: What to switch on; empty for native.
         skip: Tests that are done.
         only: The tests to run, or None for all.
-        part: Number of the suite's part and how many there are: every so manieth test is in it.
+        part: Number of the suite's part, from 0, and how many there are. A test's name says which one it is in.
         test_seconds: After which a test counts as hung, and ends its launch.
     """
 
@@ -81,11 +82,8 @@ class _Rank:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leaves out what is done, or not asked for; notes the rest."""
         job, skip, (number, count) = self._job, set(self._job.skip), self._job.part
-        kept = [
-            item
-            for item in items[number::count]
-            if item.nodeid not in skip and (job.only is None or item.nodeid in job.only)
-        ]
+        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number]
+        kept = [item for item in mine if item.nodeid not in skip and (job.only is None or item.nodeid in job.only)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
         self._notes.write(collected=[item.nodeid for item in items])

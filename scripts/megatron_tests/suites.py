@@ -30,12 +30,12 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "optimizer": ("test_muon_optimizer.py", "test_layer_wise_optimizer.py", "test_optimizer.py", "optimizer"),
     "tensor_parallel": ("tensor_parallel",),
 }
-#: Into how many suites a file's tests are dealt out, since a process would take minutes for them.
+#: Into how many suites the tests of a folder or file are dealt out, since a process would take minutes for them.
 _PARTS = {"dist_checkpointing_layer_wise": 6, "dist_checkpointing_experts": 3, "a2a_overlap": 2, "moe_a": 2}
 
 
 class Part(NamedTuple):
-    """Every ``count``-th test of ``paths``, from number ``index`` on."""
+    """Part ``index`` of ``count`` of the tests of ``paths``."""
 
     paths: tuple[str, ...]
     index: int = 0

@@ -57,9 +57,13 @@ def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite
     lost: dict[str, str] = {}
     because: dict[str, dict[str, int]] = {}
     unsteady: list[str] = []
+    counted: set[str] = set()  # older records may hold a test in another suite
     for name, (native, ours) in suites.items():
         unsteady += [test for test in native.unsteady if ours.outcomes.get(test, "passed") != "passed"]
         for test in native.with_outcome("passed"):
+            if test in counted:
+                continue
+            counted.add(test)
             passed += 1
             outcome = ours.outcomes.get(test)
             if outcome is None:

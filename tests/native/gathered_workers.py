@@ -35,8 +35,26 @@ def _expected(all_x, all_grads, firsts, seconds, routed, experts):
     return total.detach(), x.grad, [one.grad for one in weights]
 
 
-def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0, calls=3):
-    """Several calls with new routings on poisoned memory, a rank that is late in each; whether all was exact."""
+def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0, calls=3, fewest=0):
+    """Several calls with new routings on poisoned memory, a rank that is late in each; whether all was exact.
+
+    With ``fewest``: and whether experts of fewer rows were multiplied by themselves, in each of the four products.
+    """
+    asked = set()
+
+    def few_of(layout):
+        def few(rows, weights, transpose, out, experts):
+            assert experts == [e for e, have in enumerate(layout.tokens_per_expert.tolist()) if 0 < have < fewest]
+            splits = layout.tokens_per_expert.tolist()
+            for expert in experts:
+                part = rows.split(splits)[expert]
+                assert torch.equal(part, part.round()), "rows are there"
+                weight = weights[expert].detach()
+                out.split(splits)[expert].copy_(part @ (weight.t() if transpose else weight))
+            asked.add((transpose, tuple(weights[0].shape)))
+
+        return few if fewest else None
+
     world, rank, dtype = dist.get_world_size(), dist.get_rank(), torch.float32
     context, experts = get_tp_context(None, torch.device("cpu")), local_experts * dist.get_world_size()
     empty = torch.empty
@@ -52,7 +70,8 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
         x = all_x[rank].clone().requires_grad_()
         first, second = ([w.clone().requires_grad_() for w in ws[own]] for ws in (firsts, seconds))
         layout = GatheredLayout(routed[:, own].contiguous(), world)
-        calls_of_layer = [GatheredCall(layout, context, "ascending", dtype) for _ in range(2)]
+        options = {"few": few_of(layout), "fewest_rows": fewest}
+        calls_of_layer = [GatheredCall(layout, context, "ascending", dtype, **options) for _ in range(2)]
         if rank == turn % world:
             time.sleep(late_s)
         context.gathered(world * num_tokens, hidden, dtype).local.fill_(float("nan"))
@@ -72,7 +91,7 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
         pairs += list(zip([w.grad for w in first], grads[own]))
         pairs += list(zip([w.grad for w in second], grads[experts:][own]))
         equal &= all(torch.equal(one.double(), two) for one, two in pairs)
-    return equal
+    return equal and len(asked) == (4 if fewest else 0)
 
 
 def weight_grads_of_frozen_tokens() -> bool:

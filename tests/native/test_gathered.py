@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -101,6 +103,36 @@ def test_slices_of_experts_travel_by_the_fused_path(experts):
 def test_products_beside_the_movement_are_exact(ranks, sizes):
     """New routings on memory full of other values, each time with other ranks late."""
     assert run_workers(ranks, layers_are_exact, *sizes, 0.2) == [True] * ranks
+
+
+@pytest.mark.parametrize("fewest", [40, 1000], ids=["some", "all"])
+def test_experts_of_few_rows_are_multiplied_by_themselves(fewest):
+    """Of 70 tokens with other routings in each call, an expert has about 35 rows of a rank."""
+    sizes = (35, 40, 24, 3, 0.55)
+    assert run_workers(2, layers_are_exact, *sizes, 0.1, 3, fewest) == [True] * 2
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 60), st.randoms(use_true_random=False))
+def test_tiles_of_sources_cover_the_rows_of_experts_of_many_rows(sources, experts, fewest, draw):
+    local_map = torch.tensor([[draw.random() < 0.3 for _ in range(experts)] for _ in range(16 * sources)])
+    layout = GatheredLayout(local_map, sources)
+    ends = layout.tokens_per_expert.cumsum(0).tolist()
+    few = layout.experts_below(fewest)
+    assert few == [e for e, have in enumerate(layout.tokens_per_expert.tolist()) if 0 < have < fewest]
+    covered = []
+    for source, tiles in enumerate(layout.tiles_of_sources(fewest)):
+        table = tiles.tiles.tolist()  # their number, then four words a tile
+        for number in range(table[0]):
+            expert, start, end = table[4 * (number + 1) :][:3]
+            covered += [(expert, row) for row in range(start, min(end, start + tiles.block_m))]
+            assert layout.counts[source, expert]
+    wanted = [
+        (e, row)
+        for e, have in enumerate(layout.tokens_per_expert.tolist())
+        for row in range(ends[e] - have, ends[e])
+        if have >= fewest
+    ]
+    assert sorted(covered) == wanted
 
 
 def test_gathered_experts_are_tried_in_an_evaluation_before_training():

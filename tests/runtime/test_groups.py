@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import types
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -105,36 +104,60 @@ def test_what_belongs_to_other_groups_stays() -> None:
         assert closed == [False, True] and values == [3.0] * 4
 
 
-def test_broadcasts_of_several_ranks_begin_in_one_launch(monkeypatch):
-    """A stand-in for NCCL, which knows what was begun inside one launch and what alone."""
-    launches, group = [], types.SimpleNamespace(_get_backend=lambda device: backend)
-    backend = types.SimpleNamespace(supports_coalescing=True)
+class _Group:
+    """A stand-in for a group over NCCL, which knows what was begun inside one launch and what alone."""
 
-    @contextlib.contextmanager
-    def one_launch(of, device, async_ops):
-        assert of is group and device.type == "cpu" and async_ops
-        launches.append([])
-        yield types.SimpleNamespace(works=["all"])
-        launches.append(None)
+    def __init__(self):
+        self.launches, self.open = [], None
 
-    def broadcast(tensor, source, group, async_op):
-        assert async_op
-        if not launches or launches[-1] is None:
-            launches.append([(tensor.numel(), source)])
-            launches.append(None)
+    def _get_backend(self, device):
+        return self
+
+    def _start_coalescing(self, device):
+        self.open = []
+
+    def _end_coalescing(self, device):
+        self.launches.append(self.open)
+        self.open = None
+        return "all"
+
+    def broadcast(self, tensor, group, group_src, async_op):
+        assert async_op and group is self
+        if group_src == 7:
+            raise RuntimeError("no such rank")
+        if self.open is None:
+            self.launches.append([(tensor.numel(), group_src)])
         else:
-            launches[-1].append((tensor.numel(), source))
+            self.open.append((tensor.numel(), group_src))
         return "one"
 
-    monkeypatch.setattr(dist, "_coalescing_manager", one_launch)
-    monkeypatch.setattr(dist, "broadcast", broadcast)
-    monkeypatch.setattr(dist, "get_global_rank", lambda of, rank: 10 + rank)
+
+@pytest.mark.parametrize("is_nccl", [True, False])
+def test_broadcasts_of_several_ranks_begin_in_one_launch(monkeypatch, is_nccl):
+    group = _Group()
+    monkeypatch.setattr(dist, "broadcast", group.broadcast)
+    monkeypatch.setattr(dist, "ProcessGroup", _Group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", _Group if is_nccl else dict, raising=False)
     sent = [(torch.ones(3), 0), (torch.ones(0), 1), (torch.ones(5), 2)]
-    assert broadcast_together(sent, group) == ["all"] and launches == [[(3, 10), (5, 12)], None]
-    launches.clear()
-    assert broadcast_together(sent[1:], group) == ["one"] and launches == [[(5, 12)], None]
-    launches.clear()
-    assert broadcast_together(sent[1:2], group) == [] and launches == []
-    backend.supports_coalescing = False
-    assert broadcast_together(sent, group) == ["one", "one"]
-    assert launches == [[(3, 10)], None, [(5, 12)], None]
+    assert broadcast_together(sent, group) == (["all"] if is_nccl else ["one", "one"])
+    assert group.launches == ([[(3, 0), (5, 2)]] if is_nccl else [[(3, 0)], [(5, 2)]])
+    group.launches.clear()
+    assert broadcast_together(sent[1:], group) == ["one"] and group.launches == [[(5, 2)]]
+    group.launches.clear()
+    assert broadcast_together(sent[1:2], group) == [] and group.launches == []
+    with pytest.raises(RuntimeError, match="no such rank"):
+        broadcast_together([*sent, (torch.ones(2), 7)], group)
+    assert group.open is None  # what comes later is launched
+
+
+def _broadcasts() -> list[list[float]]:
+    """Of uneven tensors, by the backend that is there."""
+    rank = dist.get_rank()
+    tensors = [torch.full((size,), float(rank)) for size in (3, 0, 2)]
+    for work in broadcast_together([(tensors[0], 1), (tensors[1], 0), (tensors[2], 0)], dist.group.WORLD):
+        work.wait()
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_broadcasts_arrive():
+    assert run_workers(2, _broadcasts) == [[[1.0] * 3, [], [0.0] * 2]] * 2

@@ -228,7 +228,8 @@ class DitronTEGroupedMLP(TEGroupedMLP):
 
     def _forward_gathered(self, x: torch.Tensor, call: GatheredCall, probs: torch.Tensor) -> Any:
         """The same between a gather and a reduce-scatter."""
-        call.gemm = TEGemm(call.layout.tokens_per_expert.tolist())
+        gemm = TEGemm(call.layout.tokens_per_expert.tolist())
+        call.gemm, call.few = gemm, gemm.some if call.fewest_rows else None
         first, second = (_call_of(linear, call) for linear in (self.linear_fc1, self.linear_fc2))
         second.started = None  # it gathers in backward alone
         with calling(self.linear_fc1, lambda x: gather_linear(x, _weights_of(self.linear_fc1), first)) as linear:

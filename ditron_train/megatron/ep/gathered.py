@@ -7,9 +7,10 @@ alone or with the grouped GEMM beside them.
     out  = scatter(sum(z))                  dW2[e] = dz.T h
 
 Source by source: while copy engines bring the tokens of one rank, those of the one before are placed and multiplied;
-while they take the sums of one rank away, those of the next are multiplied and added up. The weight gradients, each
-one GEMM over all rows in native's order, run under the last transfer, or behind the last arrival. Megatron's path
-gathers the gradient in the type of the probabilities, which is a wider copy of it; ours in its own.
+while they take the sums of one rank away, those of the next are multiplied and added up. Experts of so few rows that
+cuBLAS may add up otherwise are multiplied natively, behind the last arrival or before the first sums. The weight
+gradients, each one GEMM over all rows in native's order, run under the last transfer, or behind the last arrival.
+Megatron's path gathers the gradient in the type of the probabilities, which is a wider copy of it; ours in its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from ditron_train.ep.expert_functions import Gemm, IntoWgrad, Wgrad
+from ditron_train.ep.fused import FewProduct
 from ditron_train.ep.gathered import RowLayout, place, sum_to_tokens
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.orders import SumOrder
@@ -45,6 +47,8 @@ class GatheredCall:
         wgrad: Weight gradients; None: ours.
         into: Where ours go if not into tensors of their own: ``main_grad``.
         gemm: As of ``ExpertCall``; products source by source are ours in any case.
+        fewest_rows: Experts of fewer rows, of all sources, are multiplied by ``few``.
+        few: Natively; None: ours multiplies all.
     """
 
     layout: RowLayout
@@ -55,6 +59,8 @@ class GatheredCall:
     wgrad: Wgrad | None = None
     into: IntoWgrad | None = None
     gemm: Gemm | None = None
+    fewest_rows: int = 0
+    few: FewProduct | None = None
 
     def weight_grads(
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
@@ -93,13 +99,14 @@ def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> Starte
 
 
 class _Product:
-    """A grouped GEMM of ``rows`` that is computed source by source."""
+    """A grouped GEMM of ``rows`` that is computed source by source, but for experts of few rows."""
 
     def __init__(
-        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], layout: RowLayout, transpose: bool
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], call: GatheredCall, transpose: bool
     ) -> None:
-        self._rows, self._weights, self._transpose = rows, weights, transpose
-        self._tiles = layout.tiles_of_sources
+        self._rows, self._weights, self._transpose, self._multiply_few = rows, weights, transpose, call.few
+        fewest = 0 if call.few is None else call.fewest_rows
+        self._few, self._tiles = call.layout.experts_below(fewest), call.layout.tiles_of_sources(fewest)
         columns, tiles = weights[0].shape[0 if transpose else 1], self._tiles[0]
         self._memory = rows.new_empty(tiles.block_m + tiles.num_rows, columns)
         self.result = self._memory[tiles.block_m :]
@@ -109,6 +116,11 @@ class _Product:
         tiles: RowTiles = self._tiles[source]
         options: dict[str, Any] = {"transpose": self._transpose, "into": self._memory}
         self.result = group_gemm(self._rows, self._weights, tiles, **options)
+
+    def compute_few(self) -> None:
+        """All rows of experts of few rows, which have come from every source."""
+        if self._few and self._multiply_few is not None:
+            self._multiply_few(self._rows, self._weights, self._transpose, self.result, self._few)
 
 
 def _gather(
@@ -179,8 +191,9 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: GatheredCall, *weights: torch.Tensor) -> torch.Tensor:
         rows = x.new_empty(call.layout.num_rows, x.shape[1])
-        product = _Product(rows, weights, call.layout, True)
+        product = _Product(rows, weights, call, True)
         _gather(x, call, rows, product.compute)
+        product.compute_few()
         ctx.call = call
         ctx.save_for_backward(rows if any(w.requires_grad for w in weights) else rows[:0], *weights)
         return product.result
@@ -199,7 +212,8 @@ class _GatherLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:  # a rank whose GEMMs are apart scatters nothing then
             weight_grads()
             return (None, None, *grads[0])
-        product = _Product(grad_y, weights, call.layout, False)
+        product = _Product(grad_y, weights, call, False)
+        product.compute_few()
         grad_x = _scatter(product.result, call, grad_y.dtype, product.compute, weight_grads)
         return (grad_x, None, *grads[0])
 
@@ -211,7 +225,8 @@ class _LinearScatter(torch.autograd.Function):
         h = h.contiguous()
         ctx.call = call
         ctx.save_for_backward(h if any(w.requires_grad for w in weights) else h[:0], *weights)
-        product = _Product(h, weights, call.layout, True)
+        product = _Product(h, weights, call, True)
+        product.compute_few()
         return _scatter(product.result, call, call.sum_dtype, product.compute)
 
     @staticmethod
@@ -219,8 +234,9 @@ class _LinearScatter(torch.autograd.Function):
         refuse_second_derivatives("linear_scatter")
         (h, *weights), call = ctx.saved_tensors, ctx.call
         rows = grad_out.new_empty(call.layout.num_rows, grad_out.shape[1])
-        product = _Product(rows, weights, call.layout, False)
+        product = _Product(rows, weights, call, False)
         _gather(grad_out, call, rows, product.compute)
+        product.compute_few()
         grads: Sequence[torch.Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
             grads = call.weight_grads(rows, h, weights)

@@ -17,7 +17,7 @@ from ditron_train.ep import SumOrder, index_add_order
 from ditron_train.ep.gathered import GatheredLayout
 from ditron_train.megatron.ep.coverage import COMPARED, why_not_gathered, why_not_tensors
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, scatter_rows, start
-from ditron_train.megatron.ep.gathered_experts import fewest_suit, fuses_here
+from ditron_train.megatron.ep.gathered_experts import fewest_rows_of_call, fuses_here
 from ditron_train.megatron.ep.gathered_spec import GATHERED
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MovementCall
@@ -166,8 +166,12 @@ class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
         assert self._order is not None, "the context was asked for"
         call = self._call = GatheredCall(layout, self._gathered_context, self._order, probs.dtype, started)
         # Ranks may differ in this: what they send is alike.
-        self._is_fused = bool(self._fuses) and fewest_suit(self._layer_modules.get("experts"), layout, hidden_states)
-        if self._is_fused:
+        fewest = (
+            fewest_rows_of_call(self._layer_modules.get("experts"), layout, hidden_states) if self._fuses else None
+        )
+        self._is_fused = fewest is not None
+        if fewest is not None:
+            call.fewest_rows = fewest
             return hidden_states, call, self.local_probs
         return gather_to_rows(hidden_states, call), layout.tokens_per_expert, self.local_probs
 

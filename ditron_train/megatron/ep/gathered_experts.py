@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
+from ditron_train.ep.expert_functions import MOST_FEW
 from ditron_train.ep.few_rows import fewest_rows_here
 from ditron_train.ep.gathered import RowLayout
 from ditron_train.ep.group_gemm import are_whole
@@ -17,7 +18,6 @@ from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS, ExpertsCall
 from ditron_train.megatron.shared.values import own_or_normal
 from ditron_train.policy import gate
 from ditron_train.runtime.logs import log_once
-from ditron_train.runtime.settings import get_settings
 from ditron_train.tp.context import TPContext
 
 
@@ -63,15 +63,26 @@ def fuses_here(
 
 
 def _fewest_rows(experts: Any, like: torch.Tensor) -> int:
-    """How many rows each expert must have for our products to add up as native's do; measured the first time.
+    """How many rows an expert must have for our products to add up as native's do; measured the first time.
     Ranks may differ: what travels is the same."""
     products = products_of(experts.num_local_experts, experts.linear_fc1.weight0, experts.linear_fc2.weight0)
     return max(fewest_rows_here(product, like.dtype, like.device) for product in products)
 
 
-def fewest_suit(experts: Any, layout: RowLayout, like: torch.Tensor) -> bool:
-    """Whether the GEMMs of this call, of rows ``like`` these, add up as native's do; an adapter may have come since
-    the layer was built."""
+def fewest_rows_of_call(experts: Any, layout: RowLayout, like: torch.Tensor) -> int | None:
+    """Below how many rows an expert is multiplied by Transformer Engine in a call whose GEMMs run beside the movement
+    of rows ``like`` these; None: all are, apart from it. An adapter may have come since the layer was built."""
     if why_not_called(experts) is not None:
-        return False
-    return get_settings().policy == "force" or layout.fewest_rows >= _fewest_rows(experts, like)
+        return None
+    fewest = _fewest_rows(experts, like)
+    few, num_experts = layout.experts_below(fewest), layout.num_experts
+    if not few:
+        return 0
+    share = int(layout.tokens_per_expert[few].sum()) / layout.num_rows
+    is_fused = share <= MOST_FEW
+    whose = "their GEMMs" if is_fused else "all GEMMs of such a step"
+    words = (
+        f"ep: {len(few)} of {num_experts} gathered experts have fewer than {fewest} rows in a step, {share:.0%} of all"
+    )
+    log_once(f"ep few gathered rows {is_fused}", f"{words}: {whose} are Transformer Engine's")
+    return fewest if is_fused else None

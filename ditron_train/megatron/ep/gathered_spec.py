@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
+from ditron_train.ep.expert_functions import MOST_FEW
 from ditron_train.ep.gathered import GatheredLayout
 from ditron_train.ep.native_products import Product, native_products
 from ditron_train.ep.orders import SumOrder, deterministic, index_add_order
@@ -181,9 +182,10 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
             layout = GatheredLayout(call.local_map, context.world_size)
             one = GatheredCall(layout, context, call.order, call.sum_dtype)
             if HAVE_TE and x.is_cuda:
-                from ditron_train.megatron.ep.experts import TEWgrad
+                from ditron_train.megatron.ep.experts import TEGemm, TEWgrad
 
-                one.wgrad = TEWgrad(layout.tokens_per_expert.tolist())
+                splits = layout.tokens_per_expert.tolist()
+                one.wgrad, one.few, one.fewest_rows = TEWgrad(splits), TEGemm(splits).some, self._fewest_rows(call)
             y = gather_linear(x, weights[:num], one)
             h = y[:, : weights[num].shape[1]].contiguous()
             return [linear_scatter(h, weights[num:], replace(one))]
@@ -192,14 +194,19 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
 
     def why_no_row(self, call: ExpertsCall) -> str | None:
         """See `OpSpec`: what a layer leaves native."""
-        counts = call.local_map.sum(0)
-        fewest = torch.where(counts > 0, counts, torch.full_like(counts, 1 << 30)).min()
-        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=call.group)
-        if call.x.device.type == "cpu" or int(fewest) >= agreed_fewest_rows(
-            products_of(len(call.firsts), call.firsts[0], call.seconds[0]), call.x.dtype, call.x.device, call.group
-        ):
+        if call.x.device.type == "cpu":
             return None
-        return f"an expert has {int(fewest)} rows, where a layer leaves its GEMMs native"
+        counts, fewest = call.local_map.sum(0), self._fewest_rows(call)
+        share = counts[counts < fewest].sum().double() / counts.sum().clamp(min=1)
+        dist.all_reduce(share, op=dist.ReduceOp.MAX, group=call.group)
+        if float(share) <= MOST_FEW:
+            return None
+        return f"{float(share):.0%} of a rank's rows are of experts with so few that a layer leaves its GEMMs native"
+
+    def _fewest_rows(self, call: ExpertsCall) -> int:
+        """Rows of an expert below which its product is native; the same on all ranks, which compare together."""
+        products = products_of(len(call.firsts), call.firsts[0], call.seconds[0])
+        return agreed_fewest_rows(products, call.x.dtype, call.x.device, call.group)
 
     def sample(self, shape: Shape, place: Place, seed: int) -> ExpertsCall:
         """See `OpSpec` (collective)."""

@@ -296,18 +296,39 @@ def test_the_largest_folder_is_several_suites():
     assert all(sum(fnmatch.fnmatch(f"{letter}x.py", one) for one in letters) == 1 for letter in string.ascii_lowercase)
 
 
+def _kept(folder, number, names, skip=(), count=3):
+    """The tests of a part, where these were collected."""
+    items = [types.SimpleNamespace(nodeid=name) for name in names]
+    config = types.SimpleNamespace(hook=types.SimpleNamespace(pytest_deselected=lambda items: None))
+    job = plugin.Job(str(folder), number, "", skip=skip, part=(number, count))
+    plugin._Rank(job).pytest_collection_modifyitems(config, items)
+    return [item.nodeid for item in items]
+
+
 def test_the_tests_of_a_long_file_are_dealt_out(tmp_path):
-    kept = {}
-    for number in range(3):
-        job = plugin.Job(str(tmp_path), number, "", skip=("t4",), part=(number, 3))
-        items = [types.SimpleNamespace(nodeid=f"t{index}") for index in range(8)]
-        hook = types.SimpleNamespace(pytest_deselected=lambda items: None)
-        plugin._Rank(job).pytest_collection_modifyitems(types.SimpleNamespace(hook=hook), items)
-        kept[number] = [item.nodeid for item in items]
-    assert kept == {0: ["t0", "t3", "t6"], 1: ["t1", "t7"], 2: ["t2", "t5"]}
+    """Each to one part, whichever others were collected."""
+    names = [f"file.py::test[{index}]" for index in range(60)]
+    parts = [_kept(tmp_path, number, names, skip=(names[4],)) for number in range(3)]
+    assert sorted(sum(parts, [])) == sorted({*names} - {names[4]}) and min(map(len, parts)) > 10
+    fewer = [_kept(tmp_path, number, names[7:]) for number in range(3)]
+    assert [[name for name in part if name not in names[:7]] for part in parts] == fewer
     for name, part in SUITES.items():
         same = [other for other in SUITES.values() if other.paths == part.paths]
         assert sorted(other.index for other in same) == list(range(part.count)), name
+
+
+def test_a_launch_is_told_its_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(Launcher, "_run_until_deadline", lambda *args: False)
+    launcher = Launcher(tmp_path, tmp_path, 2, "tp", 1.0, time.monotonic() + 100)
+    for suite, part in (("dist_checkpointing_layer_wise_3", [2, 6]), ("gpt", [0, 1])):
+        launcher.run("bits", suite, [])
+        assert json.loads((tmp_path / "bits" / suite / "0.job.json").read_text())["part"] == part
+
+
+def test_a_test_counts_once():
+    suite = Suite(["a", "b"], {"a": "passed", "b": "passed"})
+    row = row_of("bits", 2, {"moe_a_1": (suite, suite), "moe_m": (suite, suite)})
+    assert (row.native_passed, row.ours_passed) == (2, 2)
 
 
 def test_a_test_that_is_skipped_with_ours_is_lost():
