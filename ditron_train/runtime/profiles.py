@@ -9,6 +9,7 @@ Those of the package are named by device (``nvidia-h200``). ``python -m ditron_t
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from importlib import resources
@@ -24,6 +25,7 @@ _FORMAT = "ditron_train profile 1"
 _NETWORKS = "networks.json"
 #: Whose rates stand for a kind of device that no profile was made on.
 _BY_TARGET = {"sm_80": "nvidia-a100", "sm_90": "nvidia-h200", "sm_100": "nvidia-b200", "hip": "amd-mi300x"}
+_MEMORY = re.compile(r"-(sxm\d-)?\d+gb(-hbm\w+)?$")  # at the end of a device's name
 _TARGETS = ("interpreter", *_BY_TARGET)
 _LEAST, _MOST, _MOST_SMS = 1e-9, 1e15, 100_000
 _INTERPRETER = MachineRates(
@@ -150,8 +152,10 @@ def profile_named(name: str) -> Profile:
 
 
 def profile_of_device(device: str) -> Profile | None:
-    """The package's profile of a GPU by its full name, or None."""
-    return _shipped(shipped_name(device).removesuffix(".json"))
+    """The package's profile of a GPU by its full name, or None. The size of the memory, which names of modules on
+    NVLink end with, is left out: ``NVIDIA H100 80GB HBM3``, ``NVIDIA A100-SXM4-80GB``."""
+    name = shipped_name(device).removesuffix(".json")
+    return _shipped(name) or _shipped(_MEMORY.sub("", name))
 
 
 def default_rates(target: str) -> MachineRates:

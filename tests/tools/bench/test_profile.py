@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.profiles import default_rates, profile_named, read_profile
+from ditron_train.runtime.profiles import default_rates, profile_named, profile_of_device, read_profile
 from ditron_train.tools.bench import profile
 from ditron_train.tools.bench.profile_fp8 import fp8_calls
 from ditron_train.tools.predict.fit import fit_profile
@@ -102,3 +102,21 @@ def test_a_fit_finds_the_rates_of_fp8(rate: str, value: float) -> None:
         rows.append(dataclasses.replace(row, native_us=us, ditron_us=us))
     found = fit_profile(h200, rows, estimate_of, farthest=math.inf)
     assert getattr(found.rates, rate) == pytest.approx(value, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA H100 NVL", None),
+        ("CPU x86_64", None),
+    ],
+)
+def test_the_profile_of_a_device_by_its_full_name(device: str, name: str | None) -> None:
+    """Cards on PCIe have other links than modules, and no profile."""
+    assert profile_of_device(device) == (None if name is None else profile_named(name))
