@@ -19,11 +19,16 @@ RESULTS_PAGE = Path("benchmarks") / "README.md"
 
 _TP = (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward"))
 _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
-    "tp": _TP,
+    "tp": (*_TP, ("gemm_ar", "forward")),
     "tp fp8_tensorwise": _TP,
     "tp fp8_blockwise": _TP,
     "sp": (("gemm_a2a", "forward"), ("a2a_gemm", "forward"), ("attention_layer", "forward_backward")),
-    "ep": (("dispatch", "forward"), ("combine", "forward"), ("moe_layer", "forward_backward")),
+    "ep": (
+        ("dispatch", "forward"),
+        ("combine", "forward"),
+        ("moe_layer", "forward_backward"),
+        ("gathered_experts", "forward_backward"),
+    ),
     "pp": (("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
     "muon": (("newton_schulz", "forward"), ("muon_step", "forward")),
 }
@@ -139,7 +144,7 @@ def _machine(stamp: Stamp) -> str:
 
 
 def _op_words(op: str, direction: str) -> str:
-    return f"`{op}`" if direction == "forward" else f"`{op}` forward + backward"
+    return f"`{op}`" if direction == "forward" else f"`{op}` with backward"
 
 
 def render_results(root: Path) -> str:
