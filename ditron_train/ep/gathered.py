@@ -45,7 +45,7 @@ class RowLayout:
         self.num_tokens = len(row_of_token) // self.world_size
         self.tokens_per_expert = counts.sum(0)
         self.num_rows = int(self.tokens_per_expert.sum())
-        self._tiles_of_sources: dict[int, list[RowTiles]] = {}
+        self._tiles_of_parts: dict[tuple[int, int], tuple[list[RowTiles], RowTiles | None]] = {}
 
     def tokens_of(self, source: int) -> slice:
         """The tokens of a rank among all."""
@@ -56,19 +56,32 @@ class RowLayout:
         """Row tiles of all experts."""
         return row_tiles(self.tokens_per_expert.to(self.row_of_token.device), self.num_rows)
 
-    def tiles_of_sources(self, fewest_rows: int = 0) -> list[RowTiles]:
-        """Row tiles of the rows of each source rank, of experts with at least so many rows in all."""
-        if fewest_rows not in self._tiles_of_sources:
+    def tiles_of_parts(
+        self, fewest_rows: int = 0, cover_rows: int | None = None
+    ) -> tuple[list[RowTiles], RowTiles | None]:
+        """Row tiles of the rows that each source rank has at some experts, and of all rows of the others, if any.
+
+        A product that is cut by sources has more tiles that are not full. So the largest experts alone are cut, as
+        many as give each source ``cover_rows`` rows: all of them by default.
+
+        Args:
+            fewest_rows: Experts of fewer rows, of all sources, are in no part.
+            cover_rows: Of each source in its part, as far as it has so many.
+        """
+        key = (fewest_rows, self.num_rows if cover_rows is None else cover_rows)
+        if key not in self._tiles_of_parts:
             counts = self.counts.numpy().T  # [expert, source]
             ends = np.cumsum(counts.ravel()).reshape(counts.shape)
-            experts = np.flatnonzero(counts.sum(1) >= fewest_rows)
+            cut, whole = _cut_and_whole(counts, *key)
             spans = [
-                np.stack([experts, ends[experts, source] - counts[experts, source], ends[experts, source]], axis=1)
+                np.stack([cut, ends[cut, source] - counts[cut, source], ends[cut, source]], axis=1)
                 for source in range(self.world_size)
             ]
+            spans.append(np.stack([whole, ends[whole, -1] - counts[whole].sum(1), ends[whole, -1]], axis=1))
             device = self.row_of_token.device
-            self._tiles_of_sources[fewest_rows] = host_tiles(spans, self.num_rows, self.num_experts, device)
-        return self._tiles_of_sources[fewest_rows]
+            *of_sources, rest = host_tiles(spans, self.num_rows, self.num_experts, device)
+            self._tiles_of_parts[key] = of_sources, rest if len(whole) else None
+        return self._tiles_of_parts[key]
 
     def experts_below(self, rows: int) -> list[int]:
         """The experts that have some rows, but fewer than that."""
@@ -119,6 +132,21 @@ class SlicedLayout(RowLayout):
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
         super().__init__(counts, table, adds_up=False)
+
+
+def _cut_and_whole(counts: np.ndarray, fewest_rows: int, cover_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of at least ``fewest_rows`` rows: the largest, until each source has ``cover_rows``, and the others.
+
+    Args:
+        counts: [experts, sources].
+        fewest_rows, cover_rows: As of ``RowLayout.tiles_of_parts``.
+    """
+    rows = counts.sum(1)
+    experts = np.flatnonzero(rows >= fewest_rows)
+    largest_first = experts[np.argsort(-rows[experts], kind="stable")]
+    enough = (np.cumsum(counts[largest_first], axis=0) >= cover_rows).all(1)
+    num_cut = int(enough.argmax()) + 1 if enough.any() else len(experts)
+    return np.sort(largest_first[:num_cut]), np.sort(largest_first[num_cut:])
 
 
 @lru_cache(maxsize=256)

@@ -112,27 +112,43 @@ def test_experts_of_few_rows_are_multiplied_by_themselves(fewest):
     assert run_workers(2, layers_are_exact, *sizes, 0.1, 3, fewest) == [True] * 2
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 60), st.randoms(use_true_random=False))
-def test_tiles_of_sources_cover_the_rows_of_experts_of_many_rows(sources, experts, fewest, draw):
-    local_map = torch.tensor([[draw.random() < 0.3 for _ in range(experts)] for _ in range(16 * sources)])
+def _rows_of(tiles):
+    """(expert, row) of each row that tiles cover: first their number, then four words a tile."""
+    table = tiles.tiles.tolist()
+    spans = [table[4 * (number + 1) :][:3] for number in range(table[0])]
+    return [(e, row) for e, start, end in spans for row in range(start, min(end, start + tiles.block_m))]
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(0, 60),
+    st.none() | st.integers(0, 50),
+    st.randoms(use_true_random=False),
+)
+def test_parts_cover_the_rows_of_experts_of_many_rows(sources, experts, fewest, cover, draw):
+    """Each row once; those of a source are its own, and enough where there are so many."""
+    likely = [draw.random() for _ in range(experts)]
+    local_map = torch.tensor([[draw.random() < one for one in likely] for _ in range(16 * sources)])
     layout = GatheredLayout(local_map, sources)
-    ends = layout.tokens_per_expert.cumsum(0).tolist()
-    few = layout.experts_below(fewest)
-    assert few == [e for e, have in enumerate(layout.tokens_per_expert.tolist()) if 0 < have < fewest]
-    covered = []
-    for source, tiles in enumerate(layout.tiles_of_sources(fewest)):
-        table = tiles.tiles.tolist()  # their number, then four words a tile
-        for number in range(table[0]):
-            expert, start, end = table[4 * (number + 1) :][:3]
-            covered += [(expert, row) for row in range(start, min(end, start + tiles.block_m))]
-            assert layout.counts[source, expert]
-    wanted = [
-        (e, row)
-        for e, have in enumerate(layout.tokens_per_expert.tolist())
-        for row in range(ends[e] - have, ends[e])
-        if have >= fewest
-    ]
-    assert sorted(covered) == wanted
+    rows, ends = layout.tokens_per_expert.tolist(), layout.tokens_per_expert.cumsum(0).tolist()
+    assert layout.experts_below(fewest) == [e for e, have in enumerate(rows) if 0 < have < fewest]
+    tiles_of_sources, tiles_of_rest = layout.tiles_of_parts(fewest, cover)
+    of_sources = [_rows_of(tiles) for tiles in tiles_of_sources]
+    rest = [] if tiles_of_rest is None else _rows_of(tiles_of_rest)
+    wanted = [(e, row) for e, have in enumerate(rows) for row in range(ends[e] - have, ends[e]) if have >= fewest]
+    assert sorted(sum(of_sources, rest)) == wanted
+    cut = {e for part in of_sources for e, _ in part}
+    assert not cut & {e for e, _ in rest} and (cover is not None or not rest)
+    for source, part in enumerate(of_sources):
+        for e in cut:
+            before = ends[e] - rows[e] + int(layout.counts[:source, e].sum())
+            own = [row for one, row in part if one == e]
+            assert own == list(range(before, before + int(layout.counts[source, e])))
+        if rest and cover:
+            assert len(part) >= cover
+    least = min((rows[e] for e in cut), default=0)
+    assert all(rows[e] <= least for e, _ in rest)
 
 
 def test_gathered_experts_are_tried_in_an_evaluation_before_training():

@@ -7,14 +7,16 @@ alone or with the grouped GEMM beside them.
     out  = scatter(sum(z))                  dW2[e] = dz.T h
 
 Source by source: while copy engines bring the tokens of one rank, those of the one before are placed and multiplied;
-while they take the sums of one rank away, those of the next are multiplied and added up. Experts of so few rows that
-cuBLAS may add up otherwise are multiplied natively, behind the last arrival or before the first sums. The weight
+while they take the sums of one rank away, those of the next are multiplied and added up. Products are cut like that
+at as many experts as it takes to cover the transfers. The rows of the others are multiplied whole, behind the last
+arrival or before the first sums, natively where they are so few that cuBLAS may add up otherwise. The weight
 gradients, each one GEMM over all rows in native's order, run under the last transfer, or behind the last arrival.
 Megatron's path gathers the gradient in the type of the probabilities, which is a wider copy of it; ours in its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,8 @@ from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.profiles import known_rates
+from ditron_train.runtime.rates import MachineRates
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import StartedGather, reduce_scatter_rows, reserve_reduce_scatter, start_all_gather
 
@@ -99,28 +103,54 @@ def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> Starte
 
 
 class _Product:
-    """A grouped GEMM of ``rows`` that is computed source by source, but for experts of few rows."""
+    """A grouped GEMM of ``rows`` in parts: the rows of each source at the largest experts, as many as take longer than
+    the transfer of one source's tokens or sums, and the rest, those of few rows natively.
+
+    Args:
+        rows, weights, call: Of the product.
+        transpose: As of ``group_gemm``.
+        travels: What a source's transfer moves: features of a token, and their type.
+    """
 
     def __init__(
-        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], call: GatheredCall, transpose: bool
+        self,
+        rows: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        call: GatheredCall,
+        transpose: bool,
+        travels: tuple[int, torch.dtype],
     ) -> None:
         self._rows, self._weights, self._transpose, self._multiply_few = rows, weights, transpose, call.few
-        fewest = 0 if call.few is None else call.fewest_rows
-        self._few, self._tiles = call.layout.experts_below(fewest), call.layout.tiles_of_sources(fewest)
-        columns, tiles = weights[0].shape[0 if transpose else 1], self._tiles[0]
-        self._memory = rows.new_empty(tiles.block_m + tiles.num_rows, columns)
-        self.result = self._memory[tiles.block_m :]
+        layout, fewest = call.layout, 0 if call.few is None else call.fewest_rows
+        features, dtype = travels
+        transfer_bytes = layout.num_tokens * features * dtype.itemsize
+        cover_rows = _rows_that_take_longer(transfer_bytes, weights[0].shape, known_rates(call.context.machine))
+        self._of_sources, self._rest = layout.tiles_of_parts(fewest, cover_rows)
+        self._few = layout.experts_below(fewest)
+        block_m = self._of_sources[0].block_m
+        self._memory = rows.new_empty(block_m + layout.num_rows, weights[0].shape[0 if transpose else 1])
+        self.result = self._memory[block_m:]
 
     def compute(self, source: int) -> None:
-        """The rows of one source rank."""
-        tiles: RowTiles = self._tiles[source]
+        """The rows of one source rank at the largest experts."""
+        self._compute(self._of_sources[source])
+
+    def compute_rest(self) -> None:
+        """The rows of all sources at the other experts."""
+        if self._rest is not None:
+            self._compute(self._rest)
+        if self._few and self._multiply_few is not None:
+            self._multiply_few(self._rows, self._weights, self._transpose, self.result, self._few)
+
+    def _compute(self, tiles: RowTiles) -> None:
         options: dict[str, Any] = {"transpose": self._transpose, "into": self._memory}
         self.result = group_gemm(self._rows, self._weights, tiles, **options)
 
-    def compute_few(self) -> None:
-        """All rows of experts of few rows, which have come from every source."""
-        if self._few and self._multiply_few is not None:
-            self._multiply_few(self._rows, self._weights, self._transpose, self.result, self._few)
+
+def _rows_that_take_longer(transfer_bytes: int, weight: torch.Size, rates: MachineRates) -> int:
+    """How many rows to multiply beside a transfer, twice as many as the rates say: products beside it are slower."""
+    transfer_s = transfer_bytes / (1e9 * rates.link_gbps)
+    return math.ceil(2 * transfer_s * 1e12 * rates.gemm_tflops / (2 * weight.numel()))
 
 
 def _gather(
@@ -191,9 +221,9 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: GatheredCall, *weights: torch.Tensor) -> torch.Tensor:
         rows = x.new_empty(call.layout.num_rows, x.shape[1])
-        product = _Product(rows, weights, call, True)
+        product = _Product(rows, weights, call, True, (x.shape[1], x.dtype))
         _gather(x, call, rows, product.compute)
-        product.compute_few()
+        product.compute_rest()
         ctx.call = call
         ctx.save_for_backward(rows if any(w.requires_grad for w in weights) else rows[:0], *weights)
         return product.result
@@ -212,8 +242,8 @@ class _GatherLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:  # a rank whose GEMMs are apart scatters nothing then
             weight_grads()
             return (None, None, *grads[0])
-        product = _Product(grad_y, weights, call, False)
-        product.compute_few()
+        product = _Product(grad_y, weights, call, False, (weights[0].shape[1], grad_y.dtype))
+        product.compute_rest()
         grad_x = _scatter(product.result, call, grad_y.dtype, product.compute, weight_grads)
         return (grad_x, None, *grads[0])
 
@@ -225,8 +255,8 @@ class _LinearScatter(torch.autograd.Function):
         h = h.contiguous()
         ctx.call = call
         ctx.save_for_backward(h if any(w.requires_grad for w in weights) else h[:0], *weights)
-        product = _Product(h, weights, call, True)
-        product.compute_few()
+        product = _Product(h, weights, call, True, (weights[0].shape[0], call.sum_dtype))
+        product.compute_rest()
         return _scatter(product.result, call, call.sum_dtype, product.compute)
 
     @staticmethod
@@ -234,9 +264,9 @@ class _LinearScatter(torch.autograd.Function):
         refuse_second_derivatives("linear_scatter")
         (h, *weights), call = ctx.saved_tensors, ctx.call
         rows = grad_out.new_empty(call.layout.num_rows, grad_out.shape[1])
-        product = _Product(rows, weights, call, False)
+        product = _Product(rows, weights, call, False, (grad_out.shape[1], grad_out.dtype))
         _gather(grad_out, call, rows, product.compute)
-        product.compute_few()
+        product.compute_rest()
         grads: Sequence[torch.Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
             grads = call.weight_grads(rows, h, weights)
