@@ -106,7 +106,7 @@ class MachineRates:
     host_expert_us: float = 15.0
     host_microbatch_us: float = 3500.0
     host_layer_us: float = 3200.0
-    host_grouped_us: float = 68.0
+    host_grouped_us: float = 60.0
     host_collective_us: float = 250.0
     host_graph_us: float = 500.0
     host_step_us: float = 12000.0

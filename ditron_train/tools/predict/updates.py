@@ -38,8 +38,10 @@ def optimizer_step(job: Job, cluster: Cluster, parameters: Mapping[str, float], 
     number = sum(parameters.values())
     replicas = job.data_parallel(cluster.world_size) * job.cp
     if "muon" not in job.optimizer:
-        shards = replicas if "use_distributed_optimizer" in job.flags else 1
-        return Estimate.alike(pass_us(_ADAM_BYTES * number / shards, profile.rates))
+        if "use_distributed_optimizer" in job.flags:  # shares of experts are those of their own replicas
+            experts = parameters["experts"]
+            number = (number - experts) / replicas + experts / job.expert_replicas(cluster.world_size)
+        return Estimate.alike(pass_us(_ADAM_BYTES * number, profile.rates))
     stepped = muon_step(*_dealt_out(job, cluster), profile.machine, profile.rates)
     around_us = pass_us(_CLIP_BYTES * number + _ADAM_BYTES * parameters["vocabulary"], profile.rates)
     return (stepped if "muon" in features else stepped.natively()) + Estimate.alike(around_us)

@@ -53,12 +53,12 @@ def test_every_number_of_ranks_is_within_6_percent(checked: list[Checked], ranks
 
 
 def test_steps_on_h100s_by_a_profile_that_was_measured_in_minutes() -> None:
-    """Nothing was fitted to them. Why the experts are 12 % off is not known; Muon's products were not measured."""
+    """Nothing was fitted to them; Muon's products are not among what is measured."""
     h100 = check_rows(ROOT, profile_named("h100"), "H100-80GB-HBM3")
     steps = [one for one in h100 if one.is_step]
     assert len(steps) == 9 and median(steps) < 0.03
-    assert {one.row.model for one in steps if one.worst > 0.06} == {"moe-128-ep", "dense-70b-tp-pp-muon"}
-    assert all(one.worst < 0.13 for one in steps)
+    assert {one.row.model for one in steps if one.worst > 0.07} == {"dense-70b-tp-pp-muon"}
+    assert all(one.worst < 0.12 for one in steps)
 
 
 def test_what_is_far_off_has_a_reason(checked: list[Checked]) -> None:
