@@ -68,11 +68,11 @@ class RowLayout:
             fewest_rows: Experts of fewer rows, of all sources, are in no part.
             cover_rows: Of each source in its part, as far as it has so many.
         """
-        key = (fewest_rows, self.num_rows if cover_rows is None else cover_rows)
+        counts = self.counts.numpy().T  # [expert, source]
+        cut, whole = _cut_and_whole(counts, fewest_rows, self.num_rows if cover_rows is None else cover_rows)
+        key = (fewest_rows, len(cut))
         if key not in self._tiles_of_parts:
-            counts = self.counts.numpy().T  # [expert, source]
             ends = np.cumsum(counts.ravel()).reshape(counts.shape)
-            cut, whole = _cut_and_whole(counts, *key)
             spans = [
                 np.stack([cut, ends[cut, source] - counts[cut, source], ends[cut, source]], axis=1)
                 for source in range(self.world_size)
@@ -135,17 +135,19 @@ class SlicedLayout(RowLayout):
 
 
 def _cut_and_whole(counts: np.ndarray, fewest_rows: int, cover_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The experts of at least ``fewest_rows`` rows: the largest, until each source has ``cover_rows``, and the others.
+    """The experts of at least ``fewest_rows`` rows: the largest, until each source has ``cover_rows``, or all that it
+    has; and the others.
 
     Args:
         counts: [experts, sources].
         fewest_rows, cover_rows: As of ``RowLayout.tiles_of_parts``.
     """
     rows = counts.sum(1)
-    experts = np.flatnonzero(rows >= fewest_rows)
+    experts = np.flatnonzero(rows >= max(fewest_rows, 1))
     largest_first = experts[np.argsort(-rows[experts], kind="stable")]
-    enough = (np.cumsum(counts[largest_first], axis=0) >= cover_rows).all(1)
-    num_cut = int(enough.argmax()) + 1 if enough.any() else len(experts)
+    wanted = np.minimum(cover_rows, counts[experts].sum(0))
+    enough = (np.cumsum(counts[largest_first], axis=0) >= wanted).all(1)
+    num_cut = int(enough.argmax()) + 1 if len(experts) else 0
     return np.sort(largest_first[:num_cut]), np.sort(largest_first[num_cut:])
 
 

@@ -92,11 +92,11 @@ def host_tiles(spans: Sequence[np.ndarray], num_rows: int, num_experts: int, dev
     block_m = _block_m(kernel_target(device))
     listed = []
     for span in spans:
-        first = [np.arange(start, end, block_m) for _, start, end in span]
-        sizes = np.array([len(one) for one in first], dtype=np.int64)
-        tiles = np.zeros((int(sizes.sum()), _TILE_WORDS), dtype=np.int32)
-        tiles[:, 0], tiles[:, 2] = np.repeat(span[:, 0], sizes), np.repeat(span[:, 2], sizes)
-        tiles[:, 1] = np.concatenate([*first, np.empty(0, dtype=np.int64)])
+        sizes = -(-(span[:, 2] - span[:, 1]) // block_m)
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        tiles = np.zeros((len(within), _TILE_WORDS), dtype=np.int32)
+        tiles[:, :3] = np.repeat(span, sizes, axis=0)
+        tiles[:, 1] += within * block_m
         listed.append(tiles)
     max_tiles = max(-(-max(map(len, listed)) // _LIST_BLOCK), 1) * _LIST_BLOCK
     words = np.zeros((len(listed), _TILE_WORDS * (max_tiles + 1) + num_experts + _SLACK_WORDS), dtype=np.int32)

@@ -51,24 +51,24 @@ _SHAPES = re.compile(r"(?<!\w)(?:\(?\d[\d., x()]*\d\)?|\d)(?!\w)")
 
 def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite]]) -> Row:
     """The row of a policy from each suite's native outcomes and those with ours, by the suite's name."""
-    passed, ours_passed, ran, not_run = 0, 0, 0, 0
+    ours_passed, ran = 0, 0
     calls: dict[str, int] = {}
     again: list[str] = []
     lost: dict[str, str] = {}
     because: dict[str, dict[str, int]] = {}
     unsteady: list[str] = []
     counted: set[str] = set()  # older records may hold a test in another suite
+    left: set[str] = set()
     for name, (native, ours) in suites.items():
         unsteady += [test for test in native.unsteady if ours.outcomes.get(test, "passed") != "passed"]
         for test in native.with_outcome("passed"):
             if test in counted:
                 continue
-            counted.add(test)
-            passed += 1
             outcome = ours.outcomes.get(test)
             if outcome is None:
-                not_run += 1
+                left.add(test)
                 continue
+            counted.add(test)
             ours_passed += outcome == "passed"
             if outcome != "passed":
                 lost[test] = outcome
@@ -86,13 +86,13 @@ def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite
     return Row(
         policy,
         world_size,
-        passed,
+        len(counted | left),
         ours_passed,
         ran,
         dict(sorted(calls.items())),
         again,
         because,
-        not_run,
+        len(left - counted),
         lost,
         unsteady,
     )

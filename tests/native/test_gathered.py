@@ -24,6 +24,7 @@ from gathered_workers import (  # noqa: E402
 
 from ditron_train.cpu import interpreter  # noqa: E402
 from ditron_train.ep.gathered import GatheredLayout, place, sum_to_tokens  # noqa: E402
+from ditron_train.megatron.ep import gathered_experts  # noqa: E402
 from ditron_train.runtime.errors import NotSupportedError  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
@@ -145,10 +146,31 @@ def test_parts_cover_the_rows_of_experts_of_many_rows(sources, experts, fewest, 
             before = ends[e] - rows[e] + int(layout.counts[:source, e].sum())
             own = [row for one, row in part if one == e]
             assert own == list(range(before, before + int(layout.counts[source, e])))
-        if rest and cover:
-            assert len(part) >= cover
+    of_all = [sum(int(layout.counts[source, e]) for e in {e for e, _ in wanted}) for source in range(sources)]
+    needed = [min(cover, have) if cover is not None else have for have in of_all]
+    assert all(len(part) >= need for part, need in zip(of_sources, needed))
     least = min((rows[e] for e in cut), default=0)
     assert all(rows[e] <= least for e, _ in rest)
+    if len(cut) > 1:  # one fewer would not do
+        last = max(e for e in cut if rows[e] == least)
+        assert any(sum(e != last for e, _ in part) < need for part, need in zip(of_sources, needed))
+
+
+@pytest.mark.parametrize(
+    "rows, fewest, expected",
+    [((300, 300, 0), 257, 0), ((300, 600, 150), 257, 257), ((300, 100, 100), 257, None), ((0, 0, 0), 257, 0),
+     ((600, 300, 1), 1 << 30, None)],
+    ids=["many", "few", "too_many_of_few", "none", "never"],
+)  # fmt: skip
+def test_below_how_many_rows_products_are_native(monkeypatch, rows, fewest, expected):
+    """Where experts of few rows have a quarter of all at most."""
+    monkeypatch.setattr(gathered_experts, "why_not_called", lambda experts: None)
+    monkeypatch.setattr(gathered_experts, "_fewest_rows", lambda experts, like: fewest)
+    local_map = torch.stack([torch.arange(700) < have for have in rows], dim=1)
+    layout = GatheredLayout(local_map, 1)
+    assert gathered_experts.fewest_rows_of_call(None, layout, torch.empty(0)) == expected
+    monkeypatch.setattr(gathered_experts, "why_not_called", lambda experts: "an adapter")
+    assert gathered_experts.fewest_rows_of_call(None, layout, torch.empty(0)) is None
 
 
 def test_gathered_experts_are_tried_in_an_evaluation_before_training():

@@ -24,9 +24,12 @@ from ditron_train.megatron.ep.spec import MovementCall
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
 from ditron_train.tp.movement import StartedGather
+
+_MOST_ASKED = 8  # steps in which it is asked whether GEMMs go beside the movement, each at the cost of some overlap
 
 
 @outside_compile
@@ -52,6 +55,7 @@ class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
         self._started: StartedGather | None = None
         self._call: GatheredCall | None = None
         self._fuses: bool | None = None
+        self._num_asked = 0
         self._is_fused = False
         self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
         watch_schedule_nodes()
@@ -119,17 +123,23 @@ class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
         context = self._gathered_context = self._context_for(hidden_states, probs)
         if context is None:
             return super().token_dispatch(hidden_states, probs)
-        own_map, is_first = self.routing_map, self._fuses is None
+        own_map, is_open = self.routing_map, self._fuses is None
         try:
-            if is_first:  # what is tried for it cannot run while tokens are on their way
+            if is_open:  # what is tried for it cannot run while tokens are on their way
                 self._gather_routing()
                 self._fuses = self._asks_for_gemms(hidden_states, probs, context)
+                self._num_asked += 1
+                if self._fuses is None and self._num_asked == _MOST_ASKED:
+                    log_once(
+                        "ep gathered few", "ep: tokens move apart from GEMMs, most steps have experts of few rows"
+                    )
+                    self._fuses = False
             self._started = start(hidden_states, context, probs.dtype)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             self._native_because, self._gathered_context, self.routing_map = str(error), None, own_map
             self._log_native()
             return super().token_dispatch(hidden_states, probs)
-        if not is_first:
+        if not is_open:
             self._gather_routing()
         return hidden_states, gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
 
@@ -140,8 +150,8 @@ class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
     def _local(self, of_experts: torch.Tensor) -> torch.Tensor:
         return of_experts[:, self.local_expert_indices[0] : self.local_expert_indices[-1] + 1]
 
-    def _asks_for_gemms(self, hidden_states: torch.Tensor, probs: torch.Tensor, context: TPContext) -> bool:
-        """Whether the experts' GEMMs are to run beside the movement."""
+    def _asks_for_gemms(self, hidden_states: torch.Tensor, probs: torch.Tensor, context: TPContext) -> bool | None:
+        """Whether the experts' GEMMs are to run beside the movement; None: not to be told in this step."""
         experts, local_map = self._layer_modules.get("experts"), self._local(self.routing_map).contiguous()
         assert self._order is not None, "the context was asked for"
         return fuses_here(

@@ -8,7 +8,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from ditron_train.ep.expert_functions import MOST_FEW
-from ditron_train.ep.few_rows import fewest_rows_here
+from ditron_train.ep.few_rows import NEVER, OTHER_BITS, fewest_rows_here
 from ditron_train.ep.gathered import RowLayout
 from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.orders import SumOrder
@@ -30,8 +30,9 @@ def fuses_here(
     *,
     sum_dtype: torch.dtype,
     is_fused: bool,
-) -> bool:
-    """Whether a layer's GEMMs are to run beside its movement (collective the first time).
+) -> bool | None:
+    """Whether a layer's GEMMs are to run beside its movement (collective); None: this step has too many experts of few
+    rows to tell, on every rank.
 
     Args:
         experts: The layer's.
@@ -59,7 +60,9 @@ def fuses_here(
         x = hidden_states.detach()
         grad = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(1))
         seen = ExpertsCall(x, first, second, local_map, context.group, order, sum_dtype, is_fused, grad)
-        return gate.context_for(GATHERED_EXPERTS, seen) is not None and _fewest_rows(experts, x) > 0
+        if GATHERED_EXPERTS.why_no_row(seen) is not None:  # also measures from how many rows on bits are native's
+            return None
+        return gate.context_for(GATHERED_EXPERTS, seen) is not None
 
 
 def _fewest_rows(experts: Any, like: torch.Tensor) -> int:
@@ -81,8 +84,7 @@ def fewest_rows_of_call(experts: Any, layout: RowLayout, like: torch.Tensor) -> 
     share = int(layout.tokens_per_expert[few].sum()) / layout.num_rows
     is_fused = share <= MOST_FEW
     whose = "their GEMMs" if is_fused else "all GEMMs of such a step"
-    words = (
-        f"ep: {len(few)} of {num_experts} gathered experts have fewer than {fewest} rows in a step, {share:.0%} of all"
-    )
-    log_once(f"ep few gathered rows {is_fused}", f"{words}: {whose} are Transformer Engine's")
+    words = f"{len(few)} of {num_experts} gathered experts have fewer than {fewest} rows in a step, {share:.0%} of all"
+    words = f"gathered {OTHER_BITS}" if fewest == NEVER else words
+    log_once(f"ep few gathered rows {is_fused}", f"ep: {words}: {whose} are Transformer Engine's")
     return fewest if is_fused else None

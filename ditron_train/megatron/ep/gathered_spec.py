@@ -185,7 +185,7 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
                 from ditron_train.megatron.ep.experts import TEGemm, TEWgrad
 
                 splits = layout.tokens_per_expert.tolist()
-                one.wgrad, one.few, one.fewest_rows = TEWgrad(splits), TEGemm(splits).some, self._fewest_rows(call)
+                one.wgrad, one.few, one.fewest_rows = TEWgrad(splits), TEGemm(splits).some, self.fewest_rows(call)
             y = gather_linear(x, weights[:num], one)
             h = y[:, : weights[num].shape[1]].contiguous()
             return [linear_scatter(h, weights[num:], replace(one))]
@@ -196,15 +196,16 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         """See `OpSpec`: what a layer leaves native."""
         if call.x.device.type == "cpu":
             return None
-        counts, fewest = call.local_map.sum(0), self._fewest_rows(call)
+        counts, fewest = call.local_map.sum(0), self.fewest_rows(call)
         share = counts[counts < fewest].sum().double() / counts.sum().clamp(min=1)
         dist.all_reduce(share, op=dist.ReduceOp.MAX, group=call.group)
         if float(share) <= MOST_FEW:
             return None
         return f"{float(share):.0%} of a rank's rows are of experts with so few that a layer leaves its GEMMs native"
 
-    def _fewest_rows(self, call: ExpertsCall) -> int:
-        """Rows of an expert below which its product is native; the same on all ranks, which compare together."""
+    def fewest_rows(self, call: ExpertsCall) -> int:
+        """Rows of an expert below which its product is native; the same on all ranks, which compare together. It is
+        measured the first time."""
         products = products_of(len(call.firsts), call.firsts[0], call.seconds[0])
         return agreed_fewest_rows(products, call.x.dtype, call.x.device, call.group)
 
