@@ -130,9 +130,8 @@ class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
                 self._fuses = self._asks_for_gemms(hidden_states, probs, context)
                 self._num_asked += 1
                 if self._fuses is None and self._num_asked == _MOST_ASKED:
-                    log_once(
-                        "ep gathered few", "ep: tokens move apart from GEMMs, most steps have experts of few rows"
-                    )
+                    words = f"in each of {_MOST_ASKED} steps too many rows were of experts with few"
+                    log_once("ep gathered few", f"ep: tokens move before and after the experts' GEMMs, {words}")
                     self._fuses = False
             self._started = start(hidden_states, context, probs.dtype)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
