@@ -4,7 +4,7 @@ A rank sends its rows along its rail, to the rank with its place in every other 
 own node gathers by peer memory; then what has come from the next node is gathered and multiplied likewise. Rows cross
 the border once, and only the first border is not under a GEMM. Sums over ranks go from node to node in the order of
 the process group's own reduce-scatter (``nodes_gemm_rs``); where ours cannot follow it, or the policy found it to be
-slower, they are that reduce-scatter.
+slower, they are that reduce-scatter. So is the gather of a column layer's forward left to the process group.
 
     column: Y = AG(X) @ Wt^T by rails;  dX = RS(dY @ Wt) by rails, dWt = dY^T @ AG(X) as natively
     row:    Y = RS(X @ Wt^T) by rails;  dX = AG(dY) @ Wt by rails, which leaves AG(dY) for dWt
@@ -91,7 +91,13 @@ class ColumnOverNodes(torch.autograd.Function):
     def forward(ctx, x, weight, bias, context, wgrad):
         ctx.save_for_backward(x, weight)
         ctx.context, ctx.wgrad, ctx.has_bias = context, wgrad, bias is not None
-        y, _ = ag_gemm_over_nodes(_rows(x), weight, context=context)
+        rows = _rows(x)
+        if context.gathers_by_rails(len(rows) * context.world_size, *weight.shape):
+            y, _ = ag_gemm_over_nodes(rows, weight, context=context)
+        else:
+            total = rows.new_empty(len(rows) * context.world_size, rows.shape[1])
+            dist.all_gather_into_tensor(total, rows.contiguous(), group=context.group)
+            y = total.matmul(weight.t())
         return y if bias is None else y + bias
 
     @staticmethod

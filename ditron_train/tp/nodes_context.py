@@ -34,7 +34,8 @@ class NodesTPContext:
         nodes: The groups of a node and of a rail.
         inner: Context of this rank's node; None where a node has one rank.
         device: Where activations live.
-        left: Sums that the policy has left to the process group, by rows and columns of the product and K.
+        left: Exchanges that the policy has left to the process group, by their kind (``gather`` or ``sums``), rows and
+            columns of the product and K.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -70,9 +71,13 @@ class NodesTPContext:
             log_once(f"native {name} {order.reason}", f"{name}: native, {order.reason}", name="policy")
         return order.ring_step
 
+    def gathers_by_rails(self, rows: int, n: int, k: int) -> bool:
+        """Whether the [rows, k] of all ranks that a column layer's forward multiplies are gathered by rails."""
+        return ("gather", rows, n, k) not in self.left
+
     def sums_by_rails(self, rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
         """Whether a product [rows, k] @ [k, n] is reduce-scattered by rails (collective the first time)."""
-        if (rows, n, k) in self.left or rows % self.world_size:
+        if ("sums", rows, n, k) in self.left or rows % self.world_size:
             return False
         if self.inner is not None and not (covers(n, dtype) and can_copy(self.inner)):
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -218,11 +219,51 @@ def tp_linears(ranks, batch, dtype):
     return found.count("send")
 
 
+def tp_trials(kind, slower):
+    """What goes by rails in a layer, forward alone and then with its backward, where the trials whose words one of
+    ``slower`` matches are not faster; None where it runs natively. With that what was tried."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
+    import ep_workers as workers
+
+    from ditron_train.megatron.tp.spec import COLUMN, ROW, LinearCall
+    from ditron_train.policy import Decision, gate, results
+    from ditron_train.policy import spec as policy_spec
+    from ditron_train.policy.probe import comparing_on_cpu
+    from ditron_train.tp import nodes as tp_nodes
+
+    tried, found = [], []
+
+    def decide(words, native, ours, **_):
+        tried.append(words.split(" nodes, ")[1])
+        is_slower = any(re.fullmatch(one, tried[-1]) for one in slower)
+        return Decision(all(map(torch.equal, native(), ours())) and not is_slower, "posed", True, None, None)
+
+    world, generator = dist.get_world_size(), torch.Generator().manual_seed(dist.get_rank())
+    spec, rows, rows_out = (COLUMN, 6, 6 * world) if kind == "column" else (ROW, 6 * world, 6)
+    x, grad_y = torch.randn(rows, 24, generator=generator), torch.randn(rows_out, 16, generator=generator)
+    weight = torch.zeros(16, 24).fill_diagonal_(2.0 ** (dist.get_rank() % 3))  # products are exact
+    with workers.groups():
+        group = make_group(dist.group.WORLD, range(world), "trials")
+        call = LinearCall(x, weight, group, grad_y=grad_y)
+        with comparing_on_cpu(), mock.patch.object(policy_spec, "decide", decide):
+            context = gate.answer_for(spec, call).context
+        if context is None:
+            return None, tried
+        with _counting(tp_nodes, "_parts", found), _counting(tp_nodes, "gemm_rs_over_nodes", found):
+            with torch.no_grad():
+                (y,) = spec.fused(call, context)(x, weight)
+            forward = sorted(found)
+            del found[:]
+            expected = results(spec, call)
+            assert all(map(torch.equal, expected, results(spec, call, context))) and torch.equal(expected[0], y)
+        return (forward, sorted(found)), tried
+
+
 @contextlib.contextmanager
 def _counting(owner, name, calls):
     """Notes each call of a function of ``owner``."""
     function = getattr(owner, name)
-    setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
+    setattr(owner, name, lambda *args, **named: (calls.append(name), function(*args, **named))[1])
     try:
         yield
     finally:

@@ -27,6 +27,27 @@ def test_linear_layers(nodes, ranks, batch, dtype):
     assert run_on_nodes(nodes, 2, bodies.tp_linears, ranks, batch, dtype) == wanted
 
 
+GATHER, SUMS = "_parts", "gemm_rs_over_nodes"
+BY_RAILS = "descending sums"
+
+
+@pytest.mark.parametrize(
+    ("kind", "slower", "ways", "tried"),
+    [
+        ("column", [], ([GATHER], [GATHER, SUMS]), [f"{BY_RAILS}, forward", BY_RAILS]),
+        ("column", [".*forward"], ([], [SUMS]), [f"{BY_RAILS}, forward", f"{BY_RAILS}, native gather"]),
+        ("column", [BY_RAILS], ([GATHER], [GATHER]), [f"{BY_RAILS}, forward", BY_RAILS, "native sums"]),
+        ("column", [f"{BY_RAILS}.*"], None, [f"{BY_RAILS}, forward", f"{BY_RAILS}, native gather"]),
+        ("row", [], ([SUMS], [GATHER, SUMS]), [f"{BY_RAILS}, forward", BY_RAILS]),
+        ("row", [".*forward"], ([], [GATHER]), [f"{BY_RAILS}, forward", "native sums"]),
+        ("row", [BY_RAILS], ([], [GATHER]), [f"{BY_RAILS}, forward", BY_RAILS, "native sums"]),
+        ("row", [f"{BY_RAILS}.*", "native sums"], None, [f"{BY_RAILS}, forward", "native sums"]),
+    ],
+)
+def test_what_is_not_faster_by_rails_is_left_to_the_process_group(kind, slower, ways, tried):
+    assert run_on_nodes(2, 2, bodies.tp_trials, kind, slower) == [(ways, tried)] * 4
+
+
 CASES = st.tuples(
     st.sampled_from([1, 2]),  # ranks of each node
     st.sampled_from([1, -1]),  # NCCL's ring ascends, gloo's descends

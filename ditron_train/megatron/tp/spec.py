@@ -22,6 +22,7 @@ from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_b
 from ditron_train.megatron.shared.devices import why_not_on_device
 from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
+from ditron_train.megatron.tp.over_nodes import decide_over_nodes, words_over_nodes
 from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Pass, Place, Run, Shape
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
@@ -51,6 +52,7 @@ class LinearCall(NamedTuple):
             kernel.
         grad_y: Gradient of the result, for comparisons.
         bias: What is added inside the product of ``column``, in front of its rounding (Transformer Engine's layers).
+        is_forward: Of what is compared: whether it is the forward pass alone.
     """
 
     x: torch.Tensor
@@ -59,6 +61,7 @@ class LinearCall(NamedTuple):
     is_frozen: bool = False
     grad_y: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    is_forward: bool = False
 
 
 class LinearSpec(OpSpec[LinearCall, Any]):
@@ -130,20 +133,13 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         by_table = isinstance(context, TPContext) and get_settings().policy == "strict"
         if by_table and self._table_prefers_native(call, context):
             return Decision(False, "by the tuning table: nothing that was tried is faster", None, None, None)
-        sums = self._summed_product(call, context)
-        decision = super().decide(call, context)
-        if isinstance(context, NodesTPContext) and not decision.use_ditron and context.sums_by_rails(*sums):
-            context.left.add(sums[:3])  # sums over nodes as natively, gathers by rails
-            decision = super().decide(call, context)
+        ask = super().decide
+        if isinstance(context, NodesTPContext):
+            decision = decide_over_nodes(lambda one: ask(one, context), call, context, is_column=self.kind == "column")
+        else:
+            decision = ask(call, context)
         context.synchronize()
         return decision
-
-    def _summed_product(self, call: LinearCall, context: Any) -> tuple[int, int, int, torch.dtype]:
-        """Rows, columns and K of the product that the layer adds up over ranks, and its type."""
-        rows, (n, k) = call.x.shape[:-1].numel(), call.weight.shape
-        if self.kind == "column":
-            return rows * context.world_size, k, n, call.x.dtype
-        return rows, n, k, call.x.dtype
 
     def words(self, call: LinearCall, context: TPContext) -> str:
         rows = call.x.shape[:-1].numel()  # however they are split into sequences: verify's plan holds for a job
@@ -152,10 +148,7 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         frozen += "" if call.bias is None else ", bias inside"
         nodes = ""
         if isinstance(context, NodesTPContext):
-            rows, n, k, dtype = self._summed_product(call, context)
-            step = context.ring_step(rows, n, dtype) if context.sums_by_rails(rows, n, k, dtype) else 0
-            order = {1: "ascending", -1: "descending", 0: "native"}[step]
-            nodes = f", over {context.nodes.num_nodes} nodes, {order} sums"
+            nodes = words_over_nodes(call, context, is_column=self.kind == "column")
         return f"{self.name} {sizes} {str(call.x.dtype).removeprefix('torch.')}{frozen}{nodes}"
 
     def where(self, call: LinearCall) -> str:
@@ -205,6 +198,8 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         return True, not (call.is_frozen and self.kind == "column")
 
     def grads(self, call: LinearCall) -> Sequence[torch.Tensor]:
+        if call.is_forward:
+            return ()
         assert call.grad_y is not None
         return (call.grad_y,)
 

@@ -10,7 +10,6 @@ import argparse
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from ditron_train.symm.exchange import exchange
 from ditron_train.symm.nodes import NodeGroups, node_groups
 from ditron_train.tools.arguments import add_common_arguments
 from ditron_train.tools.session import BenchSession, bench_session
-from ditron_train.tp.problem import Layout
 
 if TYPE_CHECKING:
     from ditron_train.megatron.tp.spec import LinearSpec
@@ -178,63 +176,48 @@ def _linears(session: BenchSession, divide: int) -> Iterator[_Case]:
 
 
 def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> Iterator[_Case]:
-    """The layer, forward and backward; its product with sums over ranks alone; and a column layer's forward."""
+    """The layer, forward and backward; its forward alone; and of a column layer the backward alone."""
     from megatron.core import parallel_state
 
     from ditron_train.tp.nodes_context import NodesTPContext
-    from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
 
     group = parallel_state.get_tensor_model_parallel_group()
     call = spec.sample(Shape("posed", sizes), _place(session), 0)._replace(group=group)
     context: Any = spec.context(call)
-    is_column = spec.kind == "column"
-    product, factor = (call.grad_y, call.weight) if is_column else (call.x, call.weight.t())
-    assert product is not None
 
-    def native() -> list[torch.Tensor]:
-        whole = product.matmul(factor)
-        out = whole.new_empty(len(whole) // session.world_size, whole.shape[1])
-        dist.reduce_scatter_tensor(out, whole, group=group)
-        return [out]
+    def layer(context: Any) -> Callable[[], Any]:
+        return lambda: results(spec, call, context)
 
-    def fused() -> list[torch.Tensor]:
-        layout: Layout = "nn" if is_column else "nt"
-        return [gemm_rs_over_nodes(product, call.weight, context=context, layout=layout)]
+    def forward(context: Any) -> Callable[[], Any]:
+        return lambda: results(spec, call._replace(is_forward=True), context)
 
-    def by_rails(function: Callable[[], Any]) -> Callable[[], Any]:
-        """Whatever the policy has left to the process group."""
+    def backward(context: Any) -> Callable[[], Any]:
+        leaves = [tensor.detach().requires_grad_() for tensor in spec.inputs(call)]
+        function = spec.megatron(call) if context is None else spec.fused(call, context)
+        found = function(*leaves)
+        return lambda: torch.autograd.grad(found, leaves, spec.grads(call), retain_graph=True)
 
-        def run() -> Any:
+    if not isinstance(context, NodesTPContext):  # memory reaches all nodes: nothing goes along rails
+        yield _Case(spec, call, Shape("posed", sizes), layer(None), layer(context))
+        return
+
+    def case(make: Callable[[Any], Callable[[], Any]], **fields: Any) -> _Case:
+        ours = make(context)
+
+        def by_rails() -> Any:
+            """Whatever the policy has left to the process group."""
             left, context.left = context.left, set()
             try:
-                return function()
+                return ours()
             finally:
                 context.left = left
 
-        return run
+        return _Case(spec, call, Shape("posed", sizes), make(None), by_rails, lambda: ours, **fields)
 
-    def pass_of(context: Any, *, forward: bool = False) -> Callable[[], Any]:
-        if not forward:
-            return lambda: results(spec, call, context)
-        function = spec.megatron(call) if context is None else spec.fused(call, context)
-        return torch.no_grad()(lambda: list(function(*spec.inputs(call))))
-
-    if not isinstance(context, NodesTPContext):  # memory reaches all nodes: nothing goes along rails
-        yield _Case(spec, call, Shape("posed", sizes), pass_of(None), pass_of(context))
-        return
-    one, whole, sum_by_rails = partial(_Case, spec, call), by_rails(pass_of(context)), by_rails(fused)
-
-    def strict_sum() -> Callable[[], Any]:
-        is_ours = context.sums_by_rails(len(product), factor.shape[1], len(factor), product.dtype)
-        return sum_by_rails if is_ours else native
-
-    yield one(Shape("posed", sizes), pass_of(None), whole, lambda: pass_of(context) if context.left else whole)
-    if is_column:
-        alone = pass_of(None, forward=True), pass_of(context, forward=True)
-        yield one(Shape("posed", sizes), *alone, op="ag_gemm", measured="forward")
-    sums = {"m": len(product), "n": factor.shape[1], "k": len(factor) * session.world_size}
-    shape = Shape("column layer, backward" if is_column else "row layer, forward", sums)
-    yield one(shape, native, sum_by_rails, strict_sum, "gemm_rs", "forward")
+    yield case(layer)
+    yield case(forward, op="ag_gemm" if spec.kind == "column" else "gemm_rs", measured="forward")
+    if spec.kind == "column":
+        yield case(backward, measured="backward")
 
 
 def _exchanges(session: BenchSession, divide: int) -> Iterator[_Case]:
@@ -325,7 +308,8 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
         timings = {"native": found["native"], "ditron": found[names[strict]]}
         peer = {} if case.fused is None else dict(peer="fused path", peer_us=found["fused"].median_us)
     direction = case.measured or case.spec.measured
-    direction = "forward_backward" if direction == "backward" else direction
+    if case.measured is None and direction == "backward":
+        direction = "forward_backward"
     fields: dict[str, Any] = dict(**peer, plan=[plan], fused_sends=count)
     sizes = dict(case.shape.sizes)
     session.add(session.row(case.op or case.spec.row, direction, case.shape.model, sizes, timings, equal, **fields))
