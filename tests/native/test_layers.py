@@ -458,8 +458,8 @@ def test_layers_without_sequence_parallelism_equal_native(world_size, options, f
     ("kind", "world_size", "words"), [("column", 4, None), ("column", 8, "7 peers"), ("row", 8, None)]
 )
 def test_what_is_sent_whole_has_few_peers(monkeypatch, kind, world_size, words):
+    from ditron_train.megatron.tp.linear_call import LinearCall
     from ditron_train.megatron.tp.reduced_spec import ReducedLinearSpec
-    from ditron_train.megatron.tp.spec import LinearCall
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
     reason = ReducedLinearSpec(kind).why_not(LinearCall(torch.ones(4, 1, 16), torch.ones(8, 16), None))
@@ -469,7 +469,8 @@ def test_what_is_sent_whole_has_few_peers(monkeypatch, kind, world_size, words):
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_an_input_with_strides_is_compared_as_a_copy(kind):
     """What the policy compares with refuses strides in front of a gather; Transformer Engine's layers copy them."""
-    from ditron_train.megatron.tp.spec import LinearCall, LinearSpec
+    from ditron_train.megatron.tp.linear_call import LinearCall
+    from ditron_train.megatron.tp.spec import LinearSpec
 
     x = torch.arange(40.0).view(8, 1, 5)[..., :3]
     given, _ = LinearSpec(kind).inputs(LinearCall(x, torch.ones(4, 3), None))

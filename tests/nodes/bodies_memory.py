@@ -49,7 +49,8 @@ def linear_of_a_node_without_memory(kind, lacking, capped):
     sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
     import ep_workers as workers
 
-    from ditron_train.megatron.tp.spec import COLUMN, ROW, LinearCall
+    from ditron_train.megatron.tp.linear_call import LinearCall
+    from ditron_train.megatron.tp.spec import COLUMN, ROW
     from ditron_train.policy import gate, results
 
     spec, world, rank = (COLUMN if kind == "column" else ROW), dist.get_world_size(), dist.get_rank()

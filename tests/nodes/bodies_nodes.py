@@ -187,7 +187,8 @@ def tp_linears(ranks, batch, dtype):
     sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
     import ep_workers as workers
 
-    from ditron_train.megatron.tp.spec import COLUMN, ROW, LinearCall
+    from ditron_train.megatron.tp.linear_call import LinearCall
+    from ditron_train.megatron.tp.spec import COLUMN, ROW
     from ditron_train.policy import gate, results
     from ditron_train.tp import nodes as tp_nodes
     from ditron_train.tp import nodes_gemm_rs
@@ -225,7 +226,8 @@ def tp_trials(kind, slower):
     sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
     import ep_workers as workers
 
-    from ditron_train.megatron.tp.spec import COLUMN, ROW, LinearCall
+    from ditron_train.megatron.tp.linear_call import LinearCall
+    from ditron_train.megatron.tp.spec import COLUMN, ROW
     from ditron_train.policy import Decision, gate, results
     from ditron_train.policy import spec as policy_spec
     from ditron_train.policy.probe import comparing_on_cpu

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.policy import Decision
 from ditron_train.policy.probe import compares
 from ditron_train.runtime.settings import get_settings
 from ditron_train.tp.nodes_context import NodesTPContext
-
-if TYPE_CHECKING:
-    from ditron_train.megatron.tp.spec import LinearCall
 
 Product = tuple[int, int, int]  # rows, columns and K of all that a rank multiplies
 _ORDERS = {1: "ascending", -1: "descending", 0: "native"}

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 from ditron_train.megatron.shared.values import why_hidden
-from ditron_train.megatron.tp.spec import Kind, LinearCall, LinearSpec, native_linear
+from ditron_train.megatron.tp.linear_call import LinearCall
+from ditron_train.megatron.tp.spec import Kind, LinearSpec, native_linear
 from ditron_train.policy import Cost, Function, ModelSizes, Place, Shape
 from ditron_train.runtime.values import make_values
 from ditron_train.tp.all_reduce_functions import column_linear_ar, row_linear_ar

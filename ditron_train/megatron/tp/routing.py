@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.reduced_spec import COLUMN_AR, ROW_AR
-from ditron_train.megatron.tp.spec import COLUMN, ROW, Kind, LinearCall, LinearSpec
+from ditron_train.megatron.tp.spec import COLUMN, ROW, Kind, LinearSpec
 from ditron_train.policy import OpSpec, gate
 from ditron_train.tp.all_reduce_functions import column_linear_ar, row_linear_ar
 from ditron_train.tp.context import TPContext

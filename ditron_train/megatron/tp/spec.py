@@ -8,7 +8,7 @@ be had, whether all results have the bits of Megatron's path, and whether they c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_b
 from ditron_train.megatron.shared.devices import why_not_on_device
 from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
+from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.over_nodes import decide_over_nodes, words_over_nodes
 from ditron_train.policy import Cost, Decision, Function, ModelSizes, OpSpec, Pass, Place, Run, Shape
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -39,29 +40,6 @@ Kind = Literal["column", "row"]
 
 _GPU_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class LinearCall(NamedTuple):
-    """One call of a linear layer on this rank.
-
-    Attributes:
-        x: Input ``[s, b, K]`` or ``[tokens, K]``: of ``column`` the local part of the sequence.
-        weight: This rank's ``[N, K]``.
-        group: Tensor parallel group.
-        is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another
-            kernel.
-        grad_y: Gradient of the result, for comparisons.
-        bias: What is added inside the product of ``column``, in front of its rounding (Transformer Engine's layers).
-        is_forward: Of what is compared: whether it is the forward pass alone.
-    """
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    group: dist.ProcessGroup
-    is_frozen: bool = False
-    grad_y: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    is_forward: bool = False
 
 
 class LinearSpec(OpSpec[LinearCall, Any]):

@@ -31,8 +31,8 @@ from ditron_train.megatron.sp.linears import LocalLinears
 from ditron_train.megatron.sp.norms import norms_of
 from ditron_train.megatron.sp.output import why_not_left
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
+from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.routing import spec_of
-from ditron_train.megatron.tp.spec import LinearCall
 from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,

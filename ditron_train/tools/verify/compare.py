@@ -7,8 +7,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.routing import spec_of
-from ditron_train.megatron.tp.spec import LinearCall, LinearSpec
+from ditron_train.megatron.tp.spec import LinearSpec
 from ditron_train.policy import Place, Shape, gate, results
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.cases import Case
