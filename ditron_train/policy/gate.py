@@ -89,6 +89,15 @@ class Gate:
         reason = late_host.why_not(max(said))
         return Answer(answer.context) if reason is None else self._native(spec, f"{spec.where(call)}{reason}")
 
+    def key_of(self, spec: OpSpec[Call, Context], call: Call) -> _Key:
+        """Where the answer to ``call`` is kept, for ``recall``."""
+        return _key_of(spec, call)
+
+    def recall(self, key: _Key) -> Answer | None:
+        """What was decided for a key of ``key_of``: one look-up. None where it was not, or may still change."""
+        answer = self._answers.get(key)
+        return None if answer is None or answer.late_host is not None else answer
+
     def knows(self, spec: OpSpec[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
         is_full = self._counts.get((spec.name, spec.group(call)), 0) >= self.most_shapes

@@ -12,6 +12,7 @@ from ditron_train.policy.plan import Entry
 from ditron_train.runtime.device import is_capturing
 
 _FIRST, _LAST = 12, 44  # calls that are looked at: behind those that compile kernels and compare
+_CALLS_OF_A_LATE_LOOK = 3.0  # at which what the host takes longer counts
 
 
 class LateHost:
@@ -57,8 +58,10 @@ class LateHost:
         """Why the op runs by Megatron's path where the host is late at this share of its calls, or None.
 
         Where the host is late, the step takes as long as the host does, and what the device gains is worth nothing.
+        That is so at more calls than those at which a look found nothing queued: in front of each of them the lead was
+        used up at others (a traced step in which a look in three did so lost nearly all that its calls took longer).
         """
-        if lateness * self._longer_us <= (1.0 - lateness) * self._gain_us:
+        if min(1.0, _CALLS_OF_A_LATE_LOOK * lateness) * self._longer_us <= (1.0 - lateness) * self._gain_us:
             return None
         return (
             f"the host is late at {lateness:.0%} of its calls, and takes {self._longer_us:.0f} us longer for it; the "

@@ -21,7 +21,7 @@ _DECISIONS = (
 )
 _TE_DECISIONS = (
     ("ditron_train.megatron.tp.te_layers", "route", "tp"),
-    ("ditron_train.megatron.tp.te_layers", "route_fp8", "tp"),
+    ("ditron_train.megatron.tp.te_layers", "answer_in_fp8", "tp"),
     ("ditron_train.megatron.sp.te_fp8_linears", "Fp8Linears.route", "sp"),
     ("ditron_train.megatron.sp.te_attention", "route_exchange", "sp"),
 )

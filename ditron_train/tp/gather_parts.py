@@ -132,12 +132,12 @@ class StartedParts:
         counted, as after ``wait``: go through it to the end, or close it."""
         prepared, sent = self._prepared, self._sent[: self._num_in_turn]
         context = prepared.context
+        of_ranks = list(zip(*(total.chunk(context.world_size) for total in self.totals[: len(sent)])))
         context.resume(self._started_on, *self._sent)
         try:
             for source in prepared.arrival_order:
                 prepared.wait_for(source)
-                parts = [total.chunk(context.world_size)[source] for total in self.totals[: len(sent)]]
-                yield source, list(sent) if source == context.rank else parts
+                yield source, list(sent if source == context.rank else of_ranks[source])
         finally:
             prepared.wait()
 

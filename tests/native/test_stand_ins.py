@@ -330,6 +330,7 @@ for name in (
 ):
     setattr(native, name, type(name, (Layer,), {}))
 from ditron_train.megatron.tp import te_layers as tp_te
+from ditron_train.megatron.tp import te_routes as routes
 
 asked = []
 tp_te.route = lambda *args, **kwargs: asked.append(args)
@@ -371,17 +372,67 @@ import torch
 
 layer, x = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4)
 states.fp8_graph_capturing = lambda: False  # of graphs that Transformer Engine makes; Megatron's own say nothing
-tp_te.why_not_recipe = tp_te.why_not_code = lambda *args: None
-assert tp_te.why_not_fp8(layer, x) is None
-tp_te.is_capturing = lambda device: True
-assert tp_te.why_not_fp8(layer, x) == "FP8 is calibrated or captured"
+routes.why_not_recipe = routes.why_not_code = lambda *args: None
+assert routes.why_not_fp8(layer, x) is None
+routes.is_capturing = lambda device: True
+assert routes.why_not_fp8(layer, x) == "FP8 is calibrated or captured"
+"""
+
+_FP8_ASKED_ONCE = """
+import torch
+
+from ditron_train.policy import Answer
+
+states.fp8_graph_capturing = lambda: False
+layer, x, gated, kept = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4), [], {}
+layer.weight = torch.nn.Parameter(torch.zeros(4, 4))
+reason, recipe = None, ("recipe", 1)
+states.get_fp8_recipe = lambda: recipe
+routes.why_not_recipe, routes.why_not_code = lambda *args: asked.append(args) or reason, lambda *args: None
+
+
+def route(layer, kind, x, state):
+    gated.append(kind)
+    key = (kind, x.shape)
+    kept[key] = Answer("context")
+    routes._known[layer] = state, key
+    return kept[key]
+
+
+routes._route, routes.gate = route, types.SimpleNamespace(recall=kept.get)
+for one in (x, x, x + 1):
+    assert routes.answer_in_fp8(layer, "column", one).context == "context"
+assert len(asked) == len(gated) == 1, "what was answered is looked up"
+kept["column", x.shape] = Answer(None, "the host is late")
+assert routes.answer_in_fp8(layer, "column", x) is None and len(asked) == 1
+kept.clear()  # the gate has forgotten it, or a late host may still change it
+assert routes.answer_in_fp8(layer, "column", x).context == "context" and len(asked) == len(gated) == 2
+changes = [
+    lambda: setattr(states, "get_fp8_recipe", lambda: ("recipe", 2)),
+    lambda: layer.weight.requires_grad_(False),
+    lambda: setattr(layer, "weight", torch.nn.Parameter(torch.zeros(4, 4))),
+    lambda: setattr(layer, "wgrad_store", types.SimpleNamespace(delay_wgrad_compute=lambda: None)),
+    lambda: setattr(routes, "is_cpu_offload_enabled", lambda: True),
+]
+for number, change in enumerate(changes, 3):
+    change()
+    answer = routes.answer_in_fp8(layer, "column", x)
+    assert len(asked) == number and (answer is None) is (number == 7), "it depends on this, too"
+routes.is_cpu_offload_enabled = lambda: False
+assert routes.answer_in_fp8(layer, "column", x[:2]).context == "context" and len(asked) == 8
+reason = "a reason"
+for one in (x, x):
+    assert routes.answer_in_fp8(layer, "column", one) is None
+assert len(asked) == 9
+routes.is_capturing = lambda device: True
+assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answered before"
 """
 
 
 @pytest.mark.parametrize(
     "body",
-    [_NORM_RETURNED, _COMMUNICATION_OF_ANOTHER, _SYMMETRIC, _FP8_IN_MEGATRONS_GRAPH],
-    ids=["norm", "shared_experts", "symmetric", "fp8_in_a_graph"],
+    [_NORM_RETURNED, _COMMUNICATION_OF_ANOTHER, _SYMMETRIC, _FP8_IN_MEGATRONS_GRAPH, _FP8_ASKED_ONCE],
+    ids=["norm", "shared_experts", "symmetric", "fp8_in_a_graph", "fp8_asked_once"],
 )
 def test_what_transformer_engine_does_that_ours_do_not_runs_natively(body):
     """Of its layers, only what is asked here stands for them."""

@@ -18,7 +18,7 @@ from ditron_train.megatron.sp.fp8_spec import FP8_PROJECTION, Fp8ProjectionCall
 from ditron_train.megatron.sp.te_fp8_passes import qkv_in_heads
 from ditron_train.megatron.sp.te_linears import TELinears
 from ditron_train.megatron.tp.te_fp8 import scaling_of
-from ditron_train.megatron.tp.te_layers import why_not_fp8
+from ditron_train.megatron.tp.te_routes import why_not_fp8
 from ditron_train.policy import gate
 from ditron_train.sp import LateWgrad, SPContext, sequence_exchange
 from ditron_train.sp.head_norms import Norms

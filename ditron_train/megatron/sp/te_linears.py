@@ -18,7 +18,8 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from ditron_train.megatron.shared.te_wgrad import TELinearWgrad, wgrad_of
 from ditron_train.megatron.sp.projections import Projections
 from ditron_train.megatron.tp.te_coverage import why_not_delayed
-from ditron_train.megatron.tp.te_layers import normalised, why_not_covered
+from ditron_train.megatron.tp.te_layers import normalised
+from ditron_train.megatron.tp.te_routes import why_not_covered
 
 __all__ = ["TELinears", "computes_in_fp8"]
 

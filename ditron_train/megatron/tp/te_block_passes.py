@@ -26,6 +26,7 @@ from ditron_train.megatron.tp.te_blocks import (
     rows_of,
     scales_of_shares,
     sent,
+    with_rows,
 )
 from ditron_train.megatron.tp.te_passes import Pass, Sharded, like_quantized
 from ditron_train.tp.context import TPContext
@@ -56,9 +57,11 @@ def _multiply_arrivals(
     total, own = started.totals[0], like.get_metadata()[f"{ROWS}_data"]
     out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
     shares = out.view(total.shape[0], -1).chunk(total.numel() // own.numel())
+    rows: Any = None
     with contextlib.closing(started.arrivals()) as arrivals:
         for source, (data, scales) in arrivals:
-            te_ops.general_gemm(weight, rows_of(like, data, scales), *args, **{**kwargs, "out": shares[source]})
+            rows = rows_of(like, data, scales) if rows is None else with_rows(rows, data, scales)
+            te_ops.general_gemm(weight, rows, *args, **{**kwargs, "out": shares[source]})
     return out
 
 
@@ -99,10 +102,11 @@ class RowForward(tensorwise.RowForward):
         data = fields[f"{ROWS}_data"]
         flat, world_size = data.view(-1, data.shape[-1]), self._context.world_size
         scales, share = scales_of_shares(fields[f"{ROWS}_scale_inv"], world_size), len(flat) // world_size
+        part = rows_of(rows, flat[:share], scales[0])
 
         def compute(place: slice, out: torch.Tensor) -> None:
             assert place.stop - place.start == share, "a rank's rows are whole blocks"
-            part = rows_of(rows, flat[place], scales[place.start // share])
+            with_rows(part, flat[place], scales[place.start // share])
             te_ops.general_gemm(weight, part, *args, **{**kwargs, "out": out})
 
         shape = (*data.shape[:-1], weight.get_metadata()[f"{ROWS}_data"].shape[0])

@@ -103,6 +103,13 @@ def rows_of(like: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
     return operand_like(like, data.shape, **fields, columnwise_data=None, columnwise_scale_inv=None)
 
 
+def with_rows(operand: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
+    """An operand of ``rows_of`` with other rows, as many: a kernel that was launched has the addresses of the former.
+    It takes the host a tenth of making another."""
+    operand._rowwise_data, operand._rowwise_scale_inv = data, scales
+    return operand
+
+
 def scales_of_shares(scales: torch.Tensor, world_size: int) -> tuple[torch.Tensor, ...]:
     """Scales [K / 128, rows] as GEMMs take those of each rank's share of the rows: one copy for all of them."""
     return scales.unflatten(1, (world_size, -1)).transpose(0, 1).contiguous().unbind()

@@ -16,26 +16,18 @@ from megatron.core.extensions.transformer_engine import (
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
-from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
-from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module._common import apply_normalization
 
 from ditron_train.megatron.shared.te_wgrad import bias_in_product, wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_coverage import (
-    OFFLOADED,
-    WITHOUT_SEQUENCE_PARALLEL,
-    why_not_delayed,
-    why_not_options,
-    why_not_parameters,
-)
-from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of, why_not_code, why_not_recipe
+from ditron_train.megatron.tp.te_coverage import WITHOUT_SEQUENCE_PARALLEL
+from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of
 from ditron_train.megatron.tp.te_passes import reduce_amax_in_passes
-from ditron_train.policy import Answer, gate, log_native
+from ditron_train.megatron.tp.te_routes import answer_in_fp8, why_not_covered
+from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
-from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
 
@@ -82,52 +74,12 @@ def normalised(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return _Norm.apply(rows, layer.layer_norm_weight, layer.layer_norm_bias, layer, sm_margin).view(x.shape)
 
 
-def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
-    """What Transformer Engine would do in this call that the op does not do, or would not do that it does."""
-    if (
-        FP8GlobalStateManager.is_fp8_enabled()
-        or FP8GlobalStateManager.is_fp8_calibration()
-        or layer.primary_weights_in_fp8
-    ):
-        return "the layer computes in FP8"
-    return _why_not_options(layer, x)
-
-
-def _why_not_options(layer: Any, x: torch.Tensor) -> str | None:
-    reason = why_not_options(layer, x)
-    if reason is None and is_cpu_offload_enabled():
-        reason = OFFLOADED
-    if reason is None and (is_in_onnx_export_mode() or layer.is_debug_iter() or layer.fsdp_group is not None):
-        reason = "ONNX export, debugging or FSDP scattering is on"
-    return reason
-
-
-def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
-    """As ``why_not_covered``, where the layer computes in FP8."""
-    is_captured = FP8GlobalStateManager.fp8_graph_capturing() or is_capturing(x.device)  # by TE, or by Megatron
-    if FP8GlobalStateManager.is_fp8_calibration() or is_captured:
-        return "FP8 is calibrated or captured"
-    recipe = FP8GlobalStateManager.get_fp8_recipe()
-    reason = why_not_recipe(recipe)
-    if reason is None and layer.primary_weights_in_fp8:
-        reason = why_not_parameters([one.__name__ for one in type(recipe).__mro__])
-    if reason is not None:
-        return reason
-    if torch.is_autocast_enabled(x.device.type):
-        return "autocast is on"
-    return _why_not_options(layer, x) or why_not_delayed(layer) or why_not_code(layer.__class__)
-
-
 def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torch.Tensor], Any]) -> Any:
     """A call of a layer that computes in FP8: Transformer Engine's own either way, overlapped where that is covered,
     has the same bits and is faster."""
     answer = None
     if layer.sequence_parallel:
-        reason = why_not_fp8(layer, x)
-        if reason is not None:
-            log_native(f"tp {kind} (TE, FP8)", reason)
-        else:
-            answer = route_fp8(layer, kind, x)
+        answer = answer_in_fp8(layer, kind, x)
     elif layer.tp_size > 1:
         log_native(f"tp {kind} (TE, FP8)", WITHOUT_SEQUENCE_PARALLEL)
     if answer is None:
@@ -155,26 +107,6 @@ def _run(
     if kind == "row" and layer.gemm_bias_unfused_add:
         out = out + layer.bias
     return out, layer.bias if layer.te_return_bias else None
-
-
-def route_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
-    """The answer with the context to run this call of a layer in FP8 with, or None for Megatron's path.
-
-    Raises:
-        MismatchError: The ranks' calls differ in shapes, types or recipes.
-    """
-    from ditron_train.megatron.tp.fp8_spec import FP8_COLUMN, FP8_ROW, Fp8Call
-
-    recipe, weight = FP8GlobalStateManager.get_fp8_recipe(), layer.weight
-    grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
-    what = (grad_format, not weight.requires_grad, scaling_of(recipe), type(recipe).__name__)
-    has_bias = bool(kind == "column" and layer.use_bias and layer.apply_bias)
-    call = Fp8Call(x, weight, layer.tp_group, *what, has_bias)
-    spec = FP8_COLUMN if kind == "column" else FP8_ROW
-    if not gate.knows(spec, call):
-        spec.check_ranks_agree(call)
-    answer = gate.answer_for(spec, call)
-    return None if answer.context is None else answer
 
 
 def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ditron_train.gemm.operands import TensorScales
-from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized
+from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized, operand_like
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
 from ditron_train.tp.ops import ag_gemm, gemm_rs
@@ -148,11 +148,16 @@ class RowBackward(_Gathering):
         if rows is not self._total or started is None:
             return super().multiply(weight, rows, *args, **kwargs)
         self._started = None
-        quantizer, num_columns = rows.get_metadata()["quantizer"], weight.get_metadata()["data_transpose"].shape[0]
+        share: Any = None
+        num_columns = weight.get_metadata()["data_transpose"].shape[0]
         num_rows, device = started.rows.shape[0], started.rows.device
         out = torch.empty(num_rows, num_columns, dtype=kwargs["out_dtype"], device=device)
         with contextlib.closing(started.arrivals()) as arrivals:
             for place, part in arrivals:
                 kwargs["out"] = out[place]
-                super().multiply(weight, _with_data(rows, part, quantizer), *args, **kwargs)
+                if share is None:
+                    share = operand_like(rows, part.shape, data=part, data_transpose=None)
+                else:
+                    share._data = part  # of as many rows: making another takes the host ten times as long
+                super().multiply(weight, share, *args, **kwargs)
         return out, None, None, None

@@ -63,12 +63,12 @@ class Fp8LinearSpec(Fp8ShapedSpec[LayerCall]):
         return call.x, call.native.weight
 
     def _route(self, call: LayerCall) -> Any:
-        from ditron_train.megatron.tp.te_layers import route_fp8, why_not_fp8
+        from ditron_train.megatron.tp.te_routes import answer_in_fp8, why_not_fp8
 
         kind: Any = self.kind
         with fp8_context(call.config):
             reason = why_not_fp8(call.ours, call.x)
-            return reason if reason is not None else route_fp8(call.ours, kind, call.x)
+            return reason if reason is not None else answer_in_fp8(call.ours, kind, call.x)
 
     def why_no_row(self, call: LayerCall) -> str | None:
         found = self._route(call)
