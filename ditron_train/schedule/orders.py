@@ -94,6 +94,20 @@ def chunk_order(rank: int, world_size: int, mode: ChunkMode, ranks_per_node: int
     return _node_by_node(rank, world_size, ranks_per_node, step=-1)[1:]
 
 
+def rank_blocks(order: Sequence[int], num_blocks: int) -> list[range]:
+    """Consecutive ranks, as many in each of ``num_blocks`` blocks, in the order in which ``order`` comes to a block.
+
+    Raises:
+        ValueError: ``num_blocks`` does not divide the ranks.
+    """
+    world_size = len(order)
+    if num_blocks < 1 or world_size % num_blocks:
+        raise ValueError(f"{world_size} ranks do not divide into {num_blocks} blocks")
+    size = world_size // num_blocks
+    firsts = dict.fromkeys(int(rank) // size * size for rank in order)
+    return [range(first, first + size) for first in firsts]
+
+
 def _checked_row_starts(row_starts: Sequence[int] | np.ndarray, block_m: int) -> np.ndarray:
     starts = np.asarray(row_starts, dtype=np.int64)
     if block_m < 1:

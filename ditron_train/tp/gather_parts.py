@@ -16,7 +16,7 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
-from ditron_train.schedule.orders import chunk_order
+from ditron_train.schedule.orders import chunk_order, rank_blocks
 from ditron_train.stream.copies import copy_in_turn
 from ditron_train.tp.context import FLAGS_PER_RANK, TPContext
 from ditron_train.tp.gather import CopiedGather
@@ -29,22 +29,28 @@ class PreparedParts(CopiedGather):
     """Gathers of tensors of ``sizes`` bytes a rank, the same on all ranks (collective to make).
 
     The first ``num_in_turn`` of a rank have a flag, the others have one: ``wait_for`` waits for the former. Of the
-    former this rank's own do not get a place.
+    former this rank's own do not get a place where each rank's are consumed by themselves.
 
-    ``totals``: the bytes of each tensor of all ranks, views of the buffer.
+    ``totals``: the bytes of each tensor of all ranks, views of the buffer. ``blocks``: ranks whose parts are consumed
+    together, as they arrive; this rank's comes first.
     """
 
-    def __init__(self, context: TPContext, sizes: tuple[int, ...], num_in_turn: int) -> None:
+    def __init__(self, context: TPContext, sizes: tuple[int, ...], num_in_turn: int, num_blocks: int) -> None:
         world, num_bytes = context.world_size, sum(sizes)
         units = world * num_bytes // _ALIGNMENT
-        super().__init__(context, (units, hash(sizes) & 0x7FFFFFFF, _ALIGNMENT, torch.uint8, num_in_turn))
+        order = num_blocks << 8 | num_in_turn
+        super().__init__(context, (units, hash(sizes) & 0x7FFFFFFF, _ALIGNMENT, torch.uint8, order))
+        self.blocks = rank_blocks(self.arrival_order, num_blocks)
+        peers = chunk_order(context.rank, world, "gather_push").tolist()
+        self._peers = sorted(peers, key=lambda peer: peer not in self.blocks[0])  # who waits for this rank first
         self.buffer = context.gathered(units, _ALIGNMENT, torch.uint8)
         starts = [world * before for before in accumulate(sizes, initial=0)]
         flat = self.buffer.local.view(-1)
         self.totals = [flat[first:last] for first, last in zip(starts, starts[1:])]
         parts = list(zip(range(len(sizes)), starts, sizes))
         self._stages = [stage for stage in (parts[:num_in_turn], parts[num_in_turn:]) if stage]
-        self._own = [(i, slice(context.rank * size, (context.rank + 1) * size)) for i, _, size in parts[num_in_turn:]]
+        placed = parts if num_blocks < world else parts[num_in_turn:]
+        self._own = [(i, slice(context.rank * size, (context.rank + 1) * size)) for i, _, size in placed]
         self.granule_rows, count = 1, len(self._stages)
         self._first_starts = context.table(("flags", 1), range(world + 1))
         self.row_starts = context.table(("flags", count), range(0, count * world + 1, count))
@@ -62,7 +68,7 @@ class PreparedParts(CopiedGather):
         context, rank, moves = self.context, self.context.rank, []
         epoch = context.gather_epochs.data_ptr()
         for index, stage in enumerate(self._stages):
-            for peer in chunk_order(rank, context.world_size, "gather_push").tolist():
+            for peer in self._peers:
                 buffer, flags = self.buffer.host_addresses[peer], self.channel.signals.host_addresses[peer]
                 moves += [(buffer + start + rank * size, addresses[i], size) for i, start, size in stage]
                 moves.append((flags + 4 * (rank * FLAGS_PER_RANK + index), epoch, 4))
@@ -80,6 +86,7 @@ class _Call(NamedTuple):
     sizes: tuple[int, ...]
     devices: frozenset[torch.device]
     num_in_turn: int
+    num_blocks: int
 
     def prepare(self, context: TPContext) -> PreparedParts:
         sizes, name = self.sizes, "gather_of_parts"
@@ -91,7 +98,7 @@ class _Call(NamedTuple):
             raise NotSupportedError(f"{name}: parts of {list(sizes)} bytes; each has to be whole {_ALIGNMENT} bytes")
         if not 0 <= self.num_in_turn <= len(sizes):
             raise NotSupportedError(f"{name}: {self.num_in_turn} of {len(sizes)} parts in turn")
-        return PreparedParts(context, sizes, self.num_in_turn)
+        return PreparedParts(context, sizes, self.num_in_turn, self.num_blocks)
 
 
 class StartedParts:
@@ -99,7 +106,7 @@ class StartedParts:
 
     Attributes:
         totals: Where the parts of all ranks will be, along dimension 0: views of the context's buffer that its next
-            gather overwrites. Of parts that come in turn this rank's own are not among them.
+            gather overwrites. Of parts that come in turn, rank by rank, this rank's own are not among them.
     """
 
     def __init__(
@@ -127,23 +134,28 @@ class StartedParts:
         return self.totals
 
     def arrivals(self) -> Generator[tuple[int, list[torch.Tensor]]]:
-        """Instead of ``wait``: each rank and its parts that come in turn, this rank's own first, then the others' in
-        the order of arrival, the current stream held until they are there. When it ends everything is there and
-        counted, as after ``wait``: go through it to the end, or close it."""
+        """Instead of ``wait``: each block of ranks, by its number, and its parts that come in turn, along dimension 0;
+        that of this rank first, then the others in the order of arrival, the current stream held until they are there.
+        When it ends everything is there and counted, as after ``wait``: go through it to the end, or close it."""
         prepared, sent = self._prepared, self._sent[: self._num_in_turn]
         context = prepared.context
-        of_ranks = list(zip(*(total.chunk(context.world_size) for total in self.totals[: len(sent)])))
+        num_blocks = len(prepared.blocks)
+        of_blocks = list(zip(*(total.chunk(num_blocks) for total in self.totals[: len(sent)])))
         context.resume(self._started_on, *self._sent)
         try:
-            for source in prepared.arrival_order:
-                prepared.wait_for(source)
-                yield source, list(sent if source == context.rank else of_ranks[source])
+            for ranks in prepared.blocks:
+                for source in ranks:
+                    prepared.wait_for(source)
+                block = ranks.start // len(ranks)
+                yield block, list(sent if ranks == range(context.rank, context.rank + 1) else of_blocks[block])
         finally:
             prepared.wait()
 
 
 @outside_compile
-def start_gather_of_parts(parts: Sequence[torch.Tensor], *, context: TPContext, num_in_turn: int = 0) -> StartedParts:
+def start_gather_of_parts(
+    parts: Sequence[torch.Tensor], *, context: TPContext, num_in_turn: int = 0, num_blocks: int | None = None
+) -> StartedParts:
     """Starts a gather of each of ``parts`` along dimension 0 by copy engines, beside what the current stream does
     next. Equivalent: ``dist.all_gather_into_tensor`` of each.
 
@@ -151,6 +163,8 @@ def start_gather_of_parts(parts: Sequence[torch.Tensor], *, context: TPContext, 
         parts: [rows, ...] each, of any types, the same sizes on all ranks.
         context: The group's context.
         num_in_turn: So many of ``parts`` peers get in turn and before the others, for ``StartedParts.arrivals``.
+        num_blocks: Of ranks whose parts are consumed together: a divisor of the group's size. Default: each rank's
+            by themselves.
 
     Raises:
         NotSupportedError: Devices, sizes that are not whole 16 bytes, no ``cuda-bindings`` on a GPU.
@@ -160,5 +174,6 @@ def start_gather_of_parts(parts: Sequence[torch.Tensor], *, context: TPContext, 
     parts = [part.detach().contiguous() for part in parts]
     sizes = tuple(part.numel() * part.element_size() for part in parts)
     stream = context.enter("gather_of_parts", sizes)
-    prepared = context.prepare(_Call, sizes, frozenset(part.device for part in parts), num_in_turn)
+    devices = frozenset(part.device for part in parts)
+    prepared = context.prepare(_Call, sizes, devices, num_in_turn, num_blocks or context.world_size)
     return StartedParts(prepared, parts, num_in_turn, stream)

@@ -11,6 +11,7 @@ from ditron_train.gemm.operands import padded_columns
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
+from ditron_train.schedule.orders import rank_blocks
 from ditron_train.tp.all_reduce import PreparedAllReduce, PreparedLargest
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather import PreparedGather
@@ -236,7 +237,12 @@ def largest_of_ranks(value: torch.Tensor, *, context: TPContext) -> None:
 
 @outside_compile
 def scatter_as_computed(
-    compute: Callable[[slice, torch.Tensor], None], shape: Sequence[int], dtype: torch.dtype, *, context: TPContext
+    compute: Callable[[slice, torch.Tensor], None],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    context: TPContext,
+    num_products: int | None = None,
 ) -> torch.Tensor:
     """The reduce-scatter along dimension 0 of a product [s, ..., N] that ``compute`` writes share by share: each is
     sent by copy engines while the next is computed, this rank's own last. Sums are those of ``gemm_rs``.
@@ -246,6 +252,8 @@ def scatter_as_computed(
         shape: Of the product.
         dtype: Of the product.
         context: The group's context.
+        num_products: In how many shares, of as many ranks each: a divisor of the group's size. Default: a share a
+            rank. Fewer take the host less, and leave more to be sent behind the last.
 
     Returns:
         [s / world, ..., N].
@@ -261,12 +269,14 @@ def scatter_as_computed(
     out = partial.new_empty(shape[0] // context.world_size, *shape[1:])
     prepared.begin()
     try:
-        for position, owner in enumerate([*prepared.peers, rank]):
-            rows = slice(starts[owner], starts[owner + 1])
+        first, *others = rank_blocks([rank, *prepared.peers], num_products or context.world_size)
+        for owners in (*others, first):
+            rows = slice(starts[owners.start], starts[owners.stop])
             compute(rows, partial[rows])
-            if owner != rank:
-                context.fork()
-                prepared.send(partial, position, rows, signals=True)
+            context.fork()
+            for position, owner in enumerate(prepared.peers):
+                if owner in owners:
+                    prepared.send(partial, position, slice(starts[owner], starts[owner + 1]), signals=True)
     except BaseException:  # no memory
         prepared.give_up()
         raise

@@ -129,9 +129,11 @@ def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None):
 
 
 def reduce_scatter_along_first_dim(inp, tp_group, async_op=False):
-    parts = all_rows(inp.contiguous(), tp_group).chunk(dist.get_world_size(tp_group))
-    own = [part.chunk(len(parts))[dist.get_rank(tp_group)] for part in parts]
-    return sum(part.float() for part in own).to(inp.dtype), Done() if async_op else None
+    rank, parts = dist.get_rank(tp_group), all_rows(inp.contiguous(), tp_group).chunk(dist.get_world_size(tp_group))
+    first, *others = [parts[(rank + 1 + step) % len(parts)].chunk(len(parts))[rank] for step in range(len(parts))]
+    for part in others:  # NCCL's ring: the next rank first, this one last, rounded at every hop
+        first = (first.float() + part.float()).to(inp.dtype)
+    return first, Done() if async_op else None
 """
 
 _OPS = """

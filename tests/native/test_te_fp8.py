@@ -28,6 +28,14 @@ def test_results_gradients_and_states_of_quantizers_are_those_of_the_native_laye
         _check_products(native, overlapped, mode, recipe)
 
 
+@pytest.mark.parametrize("minor", [10, 12])
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_short_products_in_blocks_are_of_two_ranks_rows_among_four(mode, minor):
+    """What a small product takes the host is more than it is worth to begin it earlier."""
+    for native, overlapped in workers.run(workers.compare_layers, mode, "blockwise", minor, num_workers=4):
+        _check_products(native, overlapped, mode, "blockwise", rows=256)
+
+
 @pytest.mark.skipif(not TRANSFORMER_ENGINE, reason="TRANSFORMER_ENGINE names no checkout of Transformer Engine")
 @pytest.mark.parametrize(
     "mode, module, name",
@@ -39,16 +47,16 @@ def test_the_same_with_transformer_engines_own_code(mode, recipe, module, name):
         _check_products(native, overlapped, mode, recipe)
 
 
-def _check_products(native, overlapped, mode, recipe):
+def _check_products(native, overlapped, mode, recipe, rows=128):
     forwards, ours = ([call for call in calls if call[0] == "TN"] for calls in (native, overlapped))
     if recipe == "blockwise":  # the rows of each rank by themselves
-        assert len(forwards) == 4 and [call[1][0] for call in ours] == [128, 128] * 4
+        assert len(forwards) == 4 and [call[1][0] for call in ours] == [rows, rows] * 4
     else:
         assert len(forwards) == 4 and not ours, "forward is ours"
     assert [call for call in native if call[0] == "NT"] == [call for call in overlapped if call[0] == "NT"]
     dgrads, ours = ([call for call in calls if call[0] == "NN"] for calls in (native, overlapped))
     if mode == "row":  # the rows of each rank by themselves
-        assert len(ours) == 4 and {call[1] for call in ours} == {(rows // 2, k) for _, (rows, k), _ in dgrads}
+        assert len(ours) == 4 and {call[1] for call in ours} == {(whole // 2, k) for _, (whole, k), _ in dgrads}
     else:
         assert ours == dgrads
 

@@ -48,7 +48,24 @@ def check_parts(rows: int, columns: int) -> None:
         assert all(map(torch.equal, start_gather_of_parts(shares[rank], context=context).wait(), totals))
 
 
-def check_scatter_as_computed(shape: tuple[int, ...], dtype_name: str) -> None:
+def check_blocks(rows: int, columns: int, num_blocks: int) -> None:
+    """Gathers whose parts are consumed by blocks of ranks: whole, this rank's block first; ranks come late."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context, rng, size = get_tp_context(None, CPU), random.Random(rank), world // num_blocks
+    for seed in range(3):
+        shares = [_parts(peer, rows, columns, 10 * seed) for peer in range(world)]
+        totals = [torch.cat(parts) for parts in zip(*shares)]
+        time.sleep(rng.random() * 0.02)
+        started, seen = start_gather_of_parts(shares[rank], context=context, num_in_turn=2, num_blocks=num_blocks), []
+        for block, parts in started.arrivals():
+            expected = [total.chunk(num_blocks)[block] for total in totals[:2]]
+            assert len(parts) == 2 and all(map(torch.equal, parts, expected))
+            seen.append(block)
+        assert sorted(seen) == list(range(num_blocks)) and seen[0] == rank // size
+        assert all(map(torch.equal, started.totals[2 * (size == 1) :], totals[2 * (size == 1) :]))
+
+
+def check_scatter_as_computed(shape: tuple[int, ...], dtype_name: str, num_products: int | None) -> None:
     """Against the ring fold, on real numbers; then with a product that fails on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context = get_tp_context(None, CPU)
@@ -60,11 +77,12 @@ def check_scatter_as_computed(shape: tuple[int, ...], dtype_name: str) -> None:
             asked.append(rows.start)
             out.copy_(product.view(-1, shape[-1])[rows])
 
-        found = scatter_as_computed(compute, shape, product.dtype, context=context)
+        found = scatter_as_computed(compute, shape, product.dtype, context=context, num_products=num_products)
         partials = [torch.empty_like(product) for _ in range(world)]
         dist.all_gather(partials, product)
         assert torch.equal(found, ring_fold([partial.chunk(world)[rank] for partial in partials], rank))
-        assert len(asked) == world and asked[-1] == rank * (product.numel() // shape[-1] // world)
+        count, num_rows = num_products or world, product.numel() // shape[-1]
+        assert len(asked) == count and asked[-1] == rank // (world // count) * (num_rows // count)
 
         def fail(rows, out):
             raise MemoryError

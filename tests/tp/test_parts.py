@@ -18,9 +18,17 @@ def test_parts_arrive_whole_and_in_turn(world_size, rows, columns):
     run_workers(world_size, bodies.check_parts, rows, columns)
 
 
-@pytest.mark.parametrize("world_size, shape, dtype", [(2, (6, 3, 16), "bfloat16"), (4, (64, 24), "bfloat16")])
-def test_shares_are_sent_as_they_are_computed(world_size, shape, dtype):
-    run_workers(world_size, bodies.check_scatter_as_computed, shape, dtype)
+@pytest.mark.parametrize("num_blocks", [1, 2, 4])
+def test_parts_arrive_by_blocks_of_ranks(num_blocks):
+    run_workers(4, bodies.check_blocks, 3, 16, num_blocks)
+
+
+@pytest.mark.parametrize(
+    "world_size, shape, num_products",
+    [(2, (6, 3, 16), None), (4, (64, 24), None), (4, (64, 24), 2), (4, (8, 3, 16), 2), (4, (64, 24), 1)],
+)
+def test_shares_are_sent_as_they_are_computed(world_size, shape, num_products):
+    run_workers(world_size, bodies.check_scatter_as_computed, shape, "bfloat16", num_products)
 
 
 def test_parts_that_do_not_fit_are_refused_alike():

@@ -197,9 +197,10 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
     def _run(self, operands: _Operands, context: TPContext | None) -> Sequence[torch.Tensor]:
         """Results and gradients, step by step as Transformer Engine's layers have them; None: natively."""
         call, quantizer = operands.call, operands.quantizer
+        features = call.weight.shape[0], call.weight.shape[1]
         fast = dict(out_dtype=torch.bfloat16, use_split_accumulator=call.has_blocks)
         reduced = [self._largest(operands, context)] if call.reduces_amax else []
-        with torch.no_grad(), passing(forward_pass(self.kind, context, call.scaling)):
+        with torch.no_grad(), passing(forward_pass(self.kind, context, call.scaling, features)):
             if self.kind == "column":
                 quantizer.set_usage(rowwise=True, columnwise=False)
                 total, _ = gather(operands.x, call.group, quantizer=quantizer)
@@ -207,7 +208,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             else:
                 y, *_ = multiply(operands.weight, operands.x, **fast)
                 y, _ = scatter(y, call.group)
-        with torch.no_grad(), passing(backward_pass(self.kind, context, call.scaling)):
+        with torch.no_grad(), passing(backward_pass(self.kind, context, call.scaling, features)):
             gradients = (self._column_gradients if self.kind == "column" else self._row_gradients)(operands)
         return [y, *gradients, *reduced]
 

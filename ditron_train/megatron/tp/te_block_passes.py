@@ -33,11 +33,31 @@ from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
 from ditron_train.tp.movement import scatter_as_computed
 
+#: Of one that is worth the host's time: some 300 us.
+_FLOPS_OF_A_PRODUCT = 3e11
 
-def _start(operand: Any, sides: Sequence[Side], context: TPContext, *, num_in_turn: int) -> StartedParts:
-    """A gather of the bytes of each side and their scales."""
+
+def _num_products(rows: int, n: int, k: int, world_size: int) -> int:
+    """In how many products, of as many ranks' rows each, [rows, k] @ [k, n] is multiplied as it is communicated.
+
+    A product takes the host some 200 us, and in FP8 the host is hardly ahead of the GPU; two let one be sent while the
+    other is multiplied.
+    """
+    most = 2.0 * rows * n * k / _FLOPS_OF_A_PRODUCT
+    divisors = [count for count in range(2, world_size + 1) if world_size % count == 0]
+    return max([count for count in divisors if count <= most], default=divisors[0])
+
+
+def _start(
+    operand: Any, sides: Sequence[Side], context: TPContext, *, num_in_turn: int, num_columns: int | None = None
+) -> StartedParts:
+    """A gather of the bytes of each side and their scales; ``num_columns``: of the product of what comes in turn."""
     parts = [part for side in sides for part in sent(operand, side)]
-    return start_gather_of_parts(parts, context=context, num_in_turn=num_in_turn)
+    num_blocks = None
+    if num_columns is not None:
+        rows, k = parts[0].shape
+        num_blocks = _num_products(rows * context.world_size, num_columns, k, context.world_size)
+    return start_gather_of_parts(parts, context=context, num_in_turn=num_in_turn, num_blocks=num_blocks)
 
 
 def _total(like: Any, shape: Sequence[int], sides: Sequence[Side], started: StartedParts) -> Any:
@@ -53,15 +73,17 @@ def _total(like: Any, shape: Sequence[int], sides: Sequence[Side], started: Star
 def _multiply_arrivals(
     started: StartedParts, like: Any, weight: Any, shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """The product, of ``shape``, of the rows of all ranks, for those of each rank as they arrive."""
+    """The product, of ``shape``, of the rows of all ranks, for those of each block of ranks as they arrive."""
     total, own = started.totals[0], like.get_metadata()[f"{ROWS}_data"]
     out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
-    shares = out.view(total.shape[0], -1).chunk(total.numel() // own.numel())
-    rows: Any = None
+    flat, rows = out.view(total.shape[0], -1), None
     with contextlib.closing(started.arrivals()) as arrivals:
-        for source, (data, scales) in arrivals:
+        for block, (data, scales) in arrivals:
+            num_rows, num_ranks = len(data), data.numel() // own.numel()
+            scales = scales if num_ranks == 1 else torch.cat(scales.chunk(num_ranks), dim=1)
             rows = rows_of(like, data, scales) if rows is None else with_rows(rows, data, scales)
-            te_ops.general_gemm(weight, rows, *args, **{**kwargs, "out": shares[source]})
+            share = flat[block * num_rows : (block + 1) * num_rows]
+            te_ops.general_gemm(weight, rows, *args, **{**kwargs, "out": share})
     return out
 
 
@@ -75,7 +97,7 @@ class ColumnForward(Pass):
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
         if not is_sendable(inp, (ROWS,)):
             return super().gather(inp, group, async_op, quantizer)
-        self._started = _start(inp, (ROWS,), self._context, num_in_turn=2)
+        self._started = _start(inp, (ROWS,), self._context, num_in_turn=2, num_columns=self.features[0] or None)
         return Sharded(inp), None
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -100,17 +122,18 @@ class RowForward(tensorwise.RowForward):
         weight, rows, args, kwargs = partial
         fields = rows.get_metadata()
         data = fields[f"{ROWS}_data"]
-        flat, world_size = data.view(-1, data.shape[-1]), self._context.world_size
-        scales, share = scales_of_shares(fields[f"{ROWS}_scale_inv"], world_size), len(flat) // world_size
+        flat, num_columns = data.view(-1, data.shape[-1]), weight.get_metadata()[f"{ROWS}_data"].shape[0]
+        num_products = _num_products(len(flat), num_columns, flat.shape[1], self._context.world_size)
+        scales, share = scales_of_shares(fields[f"{ROWS}_scale_inv"], num_products), len(flat) // num_products
         part = rows_of(rows, flat[:share], scales[0])
 
         def compute(place: slice, out: torch.Tensor) -> None:
-            assert place.stop - place.start == share, "a rank's rows are whole blocks"
+            assert place.stop - place.start == share, "shares are equal"
             with_rows(part, flat[place], scales[place.start // share])
             te_ops.general_gemm(weight, part, *args, **{**kwargs, "out": out})
 
-        shape = (*data.shape[:-1], weight.get_metadata()[f"{ROWS}_data"].shape[0])
-        return scatter_as_computed(compute, shape, kwargs["out_dtype"], context=self._context), None
+        options: dict[str, Any] = dict(context=self._context, num_products=num_products)
+        return scatter_as_computed(compute, (*data.shape[:-1], num_columns), kwargs["out_dtype"], **options), None
 
 
 class ColumnBackward(tensorwise.ColumnBackward):
@@ -152,7 +175,9 @@ class RowBackward(tensorwise.RowBackward):
             inp = quantized_to_travel(quantizer, inp)
         if not is_sendable(inp, sides):
             return Pass.gather(self, inp, group, async_op, quantizer)
-        self._started = started = _start(inp, sides, self._context, num_in_turn=2)
+        self._started = started = _start(
+            inp, sides, self._context, num_in_turn=2, num_columns=self.features[1] or None
+        )
         self._rows, self._total = inp, _total(inp, started.totals[0].shape, sides, started)
         if not self._needs_dgrad:
             self.wait()

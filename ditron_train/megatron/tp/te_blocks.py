@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from ditron_train.megatron.tp.te_coverage import BLOCK
-from ditron_train.megatron.tp.te_passes import operand_like
+from ditron_train.megatron.tp.te_passes import operand_like, refilled
 
 #: A copy of a tensor: quantized along its rows, or along its columns.
 Side = Literal["rowwise", "columnwise"]
@@ -104,10 +104,8 @@ def rows_of(like: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
 
 
 def with_rows(operand: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
-    """An operand of ``rows_of`` with other rows, as many: a kernel that was launched has the addresses of the former.
-    It takes the host a tenth of making another."""
-    operand._rowwise_data, operand._rowwise_scale_inv = data, scales
-    return operand
+    """An operand of ``rows_of`` with other rows, as many."""
+    return refilled(operand, **{f"{ROWS}_data": data, f"{ROWS}_scale_inv": scales})
 
 
 def scales_of_shares(scales: torch.Tensor, world_size: int) -> tuple[torch.Tensor, ...]:

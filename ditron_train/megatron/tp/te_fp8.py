@@ -52,15 +52,16 @@ class _Layer(NamedTuple):
     kind: Kind
     context: TPContext
     scaling: Scaling
+    features: tuple[int, int]
     late_host: LateHost | None
 
     def forward(self) -> te_passes.Pass | None:
-        return forward_pass(self.kind, self.context, self.scaling)
+        return forward_pass(self.kind, self.context, self.scaling, self.features)
 
     def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
         if self.late_host is not None:
             self.late_host.look()
-        return backward_pass(self.kind, self.context, self.scaling, needs_dgrad=needs_dgrad)
+        return backward_pass(self.kind, self.context, self.scaling, self.features, needs_dgrad=needs_dgrad)
 
 
 _INPUT = "inp"  # what Transformer Engine's autograd functions call a layer's input
@@ -101,35 +102,48 @@ def _passes(scaling: Scaling) -> Any:
     return te_tensor_passes if scaling == "tensor" else te_block_passes
 
 
-def forward_pass(kind: Kind, context: TPContext | None, scaling: Scaling = "tensor") -> te_passes.Pass | None:
-    """The forward of a layer with ``context``; None natively."""
+def forward_pass(
+    kind: Kind, context: TPContext | None, scaling: Scaling = "tensor", features: tuple[int, int] = (0, 0)
+) -> te_passes.Pass | None:
+    """The forward of a layer with ``context`` and a weight of ``features``; None natively."""
     if context is None:
         return None
     passes = _passes(scaling)
     made: te_passes.Pass = (passes.ColumnForward if kind == "column" else passes.RowForward)(context)
+    made.features = features
     return made
 
 
 def backward_pass(
-    kind: Kind, context: TPContext | None, scaling: Scaling = "tensor", *, needs_dgrad: bool = True
+    kind: Kind,
+    context: TPContext | None,
+    scaling: Scaling = "tensor",
+    features: tuple[int, int] = (0, 0),
+    *,
+    needs_dgrad: bool = True,
 ) -> te_passes.Pass | None:
-    """The backward of a layer with ``context``; None natively."""
+    """The backward of a layer with ``context`` and a weight of ``features``; None natively."""
     if context is None:
         return None
     passes = _passes(scaling)
     made: te_passes.Pass = (
         passes.ColumnBackward(context) if kind == "column" else passes.RowBackward(context, needs_dgrad)
     )
+    made.features = features
     return made
 
 
 @contextlib.contextmanager
 def overlapping(
-    kind: Kind, context: TPContext, scaling: Scaling = "tensor", late_host: LateHost | None = None
+    kind: Kind,
+    context: TPContext,
+    scaling: Scaling = "tensor",
+    features: tuple[int, int] = (0, 0),
+    late_host: LateHost | None = None,
 ) -> Iterator[None]:
     """Inside, a layer on ``overlapped_base`` is overlapped in its forward, and later in its backward, at which
     ``late_host`` looks, too."""
-    with _choosing(_Layer(kind, context, scaling, late_host)):
+    with _choosing(_Layer(kind, context, scaling, features, late_host)):
         yield
 
 

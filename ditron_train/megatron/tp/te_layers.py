@@ -86,7 +86,7 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
         return forward(x)
     reduce_amax_in_passes(layer)
     scaling = scaling_of(FP8GlobalStateManager.get_fp8_recipe())
-    with overlapping(kind, answer.context, scaling, answer.late_host):
+    with overlapping(kind, answer.context, scaling, tuple(layer.weight.shape), answer.late_host):
         return forward(x)
 
 

@@ -25,7 +25,13 @@ from ditron_train.tp.movement import largest_of_ranks
 
 
 class Pass:
-    """A pass in which nothing is overlapped; the others replace what they do otherwise."""
+    """A pass in which nothing is overlapped; the others replace what they do otherwise.
+
+    Attributes:
+        features: Of this rank's weight [N, K]; (0, 0) where nobody has said it.
+    """
+
+    features: tuple[int, int] = (0, 0)
 
     def __init__(self, context: TPContext) -> None:
         self._context = context
@@ -67,6 +73,14 @@ def like_quantized(like: Any, shape: torch.Size, **changed: Any) -> Any:
 def operand_like(like: Any, shape: torch.Size, **changed: Any) -> Any:
     """The same for one product: it keeps no copy of the quantizer, which takes longer to make than all else."""
     return like_quantized(like, shape, **changed, quantizer=None)
+
+
+def refilled(operand: Any, **fields: Any) -> Any:
+    """An operand of ``operand_like`` with other ``fields`` of the same shapes: a kernel that was launched has the
+    addresses of the former, and making another takes the host ten times as long."""
+    for name, value in fields.items():
+        setattr(operand, f"_{name}", value)
+    return operand
 
 
 class Sharded:

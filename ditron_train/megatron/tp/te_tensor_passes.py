@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ditron_train.gemm.operands import TensorScales
-from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized, operand_like
+from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized, operand_like, refilled
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
 from ditron_train.tp.ops import ag_gemm, gemm_rs
@@ -157,7 +157,6 @@ class RowBackward(_Gathering):
                 kwargs["out"] = out[place]
                 if share is None:
                     share = operand_like(rows, part.shape, data=part, data_transpose=None)
-                else:
-                    share._data = part  # of as many rows: making another takes the host ten times as long
+                refilled(share, data=part)
                 super().multiply(weight, share, *args, **kwargs)
         return out, None, None, None

@@ -85,7 +85,8 @@ class Fp8GemmSpec(Fp8ShapedSpec[Fp8Operands]):
         # Blocks of scales are always multiplied with a split accumulator.
         options: dict[str, Any] = dict(out_dtype=torch.bfloat16, use_split_accumulator=self.recipe == "blockwise")
         scaling: Scaling = "block" if self.recipe == "blockwise" else "tensor"
-        with torch.no_grad(), passing(forward_pass(self._kind, context, scaling)):
+        features = data_of(call.weight).shape[0], data_of(call.weight).shape[1]
+        with torch.no_grad(), passing(forward_pass(self._kind, context, scaling, features)):
             if self.op == "ag_gemm":
                 total, _ = gather(call.x, call.group, quantizer=call.quantizer)
                 return [multiply(call.weight, total, **options)[0]]
