@@ -8,6 +8,8 @@ from ditron_train.schedule.orders import (
     gather_tile_order,
     grouped_tile_order,
     lower_triangle_tile_order,
+    order_in_block,
+    rank_blocks,
     row_tile_owners,
     scatter_row_tile_order,
 )
@@ -20,6 +22,8 @@ __all__ = [
     "gather_tile_order",
     "grouped_tile_order",
     "lower_triangle_tile_order",
+    "order_in_block",
+    "rank_blocks",
     "row_tile_owners",
     "scatter_row_tile_order",
 ]

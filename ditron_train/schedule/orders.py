@@ -108,6 +108,12 @@ def rank_blocks(order: Sequence[int], num_blocks: int) -> list[range]:
     return [range(first, first + size) for first in firsts]
 
 
+def order_in_block(rank: int, block: range) -> list[int]:
+    """The ranks of ``block`` in the order in which ``rank`` sends to them: those of another block send to each of
+    them in turn, and never two of them to one at a time."""
+    return sorted(block, key=lambda one: (one - rank) % len(block))
+
+
 def _checked_row_starts(row_starts: Sequence[int] | np.ndarray, block_m: int) -> np.ndarray:
     starts = np.asarray(row_starts, dtype=np.int64)
     if block_m < 1:

@@ -16,7 +16,7 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
-from ditron_train.schedule.orders import chunk_order, rank_blocks
+from ditron_train.schedule.orders import chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.copies import copy_in_turn
 from ditron_train.tp.context import FLAGS_PER_RANK, TPContext
 from ditron_train.tp.gather import CopiedGather
@@ -38,11 +38,12 @@ class PreparedParts(CopiedGather):
     def __init__(self, context: TPContext, sizes: tuple[int, ...], num_in_turn: int, num_blocks: int) -> None:
         world, num_bytes = context.world_size, sum(sizes)
         units = world * num_bytes // _ALIGNMENT
-        order = num_blocks << 8 | num_in_turn
-        super().__init__(context, (units, hash(sizes) & 0x7FFFFFFF, _ALIGNMENT, torch.uint8, order))
+        turns = num_blocks << 8 | num_in_turn
+        super().__init__(context, (units, hash(sizes) & 0x7FFFFFFF, _ALIGNMENT, torch.uint8, turns))
         self.blocks = rank_blocks(self.arrival_order, num_blocks)
-        peers = chunk_order(context.rank, world, "gather_push").tolist()
-        self._peers = sorted(peers, key=lambda peer: peer not in self.blocks[0])  # who waits for this rank first
+        order = [context.rank, *chunk_order(context.rank, world, "gather_push").tolist()]
+        in_turn = [one for block in rank_blocks(order, num_blocks) for one in order_in_block(context.rank, block)]
+        self._peers = [one for one in in_turn if one != context.rank]
         self.buffer = context.gathered(units, _ALIGNMENT, torch.uint8)
         starts = [world * before for before in accumulate(sizes, initial=0)]
         flat = self.buffer.local.view(-1)

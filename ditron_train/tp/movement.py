@@ -11,7 +11,7 @@ from ditron_train.gemm.operands import padded_columns
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
-from ditron_train.schedule.orders import rank_blocks
+from ditron_train.schedule.orders import order_in_block, rank_blocks
 from ditron_train.tp.all_reduce import PreparedAllReduce, PreparedLargest
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather import PreparedGather
@@ -269,14 +269,15 @@ def scatter_as_computed(
     out = partial.new_empty(shape[0] // context.world_size, *shape[1:])
     prepared.begin()
     try:
-        first, *others = rank_blocks([rank, *prepared.peers], num_products or context.world_size)
-        for owners in (*others, first):
+        own_block, *others = rank_blocks([rank, *prepared.peers], num_products or context.world_size)
+        for owners in (*others, own_block):
             rows = slice(starts[owners.start], starts[owners.stop])
             compute(rows, partial[rows])
             context.fork()
-            for position, owner in enumerate(prepared.peers):
-                if owner in owners:
-                    prepared.send(partial, position, slice(starts[owner], starts[owner + 1]), signals=True)
+            for owner in order_in_block(rank, owners):
+                if owner != rank:
+                    place = slice(starts[owner], starts[owner + 1])
+                    prepared.send(partial, prepared.peers.index(owner), place, signals=True)
     except BaseException:  # no memory
         prepared.give_up()
         raise

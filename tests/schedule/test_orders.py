@@ -14,6 +14,8 @@ from ditron_train.schedule import (
     gather_row_tile_order,
     grouped_tile_order,
     lower_triangle_tile_order,
+    order_in_block,
+    rank_blocks,
     row_tile_owners,
     scatter_row_tile_order,
 )
@@ -94,6 +96,25 @@ def test_at_each_step_of_a_push_every_rank_receives_from_one(group):
     orders = np.stack([chunk_order(rank, world_size, "gather_push", per_node) for rank in range(world_size)])
     for step in range(world_size - 1):
         assert sorted(orders[:, step]) == list(range(world_size))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(["gather_push", "sum_push"]))
+def test_at_each_step_of_a_push_by_blocks_every_rank_receives_from_one(num_blocks, size, mode):
+    world_size, orders = num_blocks * size, []
+    for rank in range(world_size):
+        blocks = rank_blocks([rank, *chunk_order(rank, world_size, mode).tolist()], num_blocks)
+        assert sorted(one for block in blocks for one in block) == list(range(world_size)) and rank in blocks[0]
+        if num_blocks == world_size:
+            assert [block.start for block in blocks[1:]] == chunk_order(rank, world_size, mode).tolist()
+        orders.append([one for block in blocks for one in order_in_block(rank, block) if one != rank])
+    for step in range(world_size - 1):
+        assert sorted(order[step] for order in orders) == list(range(world_size))
+
+
+def test_blocks_divide_the_ranks():
+    for num_blocks in (0, 4):
+        with pytest.raises(ValueError, match="6 ranks do not divide"):
+            rank_blocks(range(6), num_blocks)
 
 
 @given(layouts())
