@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -239,15 +239,21 @@ def kept_rows(path: Path, stamp: Stamp, is_replaced: Callable[[Row], bool]) -> l
     return [replace(row, commit=None if commit == stamp.commit else commit) for row, commit in commits]
 
 
-def write_beside(folder: Path, bench: str, stamp: Stamp, rows: Iterable[Row], fp8: str | None) -> Path:
+def write_beside(
+    folder: Path, bench: str, stamp: Stamp, rows: Iterable[Row], fp8: str | None, titles: Collection[str] | None = None
+) -> Path:
     """As ``write_results``, but rows of other recipes than ``fp8`` (None: of none) stay in the file, unless it cannot
-    be read.
+    be read; with ``titles`` those of other ops, too.
 
     Raises:
         OSError: The folder cannot be made or written.
     """
+
+    def is_replaced(row: Row) -> bool:
+        return row.fp8 == fp8 and (titles is None or row.title in titles)
+
     try:
-        kept = kept_rows(result_path(folder, stamp, bench), stamp, lambda row: row.fp8 == fp8)
+        kept = kept_rows(result_path(folder, stamp, bench), stamp, is_replaced)
     except ValueError:
         kept = []
     return write_results(folder, bench, stamp, [*kept, *rows] if fp8 else [*rows, *kept])

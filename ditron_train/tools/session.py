@@ -185,7 +185,8 @@ class BenchSession:
         if is_shown:
             show_rows(self.rows, stamp)
         if self._arguments.output is not None:
-            path = write_beside(self._arguments.output, self.name, stamp, self.rows, self.fp8)
+            titles = {row.title for row in self.rows}
+            path = write_beside(self._arguments.output, self.name, stamp, self.rows, self.fp8, titles)
             if is_shown:
                 get_logger("bench").info("written: %s", path)
 

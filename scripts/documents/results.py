@@ -118,23 +118,49 @@ def _steps(root: Path, only_telling: bool = False) -> str:
         steps = list({(row.op, row.model, row.fp8, stamp.count): (stamp, row) for stamp, row in newest_last}.values())
     what = "with its command, plan and trace" if only_telling else "of a GPU machine"
     missing = f"No training step {what} is committed yet."
-    return _step_table(steps, with_sizes=not only_telling) if steps else missing
+    return (_job_table(steps) if only_telling else _step_table(steps)) if steps else missing
 
 
-def _step_table(steps: Sequence[tuple[Stamp, Row]], *, with_sizes: bool = True) -> str:
+def _by_feature(steps: Sequence[tuple[Stamp, Row]]) -> list[tuple[str, Stamp, Row]]:
     order = list(_HEADLINES)
     named = [(row.op.removeprefix(TRAINING_STEP), stamp, row) for stamp, row in steps]
-    named.sort(key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count, step[2].model))
+    return sorted(named, key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count, step[2].model))
+
+
+def _step_model(row: Row) -> str:
+    return row.model if row.fp8 is None else f"{row.model} in FP8 ({row.fp8})"
+
+
+def _job_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
+    """A line a job, with a column for each number of GPUs."""
+    counts = sorted({stamp.count for stamp, _ in steps})
+    jobs: dict[tuple[str, str], dict[int, str]] = {}
+    for features, stamp, row in _by_feature(steps):
+        words = (
+            f"{row.speedup:.3f}x of {row.native_us / 1e3:.0f} ms ({stamp.device.removeprefix('NVIDIA ').split()[0]})"
+        )
+        words += "" if row.bitwise_equal else " **DIFFER**"
+        jobs.setdefault((features, _step_model(row)), {})[stamp.count] = words
+    lines = [
+        f"| `--ditron` | trained | {' | '.join(f'{count} GPUs' for count in counts)} |",
+        f"| --- | --- |{' --- |' * len(counts)}",
+    ]
+    for (features, model), found in jobs.items():
+        lines.append(f"| `{features}` | {model} | {' | '.join(found.get(count, '') for count in counts)} |")
+    return "\n".join(lines)
+
+
+def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
     lines = [
         "| `--ditron` | trained | on | Megatron | fused | speed | bits |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for features, stamp, row in named:
+    for features, stamp, row in _by_feature(steps):
         times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x"
         bits = "equal" if row.bitwise_equal else "**DIFFER**"
-        model = row.model if row.fp8 is None else f"{row.model} in FP8 ({row.fp8})"
-        trained = f"{model}: {model_words(row)}" if with_sizes else model
-        lines.append(f"| `{features}` | {trained} | {_machine(stamp)} | {times} | {bits} |")
+        lines.append(
+            f"| `{features}` | {_step_model(row)}: {model_words(row)} | {_machine(stamp)} | {times} | {bits} |"
+        )
     return "\n".join(lines)
 
 

@@ -87,7 +87,8 @@ class Report:
         if self._session.rank != 0 or folder is None or not rows:
             return None
         settings = {**self._stamp.settings, "summary": ". ".join(self._sentences())}
-        return write_beside(folder, "verify", replace(self._stamp, settings=settings), rows, self._arguments.fp8)
+        stamp, titles = replace(self._stamp, settings=settings), {row.title for row in rows}
+        return write_beside(folder, "verify", stamp, rows, self._arguments.fp8, titles)
 
     @cached_property
     def _stamp(self) -> Stamp:

@@ -243,12 +243,18 @@ def test_documents_show_results(tmp_path: Path) -> None:
 
 def test_of_each_job_the_newest_step_is_shown(tmp_path):
     told = {"command": "torchrun", "plan": ["tp"], "versions": {"torch": "2.11"}, "trace": {"native": {}}}
-    step = dataclasses.replace(SHORT, op="training_step tp", model="some", shape={}, **told)
+    step = dataclasses.replace(SHORT, op="training_step tp", model="some", shape={}, bitwise_equal=True, **told)
     other = dataclasses.replace(step, op="training_step ep")
     untold = dataclasses.replace(step, model="without a trace", trace=None)
     of = {"NVIDIA H100 80GB HBM3": ("2026-03-01", [step]), "NVIDIA H200": ("2026-02-01", [step, other, untold])}
     for device, (date, rows) in of.items():
         write_results(tmp_path / RESULTS, "training", dataclasses.replace(stamp(device=device), date=date), rows)
-    text = result_parts(tmp_path)["trained"]()
-    machines = [line.split(" | ")[2] for line in text.splitlines()[2:]]
-    assert machines == ["8 x H100", "8 x H200"] and "without a trace" not in text
+    smaller = dataclasses.replace(stamp(device="NVIDIA H200"), count=2)
+    write_results(tmp_path / RESULTS, "training", smaller, [dataclasses.replace(other, bitwise_equal=False)])
+    header, _, *lines = result_parts(tmp_path)["trained"]().splitlines()
+    assert header == "| `--ditron` | trained | 2 GPUs | 8 GPUs |"
+    of_step = f"{step.speedup:.3f}x of {step.native_us / 1e3:.0f} ms"
+    assert lines == [
+        f"| `tp` | some |  | {of_step} (H100) |",
+        f"| `ep` | some | {of_step} (H200) **DIFFER** | {of_step} (H200) |",
+    ]
