@@ -53,12 +53,13 @@ def test_every_number_of_ranks_is_within_6_percent(checked: list[Checked], ranks
 
 
 def test_steps_on_h100s_by_a_profile_that_was_measured_in_minutes() -> None:
-    """Nothing was fitted to them; Muon's products are not among what is measured."""
+    """Nothing was fitted to them; Muon's products are not among what is measured, nor is the machine's host."""
     h100 = check_rows(ROOT, profile_named("h100"), "H100-80GB-HBM3")
     steps = [one for one in h100 if one.is_step]
-    assert len(steps) == 9 and median(steps) < 0.03
-    assert {one.row.model for one in steps if one.worst > 0.07} == {"dense-70b-tp-pp-muon"}
-    assert all(one.worst < 0.12 for one in steps)
+    by_device = [one for one in steps if not one.host_decides]
+    assert len(by_device) == 11 and median(by_device) < 0.025
+    assert {one.row.model for one in by_device if one.worst > 0.07} == {"dense-70b-tp-pp-muon"}
+    assert len(steps) == 16 and all(one.worst < 0.14 for one in steps)
 
 
 def test_what_is_far_off_has_a_reason(checked: list[Checked]) -> None:
