@@ -133,4 +133,6 @@ def _show(rows: Sequence[Row], path: Path) -> None:
             _logger.info("%s", f"  {outcome}: {test}")
         for test in row.unsteady:
             _logger.info("%s", f"  failed with ours, and natively when run again: {test}")
+    for file, why in rows[0].uncollected.items():
+        _logger.info("%s", f"cannot be imported: {file}: {why}")
     _logger.info("%s", f"written: {path}")

@@ -88,6 +88,12 @@ class _Rank:
         items[:] = kept
         self._notes.write(collected=[item.nodeid for item in items])
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Notes a file that cannot be imported: of its tests nothing is known."""
+        if report.failed:
+            said = str(report.longrepr).strip().splitlines() or [""]
+            self._notes.write(uncollected=report.nodeid, why=said[-1][-300:])
+
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Notes that a test begins, and how it ended."""

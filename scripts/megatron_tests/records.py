@@ -45,6 +45,7 @@ class Suite:
         launches: How many there were.
         latest: Tests that have an outcome by the last launch.
         unsteady: Tests that passed in one launch and not in a later one.
+        uncollected: Files that could not be imported, and why.
     """
 
     collected: list[str] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Suite:
     launches: int = 0
     again: set[str] = field(default_factory=set)
     unsteady: set[str] = field(default_factory=set)
+    uncollected: dict[str, str] = field(default_factory=dict)
     latest: set[str] = field(default_factory=set)
 
     def with_outcome(self, *outcomes: Outcome) -> list[str]:
@@ -77,6 +79,8 @@ def read_suite(folder: Path) -> Suite:
             (line["collected"] for lines in ranks for line in lines if "collected" in line), []
         )
         suite.latest = set()
+        lines_of_all = (line for lines in ranks for line in lines)
+        suite.uncollected.update((line["uncollected"], line["why"]) for line in lines_of_all if "uncollected" in line)
         suite.collected += [test for test in collected if test not in known]
         known.update(collected)
         _add_launch(suite, collected, ranks, was_stopped=stop_mark(folder, launch).exists())

@@ -29,6 +29,7 @@ class Row:
         not_run: Tests that pass natively and were not reached with ours.
         lost: Names of those that pass natively and not with ours, with what became of them.
         unsteady: Tests that failed with ours, passed natively, and failed natively when they were run again.
+        uncollected: Files that cannot be imported natively, and why: what they need is not installed.
     """
 
     policy: str
@@ -42,6 +43,7 @@ class Row:
     not_run: int
     lost: dict[str, str]
     unsteady: list[str] = field(default_factory=list)
+    uncollected: dict[str, str] = field(default_factory=dict)
 
 
 #: Said of a test in which no layer of ours decided anything.
@@ -95,6 +97,7 @@ def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite
         len(left - counted),
         lost,
         unsteady,
+        {file: why for native, _ in suites.values() for file, why in native.uncollected.items()},
     )
 
 

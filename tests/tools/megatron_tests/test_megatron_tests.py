@@ -156,6 +156,8 @@ def test_what_passes_natively_and_not_with_ours_is_in_the_table(checkout, tmp_pa
     assert {test.split("::")[1]: outcome for test, outcome in row.lost.items()} == {"test_dies_with_ours": "crashed"}
     assert (row.native_passed, row.ours_passed, row.not_run) == (5, 4, 0)
     assert (row.ours_ran, row.calls) == (1, {"muon": 1})
+    ((file, why),) = row.uncollected.items()
+    assert file.endswith("test_cannot_be_imported.py") and "No module named 'no_such_module'" in why
     assert launcher().run("bits", "distributed", paths, passed).launches == ours.launches, "nothing was left to run"
 
 
