@@ -273,11 +273,12 @@ def scatter_as_computed(
         for owners in (*others, own_block):
             rows = slice(starts[owners.start], starts[owners.stop])
             compute(rows, partial[rows])
-            context.fork()
-            for owner in order_in_block(rank, owners):
-                if owner != rank:
-                    place = slice(starts[owner], starts[owner + 1])
-                    prepared.send(partial, prepared.peers.index(owner), place, signals=True)
+            receivers = [owner for owner in order_in_block(rank, owners) if owner != rank]
+            if receivers:
+                context.fork()
+            for owner in receivers:
+                place = slice(starts[owner], starts[owner + 1])
+                prepared.send(partial, prepared.peers.index(owner), place, signals=True)
     except BaseException:  # no memory
         prepared.give_up()
         raise
