@@ -61,11 +61,12 @@ class LateHost:
         That is so at more calls than those at which a look found nothing queued: in front of each of them the lead was
         used up at others (a traced step in which a look in three did so lost nearly all that its calls took longer).
         """
-        if min(1.0, _CALLS_OF_A_LATE_LOOK * lateness) * self._longer_us <= (1.0 - lateness) * self._gain_us:
+        late = min(1.0, _CALLS_OF_A_LATE_LOOK * lateness)
+        if late * self._longer_us <= (1.0 - late) * self._gain_us:
             return None
         return (
-            f"the host is late at {lateness:.0%} of its calls, and takes {self._longer_us:.0f} us longer for it; the "
-            f"device gains {self._gain_us:.0f} us at the others"
+            f"the host is late at {late:.0%} of its calls (nothing was queued at {lateness:.0%}), and takes "
+            f"{self._longer_us:.0f} us longer for it; the device gains {self._gain_us:.0f} us at the others"
         )
 
 

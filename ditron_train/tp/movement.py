@@ -245,7 +245,7 @@ def scatter_as_computed(
     num_products: int | None = None,
 ) -> torch.Tensor:
     """The reduce-scatter along dimension 0 of a product [s, ..., N] that ``compute`` writes share by share: each is
-    sent by copy engines while the next is computed, this rank's own last. Sums are those of ``gemm_rs``.
+    sent by copy engines while the next is computed, that with this rank's own last. Sums are those of ``gemm_rs``.
 
     Args:
         compute: Called with rows of [s * ..., N] and where they go, contiguous; enqueues on the current stream.

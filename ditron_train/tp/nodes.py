@@ -4,7 +4,8 @@ A rank sends its rows along its rail, to the rank with its place in every other 
 own node gathers by peer memory; then what has come from the next node is gathered and multiplied likewise. Rows cross
 the border once, and only the first border is not under a GEMM. Sums over ranks go from node to node in the order of
 the process group's own reduce-scatter (``nodes_gemm_rs``); where ours cannot follow it, or the policy found it to be
-slower, they are that reduce-scatter. So is the gather of a column layer's forward left to the process group.
+slower, they are that reduce-scatter. Where the policy found it to be slower, the gather of a column layer's forward is
+the process group's, too.
 
     column: Y = AG(X) @ Wt^T by rails;  dX = RS(dY @ Wt) by rails, dWt = dY^T @ AG(X) as natively
     row:    Y = RS(X @ Wt^T) by rails;  dX = AG(dY) @ Wt by rails, which leaves AG(dY) for dWt
@@ -92,7 +93,7 @@ class ColumnOverNodes(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.context, ctx.wgrad, ctx.has_bias = context, wgrad, bias is not None
         rows = _rows(x)
-        if context.gathers_by_rails(len(rows) * context.world_size, *weight.shape):
+        if not context.leaves_gather:
             y, _ = ag_gemm_over_nodes(rows, weight, context=context)
         else:
             total = rows.new_empty(len(rows) * context.world_size, rows.shape[1])
@@ -113,7 +114,7 @@ class ColumnOverNodes(torch.autograd.Function):
         if needs_weight and not deferred:
             total = rows.new_empty(len(rows) * ctx.context.world_size, rows.shape[1])
             gather = dist.all_gather_into_tensor(total, rows, group=group, async_op=True)
-        by_rails = needs_x and ctx.context.sums_by_rails(*grad_output.shape[:1], *weight.shape[::-1], rows.dtype)
+        by_rails = needs_x and ctx.context.sums_by_rails(len(grad_output), weight.shape[1], rows.dtype)
         partial = grad_output.matmul(weight) if needs_x and not by_rails else None
         if by_rails:
             grad_x = gemm_rs_over_nodes(grad_output, weight, context=ctx.context, layout="nn")
@@ -141,7 +142,7 @@ class RowOverNodes(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.context, ctx.wgrad = context, wgrad
         rows = _rows(x)
-        if context.sums_by_rails(len(rows), *weight.shape, x.dtype):
+        if context.sums_by_rails(len(rows), weight.shape[0], x.dtype):
             return gemm_rs_over_nodes(rows, weight, context=context)
         partial = rows.matmul(weight.t())
         out = partial.new_empty(len(rows) // context.world_size, weight.shape[0])

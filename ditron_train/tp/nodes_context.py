@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from typing import Any
 
@@ -34,8 +35,8 @@ class NodesTPContext:
         nodes: The groups of a node and of a rail.
         inner: Context of this rank's node; None where a node has one rank.
         device: Where activations live.
-        left: Exchanges that the policy has left to the process group, by their kind (``gather`` or ``sums``), rows and
-            columns of the product and K.
+        leaves_gather, leaves_sums: Whether the policy has left the gather of a column layer's forward, or sums over
+            ranks, to the process group: of the layers that one answer is for (``for_answer``).
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -53,8 +54,14 @@ class NodesTPContext:
                 lambda: get_tp_context(nodes.node_group, device),
                 (ArenaError, NotSupportedError),
             )
-        self.left: set[Hashable] = set()
-        self._prepared: set[Hashable] = set()
+        self.leaves_gather = self.leaves_sums = False
+        self._prepared: set[Hashable] = set()  # one for all answers: they share the node's memory
+
+    def for_answer(self) -> NodesTPContext:
+        """The same context with choices of its own."""
+        made = copy.copy(self)
+        made.leaves_gather = made.leaves_sums = False
+        return made
 
     @property
     def target(self) -> str:
@@ -71,13 +78,9 @@ class NodesTPContext:
             log_once(f"native {name} {order.reason}", f"{name}: native, {order.reason}", name="policy")
         return order.ring_step
 
-    def gathers_by_rails(self, rows: int, n: int, k: int) -> bool:
-        """Whether the [rows, k] of all ranks that a column layer's forward multiplies are gathered by rails."""
-        return ("gather", rows, n, k) not in self.left
-
-    def sums_by_rails(self, rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
-        """Whether a product [rows, k] @ [k, n] is reduce-scattered by rails (collective the first time)."""
-        if ("sums", rows, n, k) in self.left or rows % self.world_size:
+    def sums_by_rails(self, rows: int, n: int, dtype: torch.dtype) -> bool:
+        """Whether a product [rows, n] is reduce-scattered by rails (collective the first time)."""
+        if self.leaves_sums or rows % self.world_size:
             return False
         if self.inner is not None and not (covers(n, dtype) and can_copy(self.inner)):
             return False
@@ -96,10 +99,10 @@ class NodesTPContext:
         if call in self._prepared or is_capturing(self.device):
             return inner.prepare(*call)
         inner.enter("preparing on every node")
-        before = self._prepared if len(self._prepared) < MAX_KNOWN_SHAPES else set()
-        self._prepared = set()  # what fails may have given back what is there for other calls
+        before = set(self._prepared) if len(self._prepared) < MAX_KNOWN_SHAPES else set()
+        self._prepared.clear()  # what fails may have given back what is there for other calls
         prepared = self.nodes.on_every_node("making room on every node", lambda: inner.prepare(*call), self.device)
-        self._prepared = before | {call}
+        self._prepared.update(before, {call})
         return prepared
 
     def synchronize(self) -> None:

@@ -145,7 +145,7 @@ def gemm_rs_over_nodes(
     """
     factor = weight.t() if layout == "nt" else weight
     (rows, k), n = x.shape, factor.shape[1]
-    if not context.sums_by_rails(rows, n, k, x.dtype):
+    if not context.sums_by_rails(rows, n, x.dtype):
         raise NotSupportedError(f"gemm_rs over nodes: {rows}x{n}x{k} in {x.dtype} is left to the process group")
     num_nodes, node, step = context.nodes.num_nodes, context.nodes.node, context.ring_step(rows, n, x.dtype)
     blocks = x.chunk(num_nodes)

@@ -81,6 +81,8 @@ def read_suite(folder: Path) -> Suite:
         suite.latest = set()
         lines_of_all = (line for lines in ranks for line in lines)
         suite.uncollected.update((line["uncollected"], line["why"]) for line in lines_of_all if "uncollected" in line)
+        files = {test.split("::")[0] for test in collected}  # which another launch could import
+        suite.uncollected = {file: why for file, why in suite.uncollected.items() if file not in files}
         suite.collected += [test for test in collected if test not in known]
         known.update(collected)
         _add_launch(suite, collected, ranks, was_stopped=stop_mark(folder, launch).exists())

@@ -386,7 +386,8 @@ from ditron_train.policy import Answer
 states.fp8_graph_capturing = lambda: False
 layer, x, gated, kept = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4), [], {}
 layer.weight = torch.nn.Parameter(torch.zeros(4, 4))
-reason, recipe = None, ("recipe", 1)
+layer._parameters = {"weight": layer.weight, "bias": None}
+reason, recipe = None, types.SimpleNamespace(fp8_format="HYBRID", backward_override=None)
 states.get_fp8_recipe = lambda: recipe
 routes.why_not_recipe, routes.why_not_code = lambda *args: asked.append(args) or reason, lambda *args: None
 
@@ -408,7 +409,10 @@ assert routes.answer_in_fp8(layer, "column", x) is None and len(asked) == 1
 kept.clear()  # the gate has forgotten it, or a late host may still change it
 assert routes.answer_in_fp8(layer, "column", x).context == "context" and len(asked) == len(gated) == 2
 changes = [
-    lambda: setattr(states, "get_fp8_recipe", lambda: ("recipe", 2)),
+    lambda: setattr(recipe, "backward_override", "high_precision"),  # in place
+    lambda: setattr(states, "get_fp8_recipe", lambda: types.SimpleNamespace(fp8_format="E4M3")),
+    lambda: layer._parameters.update(bias=torch.zeros(4)),
+    lambda: setattr(layer, "te_quant_params", object()),
     lambda: layer.weight.requires_grad_(False),
     lambda: setattr(layer, "weight", torch.nn.Parameter(torch.zeros(4, 4))),
     lambda: setattr(layer, "wgrad_store", types.SimpleNamespace(delay_wgrad_compute=lambda: None)),
@@ -417,13 +421,13 @@ changes = [
 for number, change in enumerate(changes, 3):
     change()
     answer = routes.answer_in_fp8(layer, "column", x)
-    assert len(asked) == number and (answer is None) is (number == 7), "it depends on this, too"
-routes.is_cpu_offload_enabled = lambda: False
-assert routes.answer_in_fp8(layer, "column", x[:2]).context == "context" and len(asked) == 8
+    assert len(asked) == number and (answer is None) is (number >= 6), "it depends on this, too"
+routes.is_cpu_offload_enabled, layer.te_quant_params = lambda: False, None
+assert routes.answer_in_fp8(layer, "column", x[:2]).context == "context" and len(asked) == 11
 reason = "a reason"
 for one in (x, x):
     assert routes.answer_in_fp8(layer, "column", one) is None
-assert len(asked) == 9
+assert len(asked) == 12
 routes.is_capturing = lambda device: True
 assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answered before"
 """

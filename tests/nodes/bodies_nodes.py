@@ -261,6 +261,39 @@ def tp_trials(kind, slower):
         return (forward, sorted(found)), tried
 
 
+def tp_answers():
+    """Whether layers of one group whose sums are of one size keep the ways that were chosen for them: a column layer
+    whose sums go by rails, then a row layer whose forward is slower by them, then the row layer again under ``force``
+    where decisions were forgotten."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
+    import ep_workers as workers
+
+    from ditron_train.megatron.tp.linear_call import LinearCall
+    from ditron_train.megatron.tp.spec import COLUMN, ROW
+    from ditron_train.policy import Decision, gate
+    from ditron_train.policy import spec as policy_spec
+    from ditron_train.policy.probe import comparing_on_cpu
+    from ditron_train.runtime.settings import under_policy
+
+    def decide(words, native, ours, **_):
+        is_slower = words.startswith("tp row") and "forward" in words
+        return Decision(not is_slower, "posed", True, None, None)
+
+    world, weights = dist.get_world_size(), (torch.ones(24, 16), torch.ones(16, 24))
+    with workers.groups(), comparing_on_cpu():
+        group = make_group(dist.group.WORLD, range(world), "answers")
+        column = LinearCall(torch.ones(6, 16), weights[0], group, grad_y=torch.ones(6 * world, 24))
+        row = LinearCall(torch.ones(6 * world, 24), weights[1], group, grad_y=torch.ones(6, 16))
+        summed, found = (6 * world, 16, torch.float32), []
+        with mock.patch.object(policy_spec, "decide", decide):
+            answers = [gate.answer_for(spec, call).context for spec, call in ((COLUMN, column), (ROW, row))]
+            found += [one.sums_by_rails(*summed) for one in answers]
+        gate.forget("tp")
+        with under_policy("force"):
+            found.append(gate.answer_for(ROW, row).context.sums_by_rails(*summed))
+        return found
+
+
 @contextlib.contextmanager
 def _counting(owner, name, calls):
     """Notes each call of a function of ``owner``."""

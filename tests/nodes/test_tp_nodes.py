@@ -48,6 +48,10 @@ def test_what_is_not_faster_by_rails_is_left_to_the_process_group(kind, slower, 
     assert run_on_nodes(2, 2, bodies.tp_trials, kind, slower) == [(ways, tried)] * 4
 
 
+def test_each_answer_keeps_its_own_way():
+    assert run_on_nodes(2, 2, bodies.tp_answers) == [[True, False, True]] * 4
+
+
 CASES = st.tuples(
     st.sampled_from([1, 2]),  # ranks of each node
     st.sampled_from([1, -1]),  # NCCL's ring ascends, gloo's descends

@@ -103,7 +103,7 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         except (ArenaError, NotSupportedError):
             if not self.spans_nodes or not spans_nodes(call.group):
                 raise
-            return get_nodes_tp_context(call.group, call.x.device)
+            return get_nodes_tp_context(call.group, call.x.device).for_answer()
 
     def decide(self, call: LinearCall, context: TPContext) -> Decision:
         """See `OpSpec`. Memory is had and kernels are compiled by it, so nothing of that fails between a forward and

@@ -1,9 +1,9 @@
 """The passes of layers whose FP8 operands have a scale for each block of 128 or 128 x 128 values (recipe blockwise).
 
 A tensor's bytes and its scales travel together, by rows for the products with W and by columns for the weight
-gradient: neither can be made from the other. All products are Transformer Engine's own, for the rows of one rank at a
-time; its bits do not depend on the number of rows. How operands lie and travel differs from version to version
-(``te_blocks``). Imported only where Transformer Engine is installed.
+gradient: neither can be made from the other. All products are Transformer Engine's own, for the rows of one rank or of
+a block of ranks at a time; its bits do not depend on the number of rows. How operands lie and travel differs from
+version to version (``te_blocks``). Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _num_products(rows: int, n: int, k: int, world_size: int) -> int:
     """
     most = 2.0 * rows * n * k / _FLOPS_OF_A_PRODUCT
     divisors = [count for count in range(2, world_size + 1) if world_size % count == 0]
-    return max([count for count in divisors if count <= most], default=divisors[0])
+    return max([count for count in divisors if count <= most], default=min(divisors, default=1))
 
 
 def _start(

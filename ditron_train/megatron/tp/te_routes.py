@@ -68,15 +68,18 @@ def _is_unusual(x: torch.Tensor) -> bool:
 
 
 def _state(layer: Any, x: torch.Tensor) -> tuple[Any, ...]:
-    """All that changes between two calls of a layer and that its answer depends on."""
-    weight = layer.weight
+    """All that changes between calls of a layer and that its answer depends on, recipes in place, too. What a layer
+    is made with stays: userbuffers, weights in FP8, whether it returns what it has normalised."""
+    weight, recipe = layer.weight, FP8GlobalStateManager.get_fp8_recipe()
     return (
         x.shape,
         x.dtype,
         x.device,
         id(weight),
-        weight.dtype,
+        weight.shape,
+        [None if one is None else one.dtype for one in vars(layer)["_parameters"].values()],
         weight.requires_grad,
+        layer.te_quant_params is None,
         layer.parallel_mode,
         layer.tp_group,
         layer.fsdp_group is None,
@@ -85,7 +88,8 @@ def _state(layer: Any, x: torch.Tensor) -> tuple[Any, ...]:
         torch.is_autocast_enabled(x.device.type),
         is_cpu_offload_enabled(),
         is_in_onnx_export_mode(),
-        FP8GlobalStateManager.get_fp8_recipe(),
+        type(recipe),
+        list(vars(recipe).items()),
     )
 
 

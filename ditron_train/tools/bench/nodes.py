@@ -39,7 +39,7 @@ class _Case(NamedTuple):
         spec, call: As the gate is asked.
         shape: Of the row.
         native, fused: What is compared and timed; ``fused`` is None where the op has no fused path on these nodes.
-        strict: Makes what runs where the gate has said yes and may have left a part to Megatron's path; None:
+        strict: Makes what runs from the context of an answer, which may leave a part to Megatron's path; None:
             ``fused``.
         op, measured: Of the row, where they are not the spec's.
         is_asked: Whether jobs ask the gate.
@@ -50,7 +50,7 @@ class _Case(NamedTuple):
     shape: Shape
     native: Callable[[], Any]
     fused: Callable[[], Any] | None
-    strict: Callable[[], Callable[[], Any]] | None = None
+    strict: Callable[[Any], Callable[[], Any]] | None = None
     op: str | None = None
     measured: Pass | None = None
     is_asked: bool = True
@@ -202,17 +202,8 @@ def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> I
         return
 
     def case(make: Callable[[Any], Callable[[], Any]], **fields: Any) -> _Case:
-        ours = make(context)
-
-        def by_rails() -> Any:
-            """Whatever the policy has left to the process group."""
-            left, context.left = context.left, set()
-            try:
-                return ours()
-            finally:
-                context.left = left
-
-        return _Case(spec, call, Shape("posed", sizes), make(None), by_rails, lambda: ours, **fields)
+        """The fused path by rails throughout, whatever the answer's context leaves to the process group."""
+        return _Case(spec, call, Shape("posed", sizes), make(None), make(context), make, **fields)
 
     yield case(layer)
     yield case(forward, op="ag_gemm" if spec.kind == "column" else "gemm_rs", measured="forward")
@@ -299,7 +290,10 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
             answer = gate.answer_for(case.spec, case.call)
             plan, strict = f"strict: Megatron's path, {answer.reason}", case.native
             if answer.context is not None:
-                plan, strict = "strict: the fused path", case.fused if case.strict is None else case.strict()
+                plan, strict = (
+                    "strict: the fused path",
+                    case.fused if case.strict is None else case.strict(answer.context),
+                )
         assert strict is not None, "what nobody asks for has a fused path"
         # In turn: what is timed at another time on a machine that others use, too, is not to be compared.
         paths = {"native": case.native, "fused": case.fused, "strict": strict}
