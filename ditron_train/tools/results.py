@@ -235,7 +235,10 @@ def kept_rows(path: Path, stamp: Stamp, is_replaced: Callable[[Row], bool]) -> l
     if not path.exists():
         return []
     old, rows = read_results(path)
-    commits = ((row, row.commit or old.commit) for row in rows if not is_replaced(row))
+    of_newest = old.commit == stamp.commit
+    commits = (
+        (row, row.commit or (None if of_newest else old.commit or "unknown")) for row in rows if not is_replaced(row)
+    )
     return [replace(row, commit=None if commit == stamp.commit else commit) for row, commit in commits]
 
 

@@ -198,6 +198,13 @@ def _section(path: Path, root: Path) -> str:
         return "\n".join(
             [*lines, *(line for words in own for line in (words, "")), _step_table([(stamp, row) for row in rows])]
         )
+    older: dict[str, list[str]] = {}
+    for row in rows:
+        if row.commit:
+            older.setdefault(row.commit, []).append(row.title)
+    if older:
+        words = "; ".join(f"`{commit}`: {', '.join(dict.fromkeys(titles))}" for commit, titles in older.items())
+        lines += [f"What stands above holds of the newest rows. Rows of other commits: {words}.", ""]
     lines += [_summary(rows), "", markdown_table(rows)]
     for words, picture in (("speed over native", picture_path), ("roofline", roofline_path)):
         name = picture(path.relative_to(root))

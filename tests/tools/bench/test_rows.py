@@ -237,6 +237,9 @@ def test_documents_show_results(tmp_path: Path) -> None:
     ]
     assert [line.split("`")[1] for line in lines] == ["tp", "tp,pp", "ep"]
     assert "`tp,pp` some: commit `abc`." in render_results(tmp_path)
+    older = dataclasses.replace(SHORT, commit="abc")
+    write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, older])
+    assert f"Rows of other commits: `abc`: {older.title}." in render_results(tmp_path)
     with pytest.raises(ValueError, match="begin gains"):
         render("<!-- begin steps -->\n<!-- end steps -->", parts)
 
