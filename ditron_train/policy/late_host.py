@@ -6,6 +6,8 @@ host longer is a part of the step. Nobody can know that before the job runs, so 
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from ditron_train.policy.plan import Entry
@@ -13,6 +15,9 @@ from ditron_train.runtime.device import is_capturing
 
 _FIRST, _LAST = 12, 44  # calls that are looked at: behind those that compile kernels and compare
 _CALLS_OF_A_LATE_LOOK = 3.0  # at which what the host takes longer counts
+_FEWEST_LOOKS = 16  # of another op that say something
+
+_watching: weakref.WeakSet[LateHost] = weakref.WeakSet()
 
 
 class LateHost:
@@ -31,6 +36,7 @@ class LateHost:
         self._device, self._gain_us, self._longer_us = device, gain_us, longer_us
         self._calls = self._looks = self._late = 0
         self._is_closed = False
+        _watching.add(self)
 
     @property
     def is_over(self) -> bool:
@@ -50,9 +56,14 @@ class LateHost:
             self._late += int(torch.cuda.current_stream(self._device).query())
 
     def lateness(self) -> float:
-        """Of the looks, the share at which the device waited for the host; there is no further look."""
+        """Of the looks, the share at which the device waited for the host; there is no further look.
+
+        Of another op's looks where they say more: behind a long kernel a look finds something queued although the lead
+        was used up just before, and is so behind the next short one.
+        """
         self._is_closed = True
-        return self._late / max(self._looks, 1)
+        others = [one for one in _watching if one._device == self._device and one._looks >= _FEWEST_LOOKS]
+        return max(one._late / max(one._looks, 1) for one in (self, *others))
 
     def why_not(self, lateness: float) -> str | None:
         """Why the op runs by Megatron's path where the host is late at this share of its calls, or None.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, world_group
 from ditron_train.runtime.launch import COMPILE_OPTIONS
+from ditron_train.runtime.logs import log_once
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
@@ -64,6 +66,8 @@ class OpContext:
         self._is_capturing = False
         self._is_joined = True  # the current stream is behind the communication stream
         self._recorded = RecordedSequences()
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._captured_scratch: list[torch.Tensor] = []  # which CUDA graphs of the job may go on to use
         self._records_sequences = self.is_cuda and driver.has_driver() and not torch.version.hip
         self._agreed: set[tuple] = set()
         self.prepared: dict[tuple, Any] = {}
@@ -148,15 +152,50 @@ class OpContext:
             enqueue()
             self._recorded.remember(key, enqueue, self.comm_handle, copied)
 
-    def repeat_op(self, key: Hashable, copied: Sequence[int]) -> bool:
+    def run_op_again(
+        self, key: Hashable | None, enqueue: Callable[[], object], copied: Sequence[int] = (), *, forks: bool = True
+    ) -> None:
+        """Runs what ``enqueue`` puts onto the current stream; what comes often with the same ``key`` is recorded.
+
+        Args:
+            key: Says all that it does; None: nothing is recorded.
+            enqueue: As for ``remember_op``.
+            copied: As for ``stream.recorded.RecordedSequences.repeat``.
+            forks: Whether it uses the communication stream as well.
+        """
+        if key is None:
+            enqueue()
+        elif not self.repeat_op(key, copied, forks=forks):
+            enqueue()
+            self.remember_op(key, enqueue, copied)
+
+    def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of this context for an op: whoever asks for the name next overwrites it, at the same address unless
+        it is more than before. So what an op works on can lie where a recording of it expects it."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = self._scratch.get(name)
+        if memory is None or memory.numel() < num_bytes:
+            if memory is not None and self.arena.graph_captured:
+                self._captured_scratch.append(memory)
+            elif memory is not None and self.is_cuda:
+                torch.cuda.synchronize(self.device)  # any stream may be using it
+            with torch.inference_mode(False):
+                memory = self._scratch[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            log_once(
+                f"scratch {self.arena.group_name} {name} {num_bytes}",
+                f"memory of group {self.arena.group_name}: {name} {num_bytes / 2**20:.1f} MiB",
+            )
+        return memory[:num_bytes].view(dtype).view(*shape)
+
+    def repeat_op(self, key: Hashable, copied: Sequence[int], *, forks: bool = True) -> bool:
         """Runs on the current stream the op that is recorded for ``key``, its part on the communication stream
         included.
 
         To other streams it is ordered as without a recording. Behind the communication stream it is since the current
         stream is; while that one has yet to wait for an op that was started (``start_all_gather``), nothing is
-        repeated.
+        repeated that ``forks``.
         """
-        if not self._records_sequences or self._is_capturing or not self._is_joined:
+        if not self._records_sequences or self._is_capturing or (forks and not self._is_joined):
             return False
         return self._recorded.repeat(key, current_handle(self.device), copied)
 
@@ -174,12 +213,13 @@ class OpContext:
             )
 
     def _enqueue_on(self, stream: torch.cuda.Stream, enqueue: Callable[[], object]) -> None:
+        is_joined = self._is_joined
         self._is_capturing = True  # what the op would run as a recording of its own becomes part of this one
         try:
             with torch.cuda.stream(stream):
                 enqueue()
         finally:
-            self._is_capturing = False
+            self._is_capturing, self._is_joined = False, is_joined
 
     def leave(self, channel: Channel) -> None:
         """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""

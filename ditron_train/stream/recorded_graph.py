@@ -15,16 +15,26 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
+
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import log_once
 from ditron_train.stream import driver
 
 _CALLS_BEFORE = 2  # a recording takes as long as five calls: not for what comes once or twice
-_MOST_RECORDED = 256
+_MOST_RECORDED = 512
 _MOST_COUNTED = 4096
 _IDLE_RUNS = (
     4096  # a recording that has not run in so many may go for another; a training step comes by its own in fewer
 )
+
+_NEVER = -sys.maxsize  # calls of what is not to be recorded
+
+
+def _num_allocated() -> int:
+    """How often torch has given memory of the current GPU away."""
+    counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict().get("allocation", {})
+    return int(counts.get("all", {}).get("allocated", 0))
 
 
 class _Recording:
@@ -87,7 +97,8 @@ class RecordedSequences:
 
         Args:
             key: As for ``repeat``.
-            enqueue: Puts the sequence onto the stream; it must do the same whenever it comes with ``key``.
+            enqueue: Puts the sequence onto the stream; it must do the same whenever it comes with ``key``. One that
+                allocates GPU memory is never recorded: a graph would go on using memory that is another's by then.
             stream: Where it will be repeated.
             copied: As for ``repeat``; where the driver does not know one of them, nothing is recorded.
             captured: Onto which stream ``enqueue`` puts it (None: ``stream``). The legacy default stream cannot be
@@ -122,11 +133,17 @@ class RecordedSequences:
         self, key: Hashable, enqueue: Callable[[], object], stream: int, captured: int, allocations: list[int | None]
     ) -> None:
         try:
+            num_allocated = _num_allocated()
             graph = driver.graph_record(captured, enqueue)
+            if _num_allocated() != num_allocated:
+                driver.graph_destroy(graph)
+                self._calls[key] = _NEVER
+                return
             self._recordings[key] = _Recording(graph, allocations, self._num_runs)
             driver.graph_upload(graph, stream)  # else the first launch does
-        # The GPU's memory is full, for instance; what this call asked for has been enqueued.
-        except DitronError as error:
+        # The GPU's memory is full, or another library's code cannot be recorded; what this call asked for has been
+        # enqueued.
+        except (DitronError, RuntimeError) as error:
             self._most_recorded = 0
             log_once("recorded sequences", f"stream operations that come again are no longer recorded: {error}")
 

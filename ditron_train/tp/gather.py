@@ -4,6 +4,7 @@ engines."""
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -94,6 +95,30 @@ class CopiedGather:
             self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
         self.finish()
         return self.buffer.local
+
+    def consume(
+        self, blocks: Sequence[Sequence[int]], each: Callable[[Sequence[int]], None], key: Hashable | None = None
+    ) -> None:
+        """Instead of ``wait``: ``each`` of the blocks of ranks in turn, the current stream held until their data is
+        there. When it ends, or fails, all have arrived, as after ``wait``.
+
+        ``key``: says all that ``each`` does, which then allocates nothing: what comes often is recorded.
+        """
+
+        def enqueue() -> None:
+            for ranks in blocks:
+                for source in ranks:
+                    self.wait_for(source)
+                each(ranks)
+
+        try:
+            self.context.run_op_again(None if key is None else (self, key), enqueue, forks=False)
+        finally:
+            self.wait()
+
+    def wait_for(self, source: int) -> None:
+        """Holds the current stream until what is consumed of rank ``source`` is there; ``wait`` has to come."""
+        raise NotImplementedError
 
     def give_up(self) -> None:
         """Behind ``start`` instead of ``wait``, where what was to wait failed: a peer's rows of the next call come

@@ -7,7 +7,7 @@ arrive meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,8 +28,7 @@ _ALIGNMENT = 16  # bytes
 class PreparedParts(CopiedGather):
     """Gathers of tensors of ``sizes`` bytes a rank, the same on all ranks (collective to make).
 
-    The first ``num_in_turn`` of a rank have a flag, the others have one: ``wait_for`` waits for the former. Of the
-    former this rank's own do not get a place where each rank's are consumed by themselves.
+    The first ``num_in_turn`` of a rank have a flag, the others have one: ``wait_for`` waits for the former.
 
     ``totals``: the bytes of each tensor of all ranks, views of the buffer. ``blocks``: ranks whose parts are consumed
     together, as they arrive; this rank's comes first.
@@ -50,8 +49,7 @@ class PreparedParts(CopiedGather):
         self.totals = [flat[first:last] for first, last in zip(starts, starts[1:])]
         parts = list(zip(range(len(sizes)), starts, sizes))
         self._stages = [stage for stage in (parts[:num_in_turn], parts[num_in_turn:]) if stage]
-        placed = parts if num_blocks < world else parts[num_in_turn:]
-        self._own = [(i, slice(context.rank * size, (context.rank + 1) * size)) for i, _, size in placed]
+        self._own = [slice(context.rank * size, (context.rank + 1) * size) for size in sizes]
         self.granule_rows, count = 1, len(self._stages)
         self._first_starts = context.table(("flags", 1), range(world + 1))
         self.row_starts = context.table(("flags", count), range(0, count * world + 1, count))
@@ -62,8 +60,8 @@ class PreparedParts(CopiedGather):
         stream = context.fork()
         addresses = tuple(part.data_ptr() for part in parts)
         context.run_again((self, addresses), lambda: self._send(addresses, stream), addresses)
-        for index, place in self._own:
-            self.totals[index][place].copy_(parts[index].view(-1).view(torch.uint8))
+        for total, part, place in zip(self.totals, parts, self._own):
+            total[place].copy_(part.view(-1).view(torch.uint8))
 
     def _send(self, addresses: tuple[int, ...], stream: torch.cuda.Stream | None) -> None:
         context, rank, moves = self.context, self.context.rank, []
@@ -103,11 +101,11 @@ class _Call(NamedTuple):
 
 
 class StartedParts:
-    """A gather of parts on its way; ``wait()`` or ``arrivals()``, once and before the next gather starts.
+    """A gather of parts on its way; ``wait()`` or ``consume()``, once and before the next gather starts.
 
     Attributes:
         totals: Where the parts of all ranks will be, along dimension 0: views of the context's buffer that its next
-            gather overwrites. Of parts that come in turn, rank by rank, this rank's own are not among them.
+            gather overwrites.
     """
 
     def __init__(
@@ -134,23 +132,20 @@ class StartedParts:
         self._prepared.wait()
         return self.totals
 
-    def arrivals(self) -> Generator[tuple[int, list[torch.Tensor]]]:
-        """Instead of ``wait``: each block of ranks, by its number, and its parts that come in turn, along dimension 0;
-        that of this rank first, then the others in the order of arrival, the current stream held until they are there.
-        When it ends everything is there and counted, as after ``wait``: go through it to the end, or close it."""
-        prepared, sent = self._prepared, self._sent[: self._num_in_turn]
-        context = prepared.context
+    def consume(self, each: Callable[[int, list[torch.Tensor]], None], key: Hashable | None = None) -> None:
+        """Instead of ``wait``: ``each`` of the blocks of ranks, by its number, and its parts that come in turn, along
+        dimension 0; that of this rank first, then the others in the order of arrival, the current stream held until
+        they are there. When it ends everything is there and counted, as after ``wait``. ``key``: as of
+        ``CopiedGather.consume``."""
+        prepared = self._prepared
         num_blocks = len(prepared.blocks)
-        of_blocks = list(zip(*(total.chunk(num_blocks) for total in self.totals[: len(sent)])))
-        context.resume(self._started_on, *self._sent)
-        try:
-            for ranks in prepared.blocks:
-                for source in ranks:
-                    prepared.wait_for(source)
-                block = ranks.start // len(ranks)
-                yield block, list(sent if ranks == range(context.rank, context.rank + 1) else of_blocks[block])
-        finally:
-            prepared.wait()
+        prepared.context.resume(self._started_on, *self._sent)
+
+        def consume_block(ranks: Sequence[int]) -> None:
+            block = ranks[0] // len(ranks)
+            each(block, [total.chunk(num_blocks)[block] for total in self.totals[: self._num_in_turn]])
+
+        prepared.consume(prepared.blocks, consume_block, key)
 
 
 @outside_compile
@@ -163,7 +158,7 @@ def start_gather_of_parts(
     Args:
         parts: [rows, ...] each, of any types, the same sizes on all ranks.
         context: The group's context.
-        num_in_turn: So many of ``parts`` peers get in turn and before the others, for ``StartedParts.arrivals``.
+        num_in_turn: So many of ``parts`` peers get in turn and before the others, for ``StartedParts.consume``.
         num_blocks: Of ranks whose parts are consumed together: a divisor of the group's size. Default: each rank's
             by themselves.
 

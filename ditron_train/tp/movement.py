@@ -3,7 +3,7 @@ plain functions on tensors, not differentiable by themselves. They enqueue as ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -59,21 +59,19 @@ class StartedGather:
         self._prepared.wait()
         return self.rows
 
-    def arrivals(self) -> Generator[tuple[slice, torch.Tensor]]:
-        """Instead of ``wait``: each rank's rows and where they stand among all, this rank's own first, then the
-        others' in the order of arrival, the current stream held until they are there. When it ends all are there and
-        counted, as after ``wait``: go through it to the end, or close it.
-        """
+    def consume(self, each: Callable[[slice, torch.Tensor], None], key: Hashable | None = None) -> None:
+        """Instead of ``wait``: ``each`` rank's place among all and its rows, this rank's own first, then the others'
+        in the order of arrival, the current stream held until they are there. When it ends all are there and counted,
+        as after ``wait``. ``key``: as of ``CopiedGather.consume``."""
         prepared = self._prepared
+        starts = prepared.partition.starts
         prepared.context.resume(self._started_on, self._sent)
-        try:
-            for source in prepared.arrival_order:
-                prepared.wait_for(source)
-                starts = prepared.partition.starts
-                share = slice(starts[source], starts[source + 1])
-                yield share, self.rows[share]
-        finally:
-            prepared.wait()
+
+        def consume_rank(ranks: Sequence[int]) -> None:
+            share = slice(starts[ranks[0]], starts[ranks[0] + 1])
+            each(share, self.rows[share])
+
+        prepared.consume([(source,) for source in prepared.arrival_order], consume_rank, key)
 
 
 @outside_compile
@@ -81,7 +79,7 @@ def start_all_gather(
     x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None, in_turn: bool = False
 ) -> StartedGather:
     """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next. ``in_turn``:
-    peers get the rows one after the other, for consumers that go through ``arrivals``.
+    peers get the rows one after the other, for ``StartedGather.consume``.
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
@@ -243,6 +241,7 @@ def scatter_as_computed(
     *,
     context: TPContext,
     num_products: int | None = None,
+    key: Hashable | None = None,
 ) -> torch.Tensor:
     """The reduce-scatter along dimension 0 of a product [s, ..., N] that ``compute`` writes share by share: each is
     sent by copy engines while the next is computed, that with this rank's own last. Sums are those of ``gemm_rs``.
@@ -254,6 +253,7 @@ def scatter_as_computed(
         context: The group's context.
         num_products: In how many shares, of as many ranks each: a divisor of the group's size. Default: a share a
             rank. Fewer take the host less, and leave more to be sent behind the last.
+        key: Says all that ``compute`` does, and that it allocates nothing: what comes often is recorded.
 
     Returns:
         [s / world, ..., N].
@@ -265,23 +265,29 @@ def scatter_as_computed(
     _check_can_copy("scatter_as_computed", context)
     prepared = context.prepare(ReduceScatterCall, torch.Size(shape), dtype, context.device)
     starts, rank = prepared.partition.starts, context.rank
-    partial = torch.empty(starts[-1], shape[-1], dtype=dtype, device=context.device)
+    partial = context.scratch("products", (starts[-1], shape[-1]), dtype)
     out = partial.new_empty(shape[0] // context.world_size, *shape[1:])
-    prepared.begin()
-    try:
-        own_block, *others = rank_blocks([rank, *prepared.peers], num_products or context.world_size)
-        for owners in (*others, own_block):
-            rows = slice(starts[owners.start], starts[owners.stop])
-            compute(rows, partial[rows])
-            receivers = [owner for owner in order_in_block(rank, owners) if owner != rank]
-            if receivers:
-                context.fork()
-            for owner in receivers:
-                place = slice(starts[owner], starts[owner + 1])
-                prepared.send(partial, prepared.peers.index(owner), place, signals=True)
-    except BaseException:  # no memory
-        prepared.give_up()
-        raise
+
+    def enqueue() -> None:
+        prepared.begin()
+        try:
+            own_block, *others = rank_blocks([rank, *prepared.peers], num_products or context.world_size)
+            for owners in (*others, own_block):
+                rows = slice(starts[owners.start], starts[owners.stop])
+                compute(rows, partial[rows])
+                receivers = [owner for owner in order_in_block(rank, owners) if owner != rank]
+                if receivers:
+                    context.fork()
+                for owner in receivers:
+                    place = slice(starts[owner], starts[owner + 1])
+                    prepared.send(partial, prepared.peers.index(owner), place, signals=True)
+        except BaseException:  # no memory
+            prepared.give_up()
+            raise
+        context.join()  # by ``finish``, too, behind the sum: but what is recorded has to join what it forks
+
+    address = partial.data_ptr()
+    context.run_op_again(None if key is None else (prepared, num_products, address, key), enqueue, (address,))
     prepared.finish(partial, out)
     return out
 

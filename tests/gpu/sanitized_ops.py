@@ -155,7 +155,8 @@ def _seldom(device: torch.device):
         with in_a_ring:
             product = gemm_ar(x, weight, context=tp, choice=in_two_rounds)
         started = start_gather_of_parts(parts, context=tp, num_in_turn=1)
-        sources = [source for source, _ in started.arrivals()]
+        sources: list[int] = []
+        started.consume(lambda source, _: sources.append(source))
         node_sum.hand_out(partial, "whole")
         node_sum.add_up(partial, onto, total := torch.empty_like(onto), "whole")
         arrived = gather_sequence((heads,), context=sp, layout=output_layout(world, 64, world), meanwhile=lambda: None)

@@ -142,6 +142,23 @@ def test_backwards_are_looked_at_too_and_captures_are_not(monkeypatch):
     assert "late at 15% of its calls (nothing was queued at 5%)" in watch.why_not(0.05)
 
 
+def test_the_op_at_which_lateness_shows_speaks_for_the_others(monkeypatch):
+    """Behind attention nothing is ever seen to be late, behind a norm it is."""
+    stream = _Stream(0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(late_host_module, "is_capturing", lambda device: False)
+    device = _Device()
+    norm, attention = (late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), device) for _ in range(2))
+    elsewhere = late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), _Device())
+    for call in range(44):
+        for watch, period in ((norm, 2), (attention, 0), (elsewhere, 1)):
+            stream._period, stream.looks = period, call
+            watch.count()
+    assert norm.lateness() == attention.lateness() == 0.5 and elsewhere.lateness() == 1.0
+    del norm, elsewhere
+    assert attention.lateness() == 0.0, "what is decided is no longer asked"
+
+
 @pytest.mark.parametrize(
     "entry, device",
     [

@@ -296,11 +296,42 @@ def test_nothing_is_recorded_or_repeated_while_a_graph_is_captured(context: OpCo
 
 
 def test_an_op_that_cannot_be_recorded_leaves_the_context_as_it_was(context: OpContext, fake: _Driver) -> None:
+    """Another library's code may refuse to be captured: the job goes on."""
+    tried = []
+
     def enqueue() -> None:
+        context.fork()
+        tried.append("a")
         raise RuntimeError("while it is captured")
 
-    for _ in range(2):
+    for _ in range(5):
         context.remember_op("a", enqueue, ())
-    with pytest.raises(RuntimeError):
-        context.remember_op("a", enqueue, ())
-    assert not context._is_capturing
+    assert tried == ["a"] and not context._is_capturing and context._is_joined and not fake.alive
+
+
+def test_what_allocates_is_never_recorded(context: OpContext, fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would go on using memory that somebody else has by then."""
+    counts = {"allocation": {"all": {"allocated": 0}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: counts)
+
+    def allocate() -> None:
+        counts["allocation"]["all"]["allocated"] += 1
+        fake.stream.append("allocates")
+
+    for _ in range(9):
+        context.run_op_again("a", allocate)
+        context.run_op_again("b", lambda: fake.stream.append("b"))
+    assert fake.calls.count(("record", ASIDE)) == 2 and fake.alive == [["b"]]
+    assert fake.stream.count("allocates") == 9
+
+
+def test_what_does_not_fork_is_repeated_beside_an_op_that_has_been_started(context: OpContext, fake: _Driver) -> None:
+    """Products of what arrives: the gather is on its way. Without a key nothing is recorded."""
+    context._is_joined = False
+    for _ in range(5):
+        context.run_op_again("waits and products", lambda: fake.stream.append("product"), forks=False)
+        context.run_op_again("op", lambda: fake.stream.append("op"))
+        context.run_op_again(None, lambda: fake.stream.append("any"), forks=False)
+    assert fake.stream.count("product") == 3 and fake.stream.count("graph of product") == 2
+    assert fake.stream.count("op") == fake.stream.count("any") == 5
+    assert not context._is_joined

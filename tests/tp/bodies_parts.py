@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from bodies_tp import CPU, integers, ring_fold
@@ -32,19 +33,29 @@ def check_parts(rows: int, columns: int) -> None:
         started = start_gather_of_parts(shares[rank], context=context, num_in_turn=num_in_turn)
         if num_in_turn:
             seen = []
-            for source, parts in started.arrivals():
+
+            def see(source: int, parts: list[torch.Tensor], seen=seen, shares=shares, num_in_turn=num_in_turn) -> None:
                 assert len(parts) == num_in_turn and all(map(torch.equal, parts, shares[source]))
                 seen.append(source)
+
+            started.consume(see)
             assert seen == [(rank + step) % world for step in range(world)]
         else:
             started.wait()
         assert all(map(torch.equal, started.totals[num_in_turn:], totals[num_in_turn:])), num_in_turn
         x = shares[rank][1]
         assert torch.equal(start_all_gather(x, context=context).wait(), totals[1])
-    for stop in (0, 1):  # left early: nothing is lost of the next
-        for count, _ in enumerate(start_gather_of_parts(shares[rank], context=context, num_in_turn=1).arrivals()):
-            if count == stop:
-                break
+    for stop in (0, 1):  # it fails: nothing is lost of the next
+        consumed = []
+
+        def fail(source: int, parts: list[torch.Tensor], consumed=consumed, stop=stop) -> None:
+            if len(consumed) == stop:
+                raise MemoryError
+            consumed.append(source)
+
+        with pytest.raises(MemoryError):
+            start_gather_of_parts(shares[rank], context=context, num_in_turn=1).consume(fail)
+        assert len(consumed) == stop
         assert all(map(torch.equal, start_gather_of_parts(shares[rank], context=context).wait(), totals))
 
 
@@ -57,10 +68,13 @@ def check_blocks(rows: int, columns: int, num_blocks: int) -> None:
         totals = [torch.cat(parts) for parts in zip(*shares)]
         time.sleep(rng.random() * 0.02)
         started, seen = start_gather_of_parts(shares[rank], context=context, num_in_turn=2, num_blocks=num_blocks), []
-        for block, parts in started.arrivals():
+
+        def see(block: int, parts: list[torch.Tensor], seen=seen, totals=totals) -> None:
             expected = [total.chunk(num_blocks)[block] for total in totals[:2]]
             assert len(parts) == 2 and all(map(torch.equal, parts, expected))
             seen.append(block)
+
+        started.consume(see)
         assert sorted(seen) == list(range(num_blocks)) and seen[0] == rank // size
         assert all(map(torch.equal, started.totals[2 * (size == 1) :], totals[2 * (size == 1) :]))
 

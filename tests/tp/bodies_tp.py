@@ -150,9 +150,12 @@ def check_fp8_products(rows: int, n: int, k: int) -> None:
         assert torch.equal(y, (product + bias.float()).bfloat16())
 
         started, places = start_all_gather(x.view(torch.uint8), context=context, in_turn=True), []
-        for place, part in started.arrivals():
+
+        def see(place: slice, part: torch.Tensor, total=total, places=places) -> None:
             assert torch.equal(part, total.view(torch.uint8)[place])
             places.append(place.start // rows)
+
+        started.consume(see)
         assert places == [(rank + step) % world for step in range(world)]
 
         own = ((total.float() @ weight.float().t()) * factor).bfloat16()

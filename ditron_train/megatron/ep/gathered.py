@@ -167,11 +167,14 @@ def _gather(
     started, call.started = call.started, None
     if started is None:
         started = start_all_gather(x, context=call.context, in_turn=True)
-    for share, tokens in started.arrivals():
+
+    def place_share(share: slice, tokens: torch.Tensor) -> None:
         source = share.start // call.layout.num_tokens
         place(tokens, rows, call.layout, source)
         if each is not None:
             each(source)
+
+    started.consume(place_share)
 
 
 def _scatter(

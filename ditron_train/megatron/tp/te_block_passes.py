@@ -8,7 +8,6 @@ version to version (``te_blocks``). Imported only where Transformer Engine is in
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,26 +23,22 @@ from ditron_train.megatron.tp.te_blocks import (
     is_sendable,
     quantized_to_travel,
     rows_of,
-    scales_of_shares,
     sent,
     with_rows,
 )
-from ditron_train.megatron.tp.te_passes import Pass, Sharded, like_quantized
+from ditron_train.megatron.tp.te_passes import Pass, Sharded, like_quantized, product_key
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
 from ditron_train.tp.movement import scatter_as_computed
 
-#: Of one that is worth the host's time: some 300 us.
-_FLOPS_OF_A_PRODUCT = 3e11
+#: Of one that fills the GPU, some 50 us, and of one that is worth the host's time where it may not be recorded.
+_FLOPS_OF_A_PRODUCT, _FLOPS_OF_A_LAUNCH = 5e10, 3e11
 
 
-def _num_products(rows: int, n: int, k: int, world_size: int) -> int:
-    """In how many products, of as many ranks' rows each, [rows, k] @ [k, n] is multiplied as it is communicated.
-
-    A product takes the host some 200 us, and in FP8 the host is hardly ahead of the GPU; two let one be sent while the
-    other is multiplied.
-    """
-    most = 2.0 * rows * n * k / _FLOPS_OF_A_PRODUCT
+def _num_products(rows: int, n: int, k: int, world_size: int, flops: float = _FLOPS_OF_A_LAUNCH) -> int:
+    """In how many products of ``flops`` or more, of as many ranks' rows each, [rows, k] @ [k, n] is multiplied as it
+    is communicated; two at least, so that one is sent while the other is multiplied."""
+    most = 2.0 * rows * n * k / flops
     divisors = [count for count in range(2, world_size + 1) if world_size % count == 0]
     return max([count for count in divisors if count <= most], default=min(divisors, default=1))
 
@@ -71,19 +66,27 @@ def _total(like: Any, shape: Sequence[int], sides: Sequence[Side], started: Star
 
 
 def _multiply_arrivals(
-    started: StartedParts, like: Any, weight: Any, shape: Sequence[int], *args: Any, **kwargs: Any
+    context: TPContext, started: StartedParts, like: Any, weight: Any, shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """The product, of ``shape``, of the rows of all ranks, for those of each block of ranks as they arrive."""
-    total, own = started.totals[0], like.get_metadata()[f"{ROWS}_data"]
-    out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
-    flat, rows = out.view(total.shape[0], -1), None
-    with contextlib.closing(started.arrivals()) as arrivals:
-        for block, (data, scales) in arrivals:
-            num_rows, num_ranks = len(data), data.numel() // own.numel()
-            scales = scales if num_ranks == 1 else torch.cat(scales.chunk(num_ranks), dim=1)
-            rows = rows_of(like, data, scales) if rows is None else with_rows(rows, data, scales)
-            share = flat[block * num_rows : (block + 1) * num_rows]
-            te_ops.general_gemm(weight, rows, *args, **{**kwargs, "out": share})
+    total, fields = started.totals[0], like.get_metadata()
+    num_own = fields[f"{ROWS}_data"].numel()
+    kwargs["out"] = out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
+    flat, operands = out.view(total.shape[0], -1), list[Any]()
+
+    def each(block: int, parts: list[torch.Tensor]) -> None:
+        data, scales = parts
+        num_rows, num_ranks = len(data), data.numel() // num_own
+        if num_ranks > 1:
+            side_by_side = context.scratch("scales", (scales.shape[0] // num_ranks, num_rows), scales.dtype)
+            scales = torch.cat(scales.chunk(num_ranks), dim=1, out=side_by_side)
+        if not operands:
+            operands.append(rows_of(like, data, scales))
+        rows = with_rows(operands[0], data, scales)
+        share = flat[block * num_rows : (block + 1) * num_rows]
+        te_ops.general_gemm(weight, rows, *args, **{**kwargs, "out": share})
+
+    started.consume(each, product_key((weight,), (*args, fields["fp8_dtype"]), kwargs))
     return out
 
 
@@ -108,7 +111,7 @@ class ColumnForward(Pass):
         size = rows.rows.get_metadata()[f"{ROWS}_data"].shape
         num_columns = weight.get_metadata()[f"{ROWS}_data"].shape[0]
         shape = (size[0] * self._context.world_size, *size[1:-1], num_columns)
-        return _multiply_arrivals(started, rows.rows, weight, shape, *args, **kwargs), None, None, None
+        return _multiply_arrivals(self._context, started, rows.rows, weight, shape, *args, **kwargs), None, None, None
 
     def close(self) -> None:
         if self._started is not None:
@@ -116,24 +119,38 @@ class ColumnForward(Pass):
 
 
 class RowForward(tensorwise.RowForward):
-    """Y = RS(X @ W^T): the rows of each rank are sent while the next are multiplied."""
+    """Y = RS(X @ W^T): the rows of each rank are sent while the next are multiplied.
+
+    X is copied to where it always is: so the products are the same whenever this weight is multiplied, and are
+    recorded. A copy takes the device a hundredth of what the product takes it, and products would take the host longer
+    than natively.
+    """
 
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
         weight, rows, args, kwargs = partial
-        fields = rows.get_metadata()
-        data = fields[f"{ROWS}_data"]
-        flat, num_columns = data.view(-1, data.shape[-1]), weight.get_metadata()[f"{ROWS}_data"].shape[0]
-        num_products = _num_products(len(flat), num_columns, flat.shape[1], self._context.world_size)
-        scales, share = scales_of_shares(fields[f"{ROWS}_scale_inv"], num_products), len(flat) // num_products
-        part = rows_of(rows, flat[:share], scales[0])
+        context, fields = self._context, rows.get_metadata()
+        data, num_columns = fields[f"{ROWS}_data"], weight.get_metadata()[f"{ROWS}_data"].shape[0]
+        num_rows, k = data.shape[:-1].numel(), data.shape[-1]
+        num_products = _num_products(num_rows, num_columns, k, context.world_size, _FLOPS_OF_A_PRODUCT)
+        flat = context.scratch("rows", (num_rows, k), data.dtype).copy_(data.view(num_rows, k))
+        scales, share = self._scales_of_shares(fields[f"{ROWS}_scale_inv"], num_products), num_rows // num_products
+        parts: list[Any] = []
 
         def compute(place: slice, out: torch.Tensor) -> None:
             assert place.stop - place.start == share, "shares are equal"
-            with_rows(part, flat[place], scales[place.start // share])
-            te_ops.general_gemm(weight, part, *args, **{**kwargs, "out": out})
+            of_share = flat[place], scales[place.start // share]
+            if not parts:
+                parts.append(rows_of(rows, *of_share))
+            te_ops.general_gemm(weight, with_rows(parts[0], *of_share), *args, **{**kwargs, "out": out})
 
-        options: dict[str, Any] = dict(context=self._context, num_products=num_products)
+        key = product_key((weight,), (*args, flat, scales, fields["fp8_dtype"]), kwargs)
+        options: dict[str, Any] = dict(context=context, num_products=num_products, key=key)
         return scatter_as_computed(compute, (*data.shape[:-1], num_columns), kwargs["out_dtype"], **options), None
+
+    def _scales_of_shares(self, scales: torch.Tensor, num_shares: int) -> torch.Tensor:
+        """Scales [K / 128, rows] as GEMMs take those of each of as many shares of the rows."""
+        in_shares = scales.unflatten(1, (num_shares, -1)).transpose(0, 1)
+        return self._context.scratch("scales", in_shares.shape, scales.dtype).copy_(in_shares)
 
 
 class ColumnBackward(tensorwise.ColumnBackward):
@@ -194,6 +211,6 @@ class RowBackward(tensorwise.RowBackward):
             return Pass.multiply(self, weight, rows, *args, **kwargs)
         self._started = None
         shape = (started.totals[0].shape[0], weight.get_metadata()[f"{COLUMNS}_data"].shape[0])
-        dgrad = _multiply_arrivals(started, self._rows, weight, shape, *args, **kwargs)
+        dgrad = _multiply_arrivals(self._context, started, self._rows, weight, shape, *args, **kwargs)
         self._finish()
         return dgrad, None, None, None

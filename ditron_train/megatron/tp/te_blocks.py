@@ -108,11 +108,6 @@ def with_rows(operand: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
     return refilled(operand, **{f"{ROWS}_data": data, f"{ROWS}_scale_inv": scales})
 
 
-def scales_of_shares(scales: torch.Tensor, num_shares: int) -> tuple[torch.Tensor, ...]:
-    """Scales [K / 128, rows] as GEMMs take those of each of as many shares of the rows: one copy for all of them."""
-    return scales.unflatten(1, (num_shares, -1)).transpose(0, 1).contiguous().unbind()
-
-
 def finish_columns(total: Any, world_size: int) -> None:
     """What was gathered by columns, as GEMMs take it: in memory of its own."""
     ready = _ready(total)

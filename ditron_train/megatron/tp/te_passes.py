@@ -10,8 +10,9 @@ Transformer Engine's own doing. Imported only where Transformer Engine is instal
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,29 @@ def refilled(operand: Any, **fields: Any) -> Any:
     for name, value in fields.items():
         setattr(operand, f"_{name}", value)
     return operand
+
+
+def product_key(operands: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+    """What products of quantized ``operands`` by ``general_gemm`` depend on, addresses included; None where that is
+    not known, or where it gives back more than the product, which it allocates."""
+    options = [*args, *kwargs.values()]
+    if kwargs.get("gelu") or (kwargs.get("grad") and kwargs.get("bias") is not None):
+        return None
+    fields = [value for operand in operands for name, value in operand.get_metadata().items() if name != "quantizer"]
+    key: list[Hashable] = [tuple(kwargs)]
+    for value in (*fields, *options):
+        if isinstance(value, torch.Tensor):
+            key.append((value.data_ptr(), value.shape, value.dtype))
+        elif value is None or isinstance(value, (bool, int, float, str, torch.dtype)) or _is_of_enumeration(value):
+            key.append(value)
+        else:
+            return None
+    return tuple(key)
+
+
+def _is_of_enumeration(value: Any) -> bool:
+    """Whether it is one of Python's, or of those of C++ that Transformer Engine has."""
+    return isinstance(value, Enum) or hasattr(type(value), "__members__")
 
 
 class Sharded:

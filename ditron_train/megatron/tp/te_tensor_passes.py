@@ -6,13 +6,21 @@ not gathered). Imported only where Transformer Engine is installed.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
+import transformer_engine.pytorch.cpp_extensions as te_ops
 
 from ditron_train.gemm.operands import TensorScales
-from ditron_train.megatron.tp.te_passes import Pass, Sharded, Unreduced, like_quantized, operand_like, refilled
+from ditron_train.megatron.tp.te_passes import (
+    Pass,
+    Sharded,
+    Unreduced,
+    like_quantized,
+    operand_like,
+    product_key,
+    refilled,
+)
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
 from ditron_train.tp.ops import ag_gemm, gemm_rs
@@ -148,15 +156,17 @@ class RowBackward(_Gathering):
         if rows is not self._total or started is None:
             return super().multiply(weight, rows, *args, **kwargs)
         self._started = None
-        share: Any = None
         num_columns = weight.get_metadata()["data_transpose"].shape[0]
         num_rows, device = started.rows.shape[0], started.rows.device
         out = torch.empty(num_rows, num_columns, dtype=kwargs["out_dtype"], device=device)
-        with contextlib.closing(started.arrivals()) as arrivals:
-            for place, part in arrivals:
-                kwargs["out"] = out[place]
-                if share is None:
-                    share = operand_like(rows, part.shape, data=part, data_transpose=None)
-                refilled(share, data=part)
-                super().multiply(weight, share, *args, **kwargs)
+        kwargs["out"] = out
+        shares: list[Any] = []
+
+        def each(place: slice, part: torch.Tensor) -> None:
+            if not shares:
+                shares.append(operand_like(rows, part.shape, data=part, data_transpose=None))
+            share = refilled(shares[0], data=part)
+            te_ops.general_gemm(weight, share, *args, **{**kwargs, "out": out[place]})
+
+        started.consume(each, product_key((weight, rows), args, kwargs))
         return out, None, None, None
