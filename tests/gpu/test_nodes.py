@@ -73,12 +73,13 @@ def test_linears_over_nodes(context, device, all_equal, sends, dtype):
                 expected = _reduce_scatter(x @ weight.t()), _gather(grad_y) @ weight, _gather(grad_y).t() @ x
                 product = (ROWS * world, N, K)
         assert context.sums_by_rails(*product[:2], dtype) and context.ring_step(*product[:2], dtype) == 1
-        for _ in range(2):
+        for call in range(2):
             x.grad = weight.grad = None
             del sends[:]
             y = layer(x, weight, context=context)
             y.backward(grad_y)
             for found, one in zip((y.detach(), x.grad, weight.grad), expected, strict=True):
                 assert all_equal(found, one)
-            assert all_equal(torch.tensor(len(sends)), torch.tensor(expected_sends))  # on every rank alike, or none
+            if call > 0:  # at the first nodes also tell each other whether they have the memory
+                assert all_equal(torch.tensor(len(sends)), torch.tensor(expected_sends))  # on every rank, or none
     context.synchronize()
