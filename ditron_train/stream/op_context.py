@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -16,7 +15,6 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, world_group
 from ditron_train.runtime.launch import COMPILE_OPTIONS
-from ditron_train.runtime.logs import log_once
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
@@ -66,8 +64,7 @@ class OpContext:
         self._is_capturing = False
         self._is_joined = True  # the current stream is behind the communication stream
         self._recorded = RecordedSequences()
-        self._scratch: dict[str, torch.Tensor] = {}
-        self._captured_scratch: list[torch.Tensor] = []  # which CUDA graphs of the job may go on to use
+        self._scratch: dict[tuple, torch.Tensor] = {}
         self._records_sequences = self.is_cuda and driver.has_driver() and not torch.version.hip
         self._agreed: set[tuple] = set()
         self.prepared: dict[tuple, Any] = {}
@@ -75,6 +72,7 @@ class OpContext:
 
     def _forget_prepared(self) -> None:
         self.prepared.clear()
+        self._scratch.clear()
         self._recorded.clear()
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
@@ -170,22 +168,18 @@ class OpContext:
             self.remember_op(key, enqueue, copied)
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of this context for an op: whoever asks for the name next overwrites it, at the same address unless
-        it is more than before. So what an op works on can lie where a recording of it expects it."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        memory = self._scratch.get(name)
-        if memory is None or memory.numel() < num_bytes:
-            if memory is not None and self.arena.graph_captured:
-                self._captured_scratch.append(memory)
-            elif memory is not None and self.is_cuda:
-                torch.cuda.synchronize(self.device)  # any stream may be using it
-            with torch.inference_mode(False):
-                memory = self._scratch[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            log_once(
-                f"scratch {self.arena.group_name} {name} {num_bytes}",
-                f"memory of group {self.arena.group_name}: {name} {num_bytes / 2**20:.1f} MiB",
-            )
-        return memory[:num_bytes].view(dtype).view(*shape)
+        """Memory of the arena that an op works in, at the same address until it has to grow: so what is recorded finds
+        its operands there. Who asks for the name next overwrites it (collective where it grows, with the same shape on
+        all ranks: ask for it before the op starts).
+
+        Raises:
+            ArenaError: There is no room for it; on every rank alike.
+        """
+        key = (name, tuple(shape), dtype)
+        memory = self._scratch.get(key)
+        if memory is None:
+            memory = self._scratch[key] = self.arena.tensor(f"scratch.{name}", tuple(shape), dtype).local
+        return memory
 
     def repeat_op(self, key: Hashable, copied: Sequence[int], *, forks: bool = True) -> bool:
         """Runs on the current stream the op that is recorded for ``key``, its part on the communication stream

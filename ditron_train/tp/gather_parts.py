@@ -18,6 +18,8 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
 from ditron_train.schedule.orders import chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.copies import copy_in_turn
+from ditron_train.stream.driver import memcpys_async
+from ditron_train.stream.events import current_handle
 from ditron_train.tp.context import FLAGS_PER_RANK, TPContext
 from ditron_train.tp.gather import CopiedGather
 from ditron_train.tp.prepared import can_copy
@@ -49,10 +51,23 @@ class PreparedParts(CopiedGather):
         self.totals = [flat[first:last] for first, last in zip(starts, starts[1:])]
         parts = list(zip(range(len(sizes)), starts, sizes))
         self._stages = [stage for stage in (parts[:num_in_turn], parts[num_in_turn:]) if stage]
-        self._own = [slice(context.rank * size, (context.rank + 1) * size) for size in sizes]
+        self._own = [(total.data_ptr() + context.rank * size, size) for total, size in zip(self.totals, sizes)]
+        self._views: dict[tuple, list[torch.Tensor]] = {}
         self.granule_rows, count = 1, len(self._stages)
         self._first_starts = context.table(("flags", 1), range(world + 1))
         self.row_starts = context.table(("flags", count), range(0, count * world + 1, count))
+
+    def totals_like(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``totals`` as those of ``parts``, along dimension 0."""
+        key = tuple((part.dtype, part.shape) for part in parts)
+        views = self._views.get(key)
+        if views is None:
+            world = self.context.world_size
+            views = self._views[key] = [
+                total.view(part.dtype).view(world * part.shape[0], *part.shape[1:])
+                for total, part in zip(self.totals, parts)
+            ]
+        return views
 
     def start(self, parts: Sequence[torch.Tensor]) -> None:
         """Sends contiguous ``parts``, which must stay unchanged until the stream is behind ``finish``."""
@@ -60,8 +75,11 @@ class PreparedParts(CopiedGather):
         stream = context.fork()
         addresses = tuple(part.data_ptr() for part in parts)
         context.run_again((self, addresses), lambda: self._send(addresses, stream), addresses)
-        for total, part, place in zip(self.totals, parts, self._own):
-            total[place].copy_(part.view(-1).view(torch.uint8))
+        own = [(to, address, size) for (to, size), address in zip(self._own, addresses)]
+        if context.is_cuda:
+            memcpys_async(own, current_handle(context.device))
+        else:
+            copy_in_turn(own, None)
 
     def _send(self, addresses: tuple[int, ...], stream: torch.cuda.Stream | None) -> None:
         context, rank, moves = self.context, self.context.rank, []
@@ -119,11 +137,7 @@ class StartedParts:
         self._sent = parts  # kept until the stream is behind the sends
         self._num_in_turn = num_in_turn
         self._started_on = started_on
-        world = prepared.context.world_size
-        self.totals = [
-            total.view(part.dtype).view(world * part.shape[0], *part.shape[1:])
-            for total, part in zip(prepared.totals, parts)
-        ]
+        self.totals = prepared.totals_like(parts)
         prepared.start(parts)
 
     def wait(self) -> list[torch.Tensor]:
@@ -168,7 +182,7 @@ def start_gather_of_parts(
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     parts = [part.detach().contiguous() for part in parts]
-    sizes = tuple(part.numel() * part.element_size() for part in parts)
+    sizes = tuple(part.nbytes for part in parts)
     stream = context.enter("gather_of_parts", sizes)
     devices = frozenset(part.device for part in parts)
     prepared = context.prepare(_Call, sizes, devices, num_in_turn, num_blocks or context.world_size)

@@ -263,9 +263,10 @@ def scatter_as_computed(
     """
     context.enter("scatter_as_computed", tuple(shape), dtype)
     _check_can_copy("scatter_as_computed", context)
-    prepared = context.prepare(ReduceScatterCall, torch.Size(shape), dtype, context.device)
-    starts, rank = prepared.partition.starts, context.rank
+    call = (ReduceScatterCall, torch.Size(shape), dtype, context.device)
+    starts, rank = context.prepare(*call).partition.starts, context.rank
     partial = context.scratch("products", (starts[-1], shape[-1]), dtype)
+    prepared: PreparedScatter = context.prepare(*call)  # anew where other memory has moved for these
     out = partial.new_empty(shape[0] // context.world_size, *shape[1:])
 
     def enqueue() -> None:

@@ -100,6 +100,37 @@ def compare_sources(mode: str, recipe: str, checkout: str, module: str, name: st
     return _compare(*_derived(te_sources.pose(checkout, module, name)), mode, recipe)
 
 
+def keys_of_products() -> list[bool]:
+    """Whether keys of products are of what they depend on, and there are none where that is not known."""
+    _classes()
+    from ditron_train.megatron.tp.te_passes import product_key
+
+    class Operand:
+        def __init__(self, data, quantizer=None):
+            dtype = sys.modules["transformer_engine_torch"].DType.kFloat8E4M3
+            self._fields = {"data": data, "fp8_dtype": dtype, "quantizer": quantizer}
+
+        def get_metadata(self):
+            return self._fields
+
+    data, other, out = torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4)
+    options = {"out": out, "out_dtype": torch.bfloat16, "layout": "NN", "grad": True, "bias": None}
+    key = product_key([Operand(data)], (), options)
+    return [
+        key == product_key([Operand(data, object())], (), dict(options)),
+        key != product_key([Operand(other)], (), options),
+        key != product_key([Operand(data.view(2, 8))], (), options),
+        key != product_key([Operand(data)], (out,), options),
+        key != product_key([Operand(data)], (), {**options, "out": other}),
+        key != product_key([Operand(data)], (), {**options, "layout": "TN"}),
+        len({key, product_key([Operand(data)], (), {**options, "accumulate": True})}) == 2,
+        product_key([Operand(data)], (), {**options, "bias": out}) is None,
+        product_key([Operand(data)], (), {**options, "grad": False, "bias": out}) is not None,
+        product_key([Operand(data)], (), {**options, "gelu": True}) is None,
+        product_key([Operand(data)], (), {**options, "quantization_params": object()}) is None,
+    ]
+
+
 def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products, Products]:
     from ditron_train.megatron.tp import te_blocks, te_passes
     from ditron_train.megatron.tp.te_fp8 import overlapping, why_not_code
@@ -120,7 +151,9 @@ def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products
     block = 128 if recipe == "blockwise" else 32
     shape = (block // 2 if mode == "column" else block // 2 * context.world_size, 2, 2 * block)
 
-    products, results, states = [], [], []
+    products, results, states, keys = [], [], [], []
+    run_op_again = context.run_op_again
+    context.run_op_again = lambda key, *args, **kwargs: (keys.append(key), run_op_again(key, *args, **kwargs))
     for made, run in ((native, lambda layer, x: layer(x)), (ours, lambda layer, x: layer(x)), (ours, overlapped)):
         weight = _integers((256 if recipe == "blockwise" else 48, 2 * block), 7 + dist.get_rank())
         bias = (
@@ -134,6 +167,9 @@ def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products
     for found, state in zip(results[1:], states[1:]):
         assert len(found) == len(results[0]) and all(map(torch.equal, found, results[0]))
         assert state == states[0]
+    context.run_op_again = run_op_again
+    assert None not in keys, "products of Transformer Engine's can be recorded"
+    assert bool(keys) == (mode == "row" or recipe == "blockwise")
     assert products[1] == products[0], "it is overlapped only where it is asked for"
     quantized = len((layer.inputs if mode == "column" else layer.grads).history)
     assert reduced.call_count == (quantized if recipe == "tensorwise" else 0) and quantized

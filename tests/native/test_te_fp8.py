@@ -61,6 +61,11 @@ def _check_products(native, overlapped, mode, recipe, rows=128):
         assert ours == dgrads
 
 
+def test_products_are_known_again_by_all_that_they_depend_on():
+    for right in workers.run(workers.keys_of_products):
+        assert all(right), right
+
+
 def test_the_amax_of_all_ranks_is_asked_for_by_the_pass_from_cpp():
     assert workers.run(workers.amax_asked_from_cpp) == [[2.0, 2.0, 2.0]] * 2
 

@@ -52,7 +52,15 @@ def _start(
     if num_columns is not None:
         rows, k = parts[0].shape
         num_blocks = _num_products(rows * context.world_size, num_columns, k, context.world_size)
+        if num_blocks < context.world_size:
+            _scales_of_block(context, parts[1], num_blocks)  # it may have to grow before the gather starts
     return start_gather_of_parts(parts, context=context, num_in_turn=num_in_turn, num_blocks=num_blocks)
+
+
+def _scales_of_block(context: TPContext, own: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Where the scales of a block of ranks' rows lie side by side; those of one rank's are ``own`` [K / 128, rows]."""
+    num_ranks = context.world_size // num_blocks
+    return context.scratch("scales", (own.shape[0], num_ranks * own.shape[1]), own.dtype)
 
 
 def _total(like: Any, shape: Sequence[int], sides: Sequence[Side], started: StartedParts) -> Any:
@@ -78,8 +86,9 @@ def _multiply_arrivals(
         data, scales = parts
         num_rows, num_ranks = len(data), data.numel() // num_own
         if num_ranks > 1:
-            side_by_side = context.scratch("scales", (scales.shape[0] // num_ranks, num_rows), scales.dtype)
-            scales = torch.cat(scales.chunk(num_ranks), dim=1, out=side_by_side)
+            of_ranks = scales.chunk(num_ranks)
+            side_by_side = _scales_of_block(context, of_ranks[0], context.world_size // num_ranks)
+            scales = torch.cat(of_ranks, dim=1, out=side_by_side)
         if not operands:
             operands.append(rows_of(like, data, scales))
         rows = with_rows(operands[0], data, scales)
