@@ -81,13 +81,17 @@ class Gate:
         return answer
 
     def _in_this_job(self, spec: OpSpec[Call, Context], call: Call, answer: Answer) -> Answer:
-        """The answer once the job has shown whether the host is late (collective: all ranks are at the same call)."""
+        """The answer once the job has shown whether the host is late (collective: all ranks are at the same call); the
+        same one while its first steps may be to blame."""
         late_host, group = answer.late_host, spec.group(call)
         assert late_host is not None, "it was asked whether there is one"
-        mine = late_host.lateness()
+        mine = late_host.lateness(), late_host.age_s
         said = [mine] if group is None else exchange(group, mine)
-        reason = late_host.why_not(max(said))
-        return Answer(answer.context) if reason is None else self._native(spec, f"{spec.where(call)}{reason}")
+        lateness, age_s = (max(values) for values in zip(*said))
+        reason = late_host.why_not(lateness)
+        if reason is None:
+            return Answer(answer.context)
+        return answer if late_host.looks_on(age_s) else self._native(spec, f"{spec.where(call)}{reason}")
 
     def key_of(self, spec: OpSpec[Call, Context], call: Call) -> _Key:
         """Where the answer to ``call`` is kept, for ``recall``."""

@@ -6,6 +6,7 @@ host longer is a part of the step. Nobody can know that before the job runs, so 
 
 from __future__ import annotations
 
+import time
 import weakref
 
 import torch
@@ -13,7 +14,9 @@ import torch
 from ditron_train.policy.plan import Entry
 from ditron_train.runtime.device import is_capturing
 
-_FIRST, _LAST = 12, 44  # calls that are looked at: behind those that compile kernels and compare
+_FIRST = 12  # calls that compile kernels and compare
+_WINDOW = 32  # calls that are looked at, then twice as many each time
+_FEWEST_WINDOWS, _MOST_WINDOWS, _WARM_UP_S = 3, 7, 20.0
 _CALLS_OF_A_LATE_LOOK = 3.0  # at which what the host takes longer counts
 _FEWEST_LOOKS = 16  # of another op that say something
 
@@ -28,20 +31,25 @@ class LateHost:
         gain_us: Of the device, by the fused path.
         longer_us: What the fused path takes the host longer.
 
+    A job's first steps say too much: its host loads and compiles what runs first. So one window of calls at which the
+    host is late is followed by another, and the last one counts; a window at which it is not is enough.
+
     Attributes:
-        is_over: Whether enough calls were seen; the same on all ranks that call alike.
+        is_over: Whether a window was seen; the same on all ranks that call alike.
     """
 
     def __init__(self, device: torch.device, gain_us: float, longer_us: float) -> None:
         self._device, self._gain_us, self._longer_us = device, gain_us, longer_us
         self._calls = self._looks = self._late = 0
+        self._num_windows, self._first, self._last = 1, _FIRST, _FIRST + _WINDOW
         self._is_closed = False
+        self._begun_at_s = time.monotonic()
         _watching.add(self)
 
     @property
     def is_over(self) -> bool:
         """See above."""
-        return self._calls >= _LAST
+        return self._calls >= self._last
 
     def count(self) -> None:
         """One more call of the op; those of an evaluation, which have no backward, say nothing."""
@@ -51,7 +59,7 @@ class LateHost:
 
     def look(self) -> None:
         """At a call, or at its backward: has the current stream run everything that it was given?"""
-        if _FIRST < self._calls <= _LAST and not self._is_closed and not is_capturing(self._device):
+        if self._first < self._calls <= self._last and not self._is_closed and not is_capturing(self._device):
             self._looks += 1
             self._late += int(torch.cuda.current_stream(self._device).query())
 
@@ -64,6 +72,23 @@ class LateHost:
         self._is_closed = True
         others = [one for one in _watching if one._device == self._device and one._looks >= _FEWEST_LOOKS]
         return max(one._late / max(one._looks, 1) for one in (self, *others))
+
+    @property
+    def age_s(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._begun_at_s
+
+    def looks_on(self, age_s: float) -> bool:
+        """Whether a late host may still be that of a job's first steps (``age_s``: the largest of all ranks): then the
+        next window begins."""
+        is_warm = self._num_windows >= _FEWEST_WINDOWS and age_s >= _WARM_UP_S
+        if is_warm or self._num_windows >= _MOST_WINDOWS:
+            return False
+        self._first, self._last = self._last, self._last + (_WINDOW << self._num_windows)
+        self._num_windows += 1
+        self._looks = self._late = 0
+        self._is_closed = False
+        return True
 
     def why_not(self, lateness: float) -> str | None:
         """Why the op runs by Megatron's path where the host is late at this share of its calls, or None.

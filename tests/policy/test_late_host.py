@@ -26,14 +26,15 @@ class _Device:
 
 
 class _Stream:
-    """A current stream that has run everything at every ``period``-th look; 0: at none."""
+    """A current stream that has run everything at every ``period``-th look, 0: at none; behind ``warm_up`` looks at
+    none."""
 
-    def __init__(self, period: int) -> None:
-        self.looks, self._period = 0, period
+    def __init__(self, period: int, warm_up: int = sys.maxsize) -> None:
+        self.looks, self._period, self._warm_up = 0, period, warm_up
 
     def query(self) -> bool:
         self.looks += 1
-        return bool(self._period) and self.looks % self._period == 0
+        return bool(self._period) and self.looks <= self._warm_up and self.looks % self._period == 0
 
 
 class _Spec:
@@ -66,9 +67,18 @@ class _Spec:
         return "at 3 "
 
 
-def _calls(periods, longer_us, policy="strict", looks_at_host=True, num_calls=100):
+def _calls(
+    periods,
+    longer_us,
+    policy="strict",
+    looks_at_host=True,
+    num_calls=100,
+    fewest_windows=1,
+    ages_s=(1e9, 1e9),
+    warm_up=sys.maxsize,
+):
     """After which call of the op ours no longer ran, how often the stream was looked at, and the log."""
-    stream, lines = _Stream(periods[dist.get_rank()]), []
+    stream, lines = _Stream(periods[dist.get_rank()], warm_up), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("ditron_train").addHandler(handler)
@@ -78,6 +88,8 @@ def _calls(periods, longer_us, policy="strict", looks_at_host=True, num_calls=10
         patch.setattr(gate_module, "self_check", lambda group, device: None)
         patch.setattr(gate_module, "is_capturing", lambda device: False)
         patch.setattr(late_host_module, "is_capturing", lambda device: False)
+        patch.setattr(late_host_module, "_FEWEST_WINDOWS", fewest_windows)
+        patch.setattr(late_host_module.LateHost, "age_s", ages_s[dist.get_rank()])
         patch.setattr(torch.cuda, "current_stream", lambda device: stream)
         patch.setattr(gate_module, "log_native", lambda name, reason: lines.append(reason))
         ran = [one.context_for(spec, 3) is not None for _ in range(num_calls)]
@@ -103,6 +115,23 @@ def test_a_late_host_turns_the_answer_on_all_ranks(periods, longer_us, is_native
         assert [f"takes {longer_us:.0f} us longer for it; the device gains 50 us" in line for line in lines] == [
             True
         ] * is_native
+
+
+@pytest.mark.parametrize(
+    "ages_s, warm_up, last, num_looks",
+    [
+        ((1e9, 1e9), 32, None, 96),  # late in the first window, not in the second, of 64 looks
+        ((1e9, 1e9), 96, None, 224),
+        ((1e9, 1e9), sys.maxsize, 236, 224),  # late in three, and nobody is in the first steps any more
+        ((0.0, 1e9), sys.maxsize, 236, 224),  # one rank knows
+        ((0.0, 0.0), sys.maxsize, 4076, 4064),
+    ],
+)
+def test_a_late_host_of_the_first_steps_is_looked_at_again(ages_s, warm_up, last, num_looks):
+    num_calls = 4100
+    for ran, looks, lines in run_workers(2, _calls, (1, 1), 60.0, "strict", True, num_calls, 3, ages_s, warm_up):
+        assert (ran, looks) == (num_calls if last is None else last, num_looks)
+        assert len(lines) == (last is not None)
 
 
 @pytest.mark.parametrize(
