@@ -6,8 +6,10 @@ host longer is a part of the step. Nobody can know that before the job runs, so 
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +22,20 @@ _FEWEST_WINDOWS, _MOST_WINDOWS, _WARM_UP_S = 3, 7, 20.0
 _CALLS_OF_A_LATE_LOOK = 3.0  # at which what the host takes longer counts
 _FEWEST_LOOKS = 16  # of another op that say something
 
+_RECENT_S = 5.0  # what another op's looks say holds for so long
+
+
+class _Window(NamedTuple):
+    """What one window of an op's calls said."""
+
+    device: torch.device
+    share: float
+    looked_at_s: float
+
+
 _watching: weakref.WeakSet[LateHost] = weakref.WeakSet()
+_last_windows: dict[int, _Window] = {}  # that are over, by the number of who looked
+_numbers = itertools.count()
 
 
 class LateHost:
@@ -43,7 +58,8 @@ class LateHost:
         self._calls = self._looks = self._late = 0
         self._num_windows, self._first, self._last = 1, _FIRST, _FIRST + _WINDOW
         self._is_closed = False
-        self._begun_at_s = time.monotonic()
+        self._begun_at_s = self._looked_at_s = time.monotonic()
+        self._number = next(_numbers)
         _watching.add(self)
 
     @property
@@ -61,17 +77,27 @@ class LateHost:
         """At a call, or at its backward: has the current stream run everything that it was given?"""
         if self._first < self._calls <= self._last and not self._is_closed and not is_capturing(self._device):
             self._looks += 1
+            self._looked_at_s = time.monotonic()
             self._late += int(torch.cuda.current_stream(self._device).query())
 
     def lateness(self) -> float:
         """Of the looks, the share at which the device waited for the host; there is no further look.
 
-        Of another op's looks where they say more: behind a long kernel a look finds something queued although the lead
-        was used up just before, and is so behind the next short one.
+        Of another op's looks of late where they say more: behind a long kernel a look finds something queued although
+        the lead was used up just before, and is so behind the next short one.
         """
         self._is_closed = True
-        others = [one for one in _watching if one._device == self._device and one._looks >= _FEWEST_LOOKS]
-        return max(one._late / max(one._looks, 1) for one in (self, *others))
+        since_s = time.monotonic() - _RECENT_S
+        for number in [one for one, window in _last_windows.items() if window.looked_at_s < since_s]:
+            del _last_windows[number]
+        mine = self._window()
+        windows = {**_last_windows, **{one._number: one._window() for one in _watching if one._looks >= _FEWEST_LOOKS}}
+        _last_windows[self._number] = windows[self._number] = mine
+        recent = (one for one in windows.values() if one.device == self._device and one.looked_at_s >= since_s)
+        return max((one.share for one in recent), default=mine.share)
+
+    def _window(self) -> _Window:
+        return _Window(self._device, self._late / max(self._looks, 1), self._looked_at_s)
 
     @property
     def age_s(self) -> float:

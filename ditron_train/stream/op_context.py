@@ -19,7 +19,7 @@ from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
 from ditron_train.stream.nothing import compare_calls
-from ditron_train.stream.recorded_graph import RecordedSequences
+from ditron_train.stream.recorded_graph import RecordedSequences, counts_allocations
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 
@@ -143,7 +143,7 @@ class OpContext:
 
     def run_again(self, key: Hashable, enqueue: Callable[[], None], copied: Sequence[int]) -> None:
         """Runs what ``enqueue`` puts onto the communication stream, which is the same whenever it comes with ``key``;
-        what comes often is recorded. ``copied``: as for ``stream.recorded.RecordedSequences.repeat``."""
+        what comes often is recorded. ``copied``: as for ``stream.recorded_graph.RecordedSequences.repeat``."""
         if not self._records_sequences or self._is_capturing:
             enqueue()
         elif not self._recorded.repeat(key, self.comm_handle, copied):
@@ -158,10 +158,10 @@ class OpContext:
         Args:
             key: Says all that it does; None: nothing is recorded.
             enqueue: As for ``remember_op``.
-            copied: As for ``stream.recorded.RecordedSequences.repeat``.
+            copied: As for ``stream.recorded_graph.RecordedSequences.repeat``.
             forks: Whether it uses the communication stream as well.
         """
-        if key is None:
+        if key is None or not counts_allocations():
             enqueue()
         elif not self.repeat_op(key, copied, forks=forks):
             enqueue()
@@ -169,8 +169,8 @@ class OpContext:
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the arena that an op works in, at the same address until it has to grow: so what is recorded finds
-        its operands there. Who asks for the name next overwrites it (collective where it grows, with the same shape on
-        all ranks: ask for it before the op starts).
+        its operands there. Who asks for the name next overwrites it: written behind ``enter`` alone. Collective where
+        it grows, with the same shape on all ranks: ask for it before anything is started.
 
         Raises:
             ArenaError: There is no room for it; on every rank alike.

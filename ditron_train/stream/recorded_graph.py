@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,8 +32,16 @@ _IDLE_RUNS = (
 _NEVER = -sys.maxsize  # calls of what is not to be recorded
 
 
+@cache
+def counts_allocations() -> bool:
+    """Whether torch's allocator counts what it gives away: another may not."""
+    return not torch.cuda.is_available() or torch.cuda.get_allocator_backend() == "native"
+
+
 def _num_allocated() -> int:
     """How often torch has given memory of the current GPU away."""
+    if not counts_allocations():
+        return 0
     counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict().get("allocation", {})
     return int(counts.get("all", {}).get("allocated", 0))
 

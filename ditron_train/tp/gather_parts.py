@@ -52,22 +52,9 @@ class PreparedParts(CopiedGather):
         parts = list(zip(range(len(sizes)), starts, sizes))
         self._stages = [stage for stage in (parts[:num_in_turn], parts[num_in_turn:]) if stage]
         self._own = [(total.data_ptr() + context.rank * size, size) for total, size in zip(self.totals, sizes)]
-        self._views: dict[tuple, list[torch.Tensor]] = {}
         self.granule_rows, count = 1, len(self._stages)
         self._first_starts = context.table(("flags", 1), range(world + 1))
         self.row_starts = context.table(("flags", count), range(0, count * world + 1, count))
-
-    def totals_like(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """``totals`` as those of ``parts``, along dimension 0."""
-        key = tuple((part.dtype, part.shape) for part in parts)
-        views = self._views.get(key)
-        if views is None:
-            world = self.context.world_size
-            views = self._views[key] = [
-                total.view(part.dtype).view(world * part.shape[0], *part.shape[1:])
-                for total, part in zip(self.totals, parts)
-            ]
-        return views
 
     def start(self, parts: Sequence[torch.Tensor]) -> None:
         """Sends contiguous ``parts``, which must stay unchanged until the stream is behind ``finish``."""
@@ -137,7 +124,11 @@ class StartedParts:
         self._sent = parts  # kept until the stream is behind the sends
         self._num_in_turn = num_in_turn
         self._started_on = started_on
-        self.totals = prepared.totals_like(parts)
+        world = prepared.context.world_size
+        self.totals = [  # of this call alone: who takes them may empty them
+            total.view(part.dtype).view(world * part.shape[0], *part.shape[1:])
+            for total, part in zip(prepared.totals, parts)
+        ]
         prepared.start(parts)
 
     def wait(self) -> list[torch.Tensor]:

@@ -242,6 +242,7 @@ def scatter_as_computed(
     context: TPContext,
     num_products: int | None = None,
     key: Hashable | None = None,
+    before: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """The reduce-scatter along dimension 0 of a product [s, ..., N] that ``compute`` writes share by share: each is
     sent by copy engines while the next is computed, that with this rank's own last. Sums are those of ``gemm_rs``.
@@ -254,6 +255,7 @@ def scatter_as_computed(
         num_products: In how many shares, of as many ranks each: a divisor of the group's size. Default: a share a
             rank. Fewer take the host less, and leave more to be sent behind the last.
         key: Says all that ``compute`` does, and that it allocates nothing: what comes often is recorded.
+        before: Enqueues what comes first and is not recorded, behind all that the last op of the context does.
 
     Returns:
         [s / world, ..., N].
@@ -271,24 +273,26 @@ def scatter_as_computed(
 
     def enqueue() -> None:
         prepared.begin()
-        try:
-            own_block, *others = rank_blocks([rank, *prepared.peers], num_products or context.world_size)
-            for owners in (*others, own_block):
-                rows = slice(starts[owners.start], starts[owners.stop])
-                compute(rows, partial[rows])
-                receivers = [owner for owner in order_in_block(rank, owners) if owner != rank]
-                if receivers:
-                    context.fork()
-                for owner in receivers:
-                    place = slice(starts[owner], starts[owner + 1])
-                    prepared.send(partial, prepared.peers.index(owner), place, signals=True)
-        except BaseException:  # no memory
-            prepared.give_up()
-            raise
+        own_block, *others = rank_blocks([rank, *prepared.peers], num_products or context.world_size)
+        for owners in (*others, own_block):
+            rows = slice(starts[owners.start], starts[owners.stop])
+            compute(rows, partial[rows])
+            receivers = [owner for owner in order_in_block(rank, owners) if owner != rank]
+            if receivers:
+                context.fork()
+            for owner in receivers:
+                place = slice(starts[owner], starts[owner + 1])
+                prepared.send(partial, prepared.peers.index(owner), place, signals=True)
         context.join()  # by ``finish``, too, behind the sum: but what is recorded has to join what it forks
 
+    if before is not None:
+        before()
     address = partial.data_ptr()
-    context.run_op_again(None if key is None else (prepared, num_products, address, key), enqueue, (address,))
+    try:
+        context.run_op_again(None if key is None else (prepared, num_products, address, key), enqueue, (address,))
+    except BaseException:  # no memory
+        prepared.give_up()
+        raise
     prepared.finish(partial, out)
     return out
 

@@ -106,9 +106,9 @@ def keys_of_products() -> list[bool]:
     from ditron_train.megatron.tp.te_passes import product_key
 
     class Operand:
-        def __init__(self, data, quantizer=None):
-            dtype = sys.modules["transformer_engine_torch"].DType.kFloat8E4M3
-            self._fields = {"data": data, "fp8_dtype": dtype, "quantizer": quantizer}
+        def __init__(self, data, quantizer=None, dtype="kFloat8E4M3", scale=None):
+            dtype = sys.modules["transformer_engine_torch"].DType[dtype]
+            self._fields = {"data": data, "fp8_scale_inv": scale, "fp8_dtype": dtype, "quantizer": quantizer}
 
         def get_metadata(self):
             return self._fields
@@ -120,6 +120,8 @@ def keys_of_products() -> list[bool]:
         key == product_key([Operand(data, object())], (), dict(options)),
         key != product_key([Operand(other)], (), options),
         key != product_key([Operand(data.view(2, 8))], (), options),
+        key != product_key([Operand(data, dtype="kFloat8E5M2")], (), options),
+        product_key([Operand(data, scale=out)], (), options) != product_key([Operand(data, scale=other)], (), options),
         key != product_key([Operand(data)], (out,), options),
         key != product_key([Operand(data)], (), {**options, "out": other}),
         key != product_key([Operand(data)], (), {**options, "layout": "TN"}),

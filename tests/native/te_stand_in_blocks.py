@@ -31,7 +31,8 @@ class Fields(Quantized):
 
     def clear(self):
         for name in FIELDS[:4]:
-            setattr(self, f"_{{name}}", None)
+            if getattr(self, f"_{{name}}") is not None:
+                getattr(self, f"_{{name}}").data = torch.empty(0)
 
     def values(self, rowwise):
         side = "_rowwise" if rowwise else "_columnwise"
@@ -71,7 +72,9 @@ class BlockStorage(Fields):
         return (self._columnwise_data if self._rowwise_data is None else self._rowwise_data).shape
 
     def _transpose_columnwise_data(self):
-        self._columnwise_data = self._columnwise_data.t().contiguous()
+        before = self._columnwise_data
+        self._columnwise_data = before.t().contiguous()
+        before.data = torch.empty(0)
 
 
 class Float8BlockQuantizer(BlockQuantizer):

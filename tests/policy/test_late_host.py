@@ -184,8 +184,11 @@ def test_the_op_at_which_lateness_shows_speaks_for_the_others(monkeypatch):
             stream._period, stream.looks = period, call
             watch.count()
     assert norm.lateness() == attention.lateness() == 0.5 and elsewhere.lateness() == 1.0
-    del norm, elsewhere
-    assert attention.lateness() == 0.0, "what is decided is no longer asked"
+    assert norm.looks_on(0.0) and attention.lateness() == 0.5, "its last window speaks, too"
+    del norm
+    assert attention.lateness() == 0.5, "and behind its decision"
+    monkeypatch.setattr(late_host_module, "_RECENT_S", 0.0)
+    assert attention.lateness() == 0.0, "but not for long"
 
 
 @pytest.mark.parametrize(

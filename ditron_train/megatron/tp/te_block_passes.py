@@ -79,7 +79,11 @@ def _multiply_arrivals(
     """The product, of ``shape``, of the rows of all ranks, for those of each block of ranks as they arrive."""
     total, fields = started.totals[0], like.get_metadata()
     num_own = fields[f"{ROWS}_data"].numel()
-    kwargs["out"] = out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
+    try:
+        kwargs["out"] = out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
+    except BaseException:  # no memory; what is started has to be waited for
+        started.wait()
+        raise
     flat, operands = out.view(total.shape[0], -1), list[Any]()
 
     def each(block: int, parts: list[torch.Tensor]) -> None:
@@ -141,25 +145,26 @@ class RowForward(tensorwise.RowForward):
         data, num_columns = fields[f"{ROWS}_data"], weight.get_metadata()[f"{ROWS}_data"].shape[0]
         num_rows, k = data.shape[:-1].numel(), data.shape[-1]
         num_products = _num_products(num_rows, num_columns, k, context.world_size, _FLOPS_OF_A_PRODUCT)
-        flat = context.scratch("rows", (num_rows, k), data.dtype).copy_(data.view(num_rows, k))
-        scales, share = self._scales_of_shares(fields[f"{ROWS}_scale_inv"], num_products), num_rows // num_products
+        share, scales = num_rows // num_products, fields[f"{ROWS}_scale_inv"]
+        in_shares = scales.unflatten(1, (num_products, -1)).transpose(0, 1)  # as GEMMs take those of each share
+        flat = context.scratch("rows", (num_rows, k), data.dtype)
+        ready = context.scratch("scales", in_shares.shape, scales.dtype)
         parts: list[Any] = []
 
         def compute(place: slice, out: torch.Tensor) -> None:
             assert place.stop - place.start == share, "shares are equal"
-            of_share = flat[place], scales[place.start // share]
+            of_share = flat[place], ready[place.start // share]
             if not parts:
                 parts.append(rows_of(rows, *of_share))
             te_ops.general_gemm(weight, with_rows(parts[0], *of_share), *args, **{**kwargs, "out": out})
 
-        key = product_key((weight,), (*args, flat, scales, fields["fp8_dtype"]), kwargs)
-        options: dict[str, Any] = dict(context=context, num_products=num_products, key=key)
-        return scatter_as_computed(compute, (*data.shape[:-1], num_columns), kwargs["out_dtype"], **options), None
+        def place_rows() -> None:
+            flat.copy_(data.view(num_rows, k))
+            ready.copy_(in_shares)
 
-    def _scales_of_shares(self, scales: torch.Tensor, num_shares: int) -> torch.Tensor:
-        """Scales [K / 128, rows] as GEMMs take those of each of as many shares of the rows."""
-        in_shares = scales.unflatten(1, (num_shares, -1)).transpose(0, 1)
-        return self._context.scratch("scales", in_shares.shape, scales.dtype).copy_(in_shares)
+        key = product_key((weight,), (*args, flat, ready, fields["fp8_dtype"]), kwargs)
+        options: dict[str, Any] = dict(context=context, num_products=num_products, key=key, before=place_rows)
+        return scatter_as_computed(compute, (*data.shape[:-1], num_columns), kwargs["out_dtype"], **options), None
 
 
 class ColumnBackward(tensorwise.ColumnBackward):

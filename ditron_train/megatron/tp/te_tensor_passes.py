@@ -155,10 +155,10 @@ class RowBackward(_Gathering):
         started = self._started
         if rows is not self._total or started is None:
             return super().multiply(weight, rows, *args, **kwargs)
-        self._started = None
         num_columns = weight.get_metadata()["data_transpose"].shape[0]
         num_rows, device = started.rows.shape[0], started.rows.device
         out = torch.empty(num_rows, num_columns, dtype=kwargs["out_dtype"], device=device)
+        self._started = None  # where there is no memory for ``out``, ``close`` waits
         kwargs["out"] = out
         shares: list[Any] = []
 
