@@ -58,7 +58,10 @@ class Checked:
 
     @property
     def host_decides(self) -> bool:
-        """Whether the row's own trace says that the host was late for more than a tenth of the step, on one side."""
+        """Whether the row's own trace says that the host was late for more than a tenth of the step, on one side, or
+        its plan that layers went back to Megatron's path for it."""
+        if any("the host is late at" in line for line in self.row.plan or ()):
+            return True
         lates, wholes = (self._traced(words) for words in ("of it the host is late", "the step"))
         return any(late is not None and whole and late > _MUCH * whole for late, whole in zip(lates, wholes))
 
@@ -90,7 +93,8 @@ Rule = tuple[Callable[[Checked], bool], str]
 _RULES: Sequence[Rule] = (
     (
         lambda one: one.is_step and one.host_decides,
-        "the host is late for more than a tenth of the step, by its trace, and no two jobs' hosts are alike",
+        "the host is late for more than a tenth of the step, by its trace, or layers went back to Megatron's path for "
+        "it, and no two jobs' hosts are alike",
     ),
     (
         lambda one: one.is_step and one.row.command is None,
