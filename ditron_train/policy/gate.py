@@ -98,9 +98,12 @@ class Gate:
         return _key_of(spec, call)
 
     def recall(self, key: _Key) -> Answer | None:
-        """What was decided for a key of ``key_of``: one look-up. None where it was not, or may still change."""
+        """What was decided for a key of ``key_of``: one look-up, which counts as a call. None where it was not, or may
+        change at this call: then ``answer_for`` is to be asked."""
         answer = self._answers.get(key)
-        return None if answer is None or answer.late_host is not None else answer
+        if answer is None or answer.late_host is None:
+            return answer
+        return answer if answer.late_host.count_within() else None
 
     def knows(self, spec: OpSpec[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""

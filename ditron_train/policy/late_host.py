@@ -31,6 +31,7 @@ class _Window(NamedTuple):
     device: torch.device
     share: float
     looked_at_s: float
+    number: int  # of the op's windows, from 1
 
 
 _watching: weakref.WeakSet[LateHost] = weakref.WeakSet()
@@ -69,9 +70,19 @@ class LateHost:
 
     def count(self) -> None:
         """One more call of the op; those of an evaluation, which have no backward, say nothing."""
-        if torch.is_grad_enabled() and not is_capturing(self._device):
+        if self._counts():
             self._calls += 1
             self.look()
+
+    def count_within(self) -> bool:
+        """``count`` of a call that does not end the window; one that would is not counted, and False is returned."""
+        if self._counts() and self._calls + 1 >= self._last:
+            return False
+        self.count()
+        return True
+
+    def _counts(self) -> bool:
+        return torch.is_grad_enabled() and not is_capturing(self._device)
 
     def look(self) -> None:
         """At a call, or at its backward: has the current stream run everything that it was given?"""
@@ -83,8 +94,9 @@ class LateHost:
     def lateness(self) -> float:
         """Of the looks, the share at which the device waited for the host; there is no further look.
 
-        Of another op's looks of late where they say more: behind a long kernel a look finds something queued although
-        the lead was used up just before, and is so behind the next short one.
+        Of another op's looks of late where they say more, but not those of its first calls for an op that is past its
+        own: behind a long kernel a look finds something queued although the lead was used up just before, and is so
+        behind the next short one.
         """
         self._is_closed = True
         since_s = time.monotonic() - _RECENT_S
@@ -93,11 +105,12 @@ class LateHost:
         mine = self._window()
         windows = {**_last_windows, **{one._number: one._window() for one in _watching if one._looks >= _FEWEST_LOOKS}}
         _last_windows[self._number] = windows[self._number] = mine
-        recent = (one for one in windows.values() if one.device == self._device and one.looked_at_s >= since_s)
-        return max((one.share for one in recent), default=mine.share)
+        fewest, here = min(self._num_windows, _FEWEST_WINDOWS), self._device
+        told = (one for one in windows.values() if one.device == here and one.looked_at_s >= since_s)
+        return max((one.share for one in told if one.number >= fewest), default=mine.share)
 
     def _window(self) -> _Window:
-        return _Window(self._device, self._late / max(self._looks, 1), self._looked_at_s)
+        return _Window(self._device, self._late / max(self._looks, 1), self._looked_at_s, self._num_windows)
 
     @property
     def age_s(self) -> float:

@@ -191,10 +191,10 @@ def reduce_scatter_rows(
                 prepared.send(partial, position, rows, signals=True)
         if behind is not None:
             behind()
+        prepared.finish(partial, out)
     except BaseException:  # no memory, a kernel that does not compile
         prepared.give_up()
         raise
-    prepared.finish(partial, out)
     return out
 
 
@@ -290,10 +290,10 @@ def scatter_as_computed(
     address = partial.data_ptr()
     try:
         context.run_op_again(None if key is None else (prepared, num_products, address, key), enqueue, (address,))
+        prepared.finish(partial, out)
     except BaseException:  # no memory
         prepared.give_up()
         raise
-    prepared.finish(partial, out)
     return out
 
 

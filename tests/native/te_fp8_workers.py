@@ -6,8 +6,11 @@ is seen.
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
 import types
+from collections.abc import Callable
 from unittest import mock
 
 import te_sources
@@ -98,6 +101,48 @@ def compare_sources(mode: str, recipe: str, checkout: str, module: str, name: st
 
     interpreter.install()
     return _compare(*_derived(te_sources.pose(checkout, module, name)), mode, recipe)
+
+
+def results_behind_memory_errors() -> list[bool]:
+    """Whether the rows of a column layer's pass are its own behind one whose result found no memory."""
+    _classes()
+    import transformer_engine.pytorch.tensor.float8_blockwise_tensor as blocks
+
+    from ditron_train.megatron.tp import te_block_passes, te_passes
+    from ditron_train.tp import gather_parts, get_tp_context
+
+    context, dtype = get_tp_context(None, torch.device("cpu")), sys.modules["transformer_engine_torch"].DType
+    usage = {"rowwise": True, "columnwise": False}
+    of_rows = blocks.Float8BlockQuantizer(dtype.kFloat8E4M3, **usage, block_scaling_dim=1, all_gather_usage=True)
+    weight = blocks.Float8BlockQuantizer(dtype.kFloat8E4M3, **usage)(_integers((256, 256), 3))
+    right, copy = [], gather_parts.copy_in_turn
+
+    def late(copies: list, stream: None) -> None:
+        time.sleep(0.1 * (dist.get_rank() == 0))
+        copy(copies, stream)
+
+    for seed in range(4):
+        rows, products = of_rows(_integers((128, 256), 10 * seed + dist.get_rank())), []
+        for one in (te_passes.Pass(context), te_block_passes.ColumnForward(context)):
+            with mock.patch.object(gather_parts, "copy_in_turn", late):  # who does not wait has old rows
+                total, _ = one.gather(rows, dist.group.WORLD, quantizer=of_rows)
+            if seed == 1 and isinstance(one, te_block_passes.ColumnForward):
+                product = functools.partial(one.multiply, weight, total, out_dtype=torch.bfloat16)
+                with mock.patch.object(torch, "empty", side_effect=MemoryError):
+                    right.append(_raises(MemoryError, product))
+            else:
+                products.append(one.multiply(weight, total, out_dtype=torch.bfloat16)[0])
+            one.close()
+        right.append(len(products) == 1 or torch.equal(*(one.view(-1, 256) for one in products)))
+    return right
+
+
+def _raises(kind: type[BaseException], function: Callable[[], object]) -> bool:
+    try:
+        function()
+    except kind:
+        return True
+    return False
 
 
 def keys_of_products() -> list[bool]:

@@ -61,6 +61,11 @@ def _check_products(native, overlapped, mode, recipe, rows=128):
         assert ours == dgrads
 
 
+def test_a_gather_whose_product_finds_no_memory_is_waited_for():
+    for right in workers.run(workers.results_behind_memory_errors):
+        assert right == [True] * 5
+
+
 def test_products_are_known_again_by_all_that_they_depend_on():
     for right in workers.run(workers.keys_of_products):
         assert all(right), right

@@ -187,8 +187,27 @@ def test_the_op_at_which_lateness_shows_speaks_for_the_others(monkeypatch):
     assert norm.looks_on(0.0) and attention.lateness() == 0.5, "its last window speaks, too"
     del norm
     assert attention.lateness() == 0.5, "and behind its decision"
+    assert attention.looks_on(0.0) and attention.lateness() == 0.0, "but not for one that is past its first calls"
+    assert 0.0 < attention.age_s < 60.0
+    early = late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), device)
+    assert early.lateness() == 0.5
     monkeypatch.setattr(late_host_module, "_RECENT_S", 0.0)
-    assert attention.lateness() == 0.0, "but not for long"
+    assert early.lateness() == 0.0, "nor for long"
+
+
+def test_a_look_up_counts_but_never_ends_a_window(monkeypatch):
+    """So all ranks come to the exchange at the end of one by ``answer_for``."""
+    stream = _Stream(0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(late_host_module, "is_capturing", lambda device: False)
+    watch, one = late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), _Device()), Gate()
+    answer = one._answers[("tp test", None)] = gate_module.Answer("context", late_host=watch)
+    assert [one.recall(("tp test", None)) for _ in range(43)] == [answer] * 43 and not watch.is_over
+    with torch.no_grad():
+        assert one.recall(("tp test", None)) is answer
+    assert [one.recall(("tp test", None)) for _ in range(3)] == [None] * 3 and not watch.is_over
+    watch.count()
+    assert watch.is_over and stream.looks == 32
 
 
 @pytest.mark.parametrize(

@@ -74,16 +74,15 @@ def _total(like: Any, shape: Sequence[int], sides: Sequence[Side], started: Star
 
 
 def _multiply_arrivals(
-    context: TPContext, started: StartedParts, like: Any, weight: Any, shape: Sequence[int], *args: Any, **kwargs: Any
+    begun: ColumnForward | RowBackward, like: Any, weight: Any, shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """The product, of ``shape``, of the rows of all ranks, for those of each block of ranks as they arrive."""
+    """The product, of ``shape``, of the rows of all ranks, which the pass has started to gather, for those of each
+    block of ranks as they arrive."""
+    context, started = begun._context, begun._started
+    assert started is not None, "rows are multiplied once"
     total, fields = started.totals[0], like.get_metadata()
     num_own = fields[f"{ROWS}_data"].numel()
-    try:
-        kwargs["out"] = out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
-    except BaseException:  # no memory; what is started has to be waited for
-        started.wait()
-        raise
+    kwargs["out"] = out = torch.empty(shape, dtype=kwargs["out_dtype"], device=total.device)
     flat, operands = out.view(total.shape[0], -1), list[Any]()
 
     def each(block: int, parts: list[torch.Tensor]) -> None:
@@ -99,7 +98,9 @@ def _multiply_arrivals(
         share = flat[block * num_rows : (block + 1) * num_rows]
         te_ops.general_gemm(weight, rows, *args, **{**kwargs, "out": share})
 
-    started.consume(each, product_key((weight,), (*args, fields["fp8_dtype"]), kwargs))
+    key = product_key((weight,), (*args, fields["fp8_dtype"]), kwargs)
+    begun._started = None  # if anything fails before, ``close`` waits
+    started.consume(each, key)
     return out
 
 
@@ -119,12 +120,10 @@ class ColumnForward(Pass):
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if not isinstance(rows, Sharded):
             return super().multiply(weight, rows, *args, **kwargs)
-        started, self._started = self._started, None
-        assert started is not None, "rows are multiplied once"
         size = rows.rows.get_metadata()[f"{ROWS}_data"].shape
         num_columns = weight.get_metadata()[f"{ROWS}_data"].shape[0]
         shape = (size[0] * self._context.world_size, *size[1:-1], num_columns)
-        return _multiply_arrivals(self._context, started, rows.rows, weight, shape, *args, **kwargs), None, None, None
+        return _multiply_arrivals(self, rows.rows, weight, shape, *args, **kwargs), None, None, None
 
     def close(self) -> None:
         if self._started is not None:
@@ -223,8 +222,7 @@ class RowBackward(tensorwise.RowBackward):
         started = self._started
         if rows is not self._total or started is None:
             return Pass.multiply(self, weight, rows, *args, **kwargs)
-        self._started = None
         shape = (started.totals[0].shape[0], weight.get_metadata()[f"{COLUMNS}_data"].shape[0])
-        dgrad = _multiply_arrivals(self._context, started, self._rows, weight, shape, *args, **kwargs)
+        dgrad = _multiply_arrivals(self, self._rows, weight, shape, *args, **kwargs)
         self._finish()
         return dgrad, None, None, None
