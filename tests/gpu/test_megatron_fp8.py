@@ -226,3 +226,28 @@ def test_graph_replay(tensor_parallel, all_equal, recipe):  # noqa: F811
         graph.replay()
         torch.cuda.synchronize()
         _assert_same(all_equal, run(*pairs[0], x.detach().clone().requires_grad_()), results, (recipe, repeat))
+
+
+def test_rows_on_two_streams(tensor_parallel, all_equal):  # noqa: F811
+    """Two row layers whose products work in the same memory, each on a stream of its own, one of which is late."""
+    _import_te()
+    from megatron.core.fp8_utils import get_fp8_context
+
+    config = _config(HIDDEN, fp8="hybrid", fp8_recipe="blockwise")
+    layers = [[_build("te_row", index, HIDDEN, FFN, config, False, True) for _ in range(2)] for index in (0, 1)]
+    for pair in layers:
+        pair[1].weight.data.neg_()
+    inputs = [_normals(TOKENS, 1, FFN // tensor_parallel, seed=seed) for seed in range(16)]
+    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    for pair in layers:
+        torch.cuda.synchronize()
+        results: list[torch.Tensor] = []
+        for place, x in enumerate(inputs):
+            with torch.cuda.stream(streams[place % 2]), torch.no_grad(), get_fp8_context(config, 0):
+                if place % 4 == 0:  # the other stream's call comes sooner to the device, were it not ordered
+                    torch.cuda._sleep(20_000_000)
+                results.append(pair[place % 2](x)[0])
+        torch.cuda.synchronize()
+        found.append({str(place): value for place, value in enumerate(results)})
+    _assert_same(all_equal, *found, "two streams")
+    assert _num_ops() == 1
