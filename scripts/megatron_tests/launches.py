@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_tests.plugin import JOB, Job
@@ -77,20 +78,28 @@ class Launcher:
             left -= known.latest
         return known
 
-    def repeat_natively(self, suite: str, paths: Sequence[str], tests: Sequence[str], times: int = 6) -> Suite:
+    def repeat_natively(
+        self, suite: str, paths: Sequence[str], tests: Sequence[str], times: int = 12, at_once: int = 6
+    ) -> Suite:
         """Runs ``tests``, which pass natively and not with ours, natively again while they pass: what fails once
-        without ours is not lost by them. Tests were seen of which one run in three fails natively."""
+        without ours is not lost by them. ``at_once`` launches share the GPUs, as launches did when the tests failed: a
+        test was seen that fails natively in one run of three beside others, and passed alone each time."""
         folder = self.records / NATIVE / suite
         known, mark = read_suite(folder), folder / "repeated"
         done = set(mark.read_text(encoding="utf-8").splitlines()) if mark.exists() else set()
         asked = [test for test in tests if test not in done]
-        for _ in range(times):
-            left = [test for test in asked if known.outcomes.get(test) == "passed"]
+        for _ in range(0, times, at_once):
+            left = [test for test in asked if test not in known.unsteady and known.outcomes.get(test) == "passed"]
             if not left or not self._has_time():
                 return known
-            number = known.launches
-            known = self._launch(NATIVE, folder, number, paths, (), left)
-            if known.launches == number or not set(left) <= known.latest:  # cut off: not all were run
+            first = known.launches
+            with ThreadPoolExecutor(at_once) as launches:
+                numbers = range(first, first + at_once)
+                found = [launches.submit(self._launch, NATIVE, folder, one, paths, (), left) for one in numbers]
+            for launch in found:
+                launch.result()
+            known = read_suite(folder)
+            if known.launches < first + at_once or not set(left) <= known.latest:  # cut off: not all were run
                 return known
         mark.write_text("\n".join([*done, *asked]) + "\n", encoding="utf-8")
         return known
@@ -121,7 +130,6 @@ class Launcher:
             "--continue-on-collection-errors", *paths,
         ]  # fmt: skip
         log = folder / f"{number}.log"
-        (folder / "tmp").mkdir(exist_ok=True)
         if self._run_until_deadline(words, self._environment(mode, job_file), log):
             stop_mark(folder, number).touch()
         _logger.info("%s", f"{mode} {folder.name}: launch {number} is over, {log}")
@@ -139,9 +147,10 @@ class Launcher:
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             "PYTHONWARNINGS": "ignore",
         }
-        # Megatron's tests of checkpoints share one folder below this one, whichever launch they belong to.
-        temporary = str(job_file.parent / "tmp")
-        chosen = {"PYTHONPATH": path, JOB: str(job_file), "PYTEST_DEBUG_TEMPROOT": temporary}
+        # Megatron's tests of checkpoints share one folder below this one, whichever test they are.
+        temporary = job_file.parent / "tmp" / job_file.name.split(".")[0]
+        temporary.mkdir(parents=True, exist_ok=True)
+        chosen = {"PYTHONPATH": path, JOB: str(job_file), "PYTEST_DEBUG_TEMPROOT": str(temporary)}
         if mode != NATIVE:
             chosen["DITRON_POLICY"] = mode
         return {**defaults, **os.environ, **chosen}

@@ -233,6 +233,9 @@ def test_rows_on_two_streams(tensor_parallel, all_equal):  # noqa: F811
     _import_te()
     from megatron.core.fp8_utils import get_fp8_context
 
+    from ditron_train.policy import gate
+
+    gate.forget()
     config = _config(HIDDEN, fp8="hybrid", fp8_recipe="blockwise")
     layers = [[_build("te_row", index, HIDDEN, FFN, config, False, True) for _ in range(2)] for index in (0, 1)]
     for pair in layers:

@@ -203,11 +203,26 @@ def test_what_is_lost_is_run_natively_again(tmp_path, monkeypatch):
     monkeypatch.setattr(_Scripted, "script", [{"a": "failed", "b": "failed"}] * 2)
     ours = launcher.run("bits", "moe", [], ["a", "b", "c", "d"])
     monkeypatch.setattr(_Scripted, "script", native_script)
-    native = launcher.repeat_natively("moe", [], ["a", "b"], times=3)
+    native = launcher.repeat_natively("moe", [], ["a", "b"], times=3, at_once=1)
     assert native.launches == 4 and native.unsteady == {"a"}
     row = row_of("bits", 1, {"moe": (native, ours)})
     assert row.lost == {"b": "failed"} and row.unsteady == ["a"] and row.native_passed == 3
-    assert launcher.repeat_natively("moe", [], ["a", "b"], times=3).launches == 4, "they were run again"
+    assert launcher.repeat_natively("moe", [], ["a", "b"], times=3, at_once=1).launches == 4, "they were run again"
+
+
+def test_what_is_lost_is_run_natively_beside_itself(tmp_path, monkeypatch):
+    """``a`` fails in one of three launches at once, and passes in the last one: it is unsteady all the same."""
+    monkeypatch.setattr(_Scripted, "script", [{}], raising=False)
+    launcher = _Scripted(tmp_path, tmp_path, 1, "tp", 1.0, time.monotonic() + 1000)
+    launcher.run(NATIVE, "moe", [])
+    monkeypatch.setattr(_Scripted, "script", [{"a": "failed", "b": "failed"}] * 2)
+    ours = launcher.run("bits", "moe", [], ["a", "b", "c", "d"])
+    monkeypatch.setattr(_Scripted, "script", [{}, {}, {"a": "failed"}, {}, *[{}] * 3])
+    native = launcher.repeat_natively("moe", [], ["a", "b"], times=6, at_once=3)
+    assert native.launches == 7 and native.unsteady == {"a"} and native.latest == {"b"}
+    assert native.outcomes["a"] == "passed"
+    row = row_of("bits", 1, {"moe": (native, ours)})
+    assert row.lost == {"b": "failed"} and row.unsteady == ["a"] and (row.native_passed, row.ours_passed) == (3, 2)
 
 
 def test_what_could_not_be_run_natively_again_is_asked_for_again(tmp_path, monkeypatch):
@@ -217,12 +232,12 @@ def test_what_could_not_be_run_natively_again_is_asked_for_again(tmp_path, monke
     launcher.run(NATIVE, "moe", [])
     with monkeypatch.context() as patched:
         patched.setattr(_Scripted, "_launch", lambda self, mode, folder, number, *others: read_suite(folder))
-        assert launcher.repeat_natively("moe", [], ["a", "b"], times=3).launches == 1
+        assert launcher.repeat_natively("moe", [], ["a", "b"], times=3, at_once=1).launches == 1
     monkeypatch.setattr(_Scripted, "script", [{}, {"a": "hung"}, {}, {}, {}])
-    cut = launcher.repeat_natively("moe", [], ["a", "b"], times=3)
+    cut = launcher.repeat_natively("moe", [], ["a", "b"], times=3, at_once=1)
     assert cut.launches == 2 and cut.unsteady == {"a"}
-    assert launcher.repeat_natively("moe", [], ["b"], times=3).launches == 5
-    assert launcher.repeat_natively("moe", [], ["b"], times=3).launches == 5
+    assert launcher.repeat_natively("moe", [], ["b"], times=3, at_once=1).launches == 5
+    assert launcher.repeat_natively("moe", [], ["b"], times=3, at_once=1).launches == 5
 
 
 def test_a_launch_that_gets_nowhere_is_the_last(tmp_path, monkeypatch):
