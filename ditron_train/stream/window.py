@@ -1,10 +1,11 @@
 """Windows: ranks' copies of symmetric memory mapped once more, side by side, so that one command of a copy engine
-reaches several.
+writes the flags of several.
 
 A copy engine takes 2 to 3 us for each command beside its bytes, and a flag is a command, too
 (``docs/measurements/runtime.md``). A copy of pieces at equal distances is one command, also where they lie on
 different GPUs; the driver's virtual memory management puts them there. Between CPU processes
-``stream.shared_mappings`` does it.
+``stream.shared_mappings`` does it. Not for rows: the pieces of one command that lie on several GPUs move at 89 GB/s,
+copies to one GPU at 375 (4 x H100, ``docs/measurements/tp.md``).
 
 Memory is the same by every address. The owner of a window writes or reads through it by copy engines alone, and its
 own kernels use the other addresses in operations that the stream orders before or behind, as aliases of memory require
@@ -27,6 +28,8 @@ from ditron_train.stream.copies import Fan, copy_fans
 from ditron_train.symm.arena import SymmetricTensor
 
 _REFUSALS = (DitronError, AttributeError, TypeError)  # the last two: other bindings than were seen
+_KEY = ("window",)  # of a segment's mappings
+_FEWEST_FLAGS = 2  # that are one command
 _MAX_PITCH_BYTES = (1 << 31) - 1  # of copies of pieces (CU_DEVICE_ATTRIBUTE_MAX_PITCH)
 
 
@@ -54,28 +57,38 @@ class Window:
             get_logger("stream").warning("a window stays mapped: %s", error)
 
 
-def window(tensor: SymmetricTensor, ranks: Sequence[int]) -> Window | None:
-    """The copies of these group ranks, in this order, each as often as it is named; mapped at the first call for them,
-    until the memory is freed. None where they cannot be mapped: NVSHMEM's memory, a GPU's without ``cuda-bindings``;
-    while a CUDA graph is captured that is not tried."""
+def ring_window(tensor: SymmetricTensor) -> Window | None:
+    """The copies of all ranks, twice around, so that neighbours lie side by side from any rank on; mapped at the first
+    call, until the memory is freed. None where they cannot be mapped: NVSHMEM's memory, a GPU's without
+    ``cuda-bindings``; while a CUDA graph is captured that is not tried."""
     segment, device = tensor.segment, tensor.local.device
     if not segment.is_mappable or (device.type == "cuda" and not driver.has_driver()):
         return None
-    key = ("window", *ranks)
-    if key not in segment.mappings:
+    if _KEY not in segment.mappings:
         if is_capturing(device):  # not a time for the driver to map memory
             return None
-        addresses = [segment.addresses[rank] for rank in ranks]
-        segment.mappings[key] = _map(
-            driver if device.type == "cuda" else shared_mappings, addresses, segment.num_bytes
-        )
-    return cast("Window | None", segment.mappings[key])
+        how = driver if device.type == "cuda" else shared_mappings
+        segment.mappings[_KEY] = _map(how, list(segment.addresses) * 2, segment.num_bytes)
+    return cast("Window | None", segment.mappings[_KEY])
 
 
-def ring_window(tensor: SymmetricTensor) -> Window | None:
-    """``window`` of all ranks, twice around, so that neighbours lie side by side from any rank on."""
-    world_size = len(tensor.host_addresses)
-    return window(tensor, [*range(world_size)] * 2)
+def flags_of_peers(
+    signals: SymmetricTensor, rank: int, offset: int, words: int, *, num_skipped: int = 0
+) -> Fan | None:
+    """A word to each peer as one command, from rank + 1 around to rank - 1, without the first ``num_skipped``; None
+    where they are sent one by one.
+
+    Args:
+        signals: Where the flags are.
+        rank: This one.
+        offset: Of the flag in each peer's copy, in bytes.
+        words: Address of as many words of 4 bytes as there are peers, all alike.
+    """
+    count = len(signals.host_addresses) - 1 - num_skipped
+    ring = ring_window(signals) if count >= _FEWEST_FLAGS else None
+    if ring is None:
+        return None
+    return Fan(ring.address(rank + 1 + num_skipped) + offset, ring.pitch, words, 4, 4, count)
 
 
 def send_fans(fans: Sequence[Fan], stream: torch.cuda.Stream | None) -> bool:

@@ -10,10 +10,10 @@ import torch
 
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule.orders import arrival_order, chunk_order
-from ditron_train.stream.copies import Fan, copy_with_flags
+from ditron_train.stream.copies import copy_in_turn, copy_with_flags
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import current_handle
-from ditron_train.stream.window import ring_window, send_fans, window
+from ditron_train.stream.window import flags_of_peers, send_fans
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
 from ditron_train.tp.gather_kernels import (
@@ -28,7 +28,6 @@ from ditron_train.tp.problem import GatherPlan
 _PUSH_WARPS = 32  # docs/measurements/tp.md
 _PUSH_BLOCK = 16384
 _COPY_BLOCK = 4096
-_FEWEST_FOR_FANS = 4  # ranks: with three there is one peer behind the first
 _GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us
 
 
@@ -148,9 +147,8 @@ class PreparedGather(CopiedGather):
         dtype: Of the rows.
         plan: SM pushes or copy engines (pushes where ``cuda-bindings`` is missing).
         block_m: Row tile of the consumer: chunks of copy engines are whole tiles.
-        is_awaited: Whether nobody consumes rows before all are there (``wait``): copy engines send them to all peers
-            but the first in one command then, where peers' memory can be mapped side by side. Own rows get their place
-            first.
+        is_awaited: Whether nobody consumes rows before all are there (``wait``): flags are one command behind all rows
+            then, where peers' memory can be mapped side by side.
         buffer: As of ``TPContext.gathered``.
     """
 
@@ -195,7 +193,10 @@ class PreparedGather(CopiedGather):
         start = partition.starts[context.rank]
         self.own_rows = self.buffer.local[start : start + partition.count(context.rank)]
         self._copies = [] if self.by_push else self._list_copies()
-        self._fans = self._list_fans() if is_awaited and not self.by_push else []
+        self._flags = None
+        if is_awaited and len(self._copies) == context.world_size - 1:  # one chunk for each peer
+            offset = 4 * context.rank * FLAGS_PER_RANK
+            self._flags = flags_of_peers(self.channel.signals, context.rank, offset, context.gather_epochs.data_ptr())
 
     def _list_copies(self) -> list[tuple[int, int, int, int, int]]:
         """Every chunk in order: (destination, offset in x, bytes, its flag, the word that holds the flag's epoch)."""
@@ -215,38 +216,6 @@ class PreparedGather(CopiedGather):
                 )
         return copies
 
-    def _list_fans(self) -> list[Fan]:
-        """Rows to all peers but the first, as one command, and their flags as another; empty where they are sent one
-        by one.
-
-        The first peer's are sent from where the caller has them, while they are copied to their place in own memory: a
-        window of that has them as often as there are peers. Piece i goes to rank + 1 + i, so no two ranks send to the
-        same one.
-        """
-        context, rank, count = self.context, self.context.rank, self.partition.count(self.context.rank)
-        num_others = context.world_size - 2
-        is_one_chunk = self.partition.max_count <= self.granule_rows
-        if context.world_size < _FEWEST_FOR_FANS or not is_one_chunk or count == 0:
-            return []
-        rows, flags = ring_window(self.buffer), ring_window(self.channel.signals)
-        own = window(self.buffer, [rank] * num_others)
-        if rows is None or flags is None or own is None:
-            return []
-        offset = self.partition.starts[rank] * self.row_bytes
-        first, flag = rank + 1, 4 * rank * FLAGS_PER_RANK
-        words = context.gather_epochs.data_ptr()
-        return [
-            Fan(
-                rows.address(first) + offset,
-                rows.pitch,
-                own.address(0) + offset,
-                own.pitch,
-                count * self.row_bytes,
-                num_others,
-            ),
-            Fan(flags.address(first) + flag, flags.pitch, words, 4, 4, num_others),
-        ]
-
     def _push_arguments(self, x: torch.Tensor) -> tuple:
         return x, self.buffer.addresses, self.pointers, self.row_starts, self.num_columns, self.granule_rows
 
@@ -259,9 +228,6 @@ class PreparedGather(CopiedGather):
         """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``.
 
         Without ``copies_own`` this rank's own rows of the buffer stay as they are; so they do where ``x`` is them."""
-        assert copies_own or not self._fans, (
-            "what is sent to several peers at once is sent from its place in the buffer"
-        )
         context = self.context
         stream = context.fork()
         if self.by_push:
@@ -270,13 +236,10 @@ class PreparedGather(CopiedGather):
                 self._push(*self._push_arguments(x), stream=stream, key=key)
         else:
             address = x.data_ptr()
-            context.run_again((self, address, bool(self._fans)), lambda: self._send_by_copies(x, stream), (address,))
+            context.run_again((self, address), lambda: self._send_by_copies(x, stream), (address,))
         if copies_own and x.data_ptr() != self.own_rows.data_ptr():
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
             self.own_rows.copy_(x)
-        if self._fans:
-            stream = context.fork()
-            context.run_again((self, "fans"), lambda: self._send_to_others(stream), ())
 
     def copy_own(self, x: torch.Tensor) -> None:
         """Copies ``x`` to its place in the buffer on the communication stream, behind the sends: for a consumer that
@@ -293,19 +256,19 @@ class PreparedGather(CopiedGather):
             self._copy(x, self.own_rows, x.numel(), stream=context.comm_stream, key=key)
 
     def _send_by_copies(self, x: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Each chunk, then its flag, peer after peer on one stream: nothing else was quicker
+        """Each chunk, then its flag, or all flags at the end, peer after peer on one stream: nothing else was quicker
         (``docs/measurements/tp.md``)."""
         context = self.context
         num_flags = max(-(-self.partition.max_count // self.granule_rows), context.world_size)
         self._signal_start(num_flags, stream)
-        copy_with_flags(self._copies[:1] if self._fans else self._copies, x.data_ptr(), stream)
-
-    def _send_to_others(self, stream: torch.cuda.Stream | None) -> None:
-        """To all peers but the first, from this rank's place in the buffer; from now on one by one where the driver
-        wants it so."""
-        if not send_fans(self._fans, stream):
-            self._fans = []
-            copy_with_flags(self._copies[1:], self.own_rows.data_ptr(), stream)
+        address = x.data_ptr()
+        if self._flags is None:
+            copy_with_flags(self._copies, address, stream)
+            return
+        copy_in_turn(((to, address + offset, num_bytes) for to, offset, num_bytes, _, _ in self._copies), stream)
+        if not send_fans((self._flags,), stream):
+            self._flags = None  # from now on each behind its rows
+            copy_in_turn(((flag, word, 4) for _, _, _, flag, word in self._copies), stream)
 
     def wait_for(self, source: int) -> None:
         """Holds the current stream until the rows of rank ``source`` are there; ``wait`` still has to come."""

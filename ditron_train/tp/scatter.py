@@ -4,22 +4,21 @@ Where the product to be scattered can be complete before something else long eno
 linear's backward: dgrad first, wgrad after it), this beats GEMM-RS: the product is cuBLAS's own, the transfer lies
 under the next GEMM, and only the addition at the end is left.
 
-A copy engine takes 2 to 3 us for each command beside its bytes: rows and flags of several peers are one command where
-peers' memory can be mapped side by side (``stream.window``). Times: ``docs/measurements/tp.md``.
+A copy engine takes 2 to 3 us for each command beside its bytes: flags of several peers are one command where peers'
+memory can be mapped side by side (``stream.window``). Times: ``docs/measurements/tp.md``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule.orders import chunk_order
-from ditron_train.stream.copies import Fan, copy_bytes, copy_with_flags
+from ditron_train.stream.copies import copy_bytes, copy_in_turn, copy_with_flags
 from ditron_train.stream.events import current_handle
-from ditron_train.stream.window import ring_window, send_fans
+from ditron_train.stream.window import flags_of_peers, send_fans
 from ditron_train.symm.channel import Channel, ChannelPointers
 from ditron_train.tp.all_reduce_kernels import OrderTables, fold_own_rows_kernel
 from ditron_train.tp.context import RowPartition, TPContext
@@ -29,7 +28,6 @@ from ditron_train.tp.scatter_kernels import fold_rows_kernel
 #: What is added up: in fp32, each sum rounded.
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_FEWEST_FOR_FANS = 3  # ranks
 FOLD_BLOCK = 4096  # elements that a program adds up at once
 
 
@@ -136,8 +134,11 @@ class PreparedScatter(SentPartials):
         self.peers = chunk_order(context.rank, context.world_size, "sum_push").tolist()
         self._row_bytes = num_columns * dtype.itemsize
         self._copies = self._list_copies(self._row_bytes)
-        self._fans: list[tuple[Fan, Fan]] | None = None
-        self._first_flags = self._fan_of_first_flags() if in_parts else None
+        # Of what is sent as a whole the flags of all peers are one command; of what is added up in parts all but the
+        # last one's.
+        flags = (self.channel.signals, context.rank, 4 * context.rank, context.reduce_epochs.data_ptr())
+        self._all_flags = None if in_parts else flags_of_peers(*flags)
+        self._first_flags = flags_of_peers(*flags, num_skipped=1) if in_parts else None
 
     def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int, int]]:
         """For each of ``peers`` what ``copy_with_flags`` takes: its rows of the partial to its slot."""
@@ -154,52 +155,25 @@ class PreparedScatter(SentPartials):
             for peer in self.peers
         ]
 
-    def _list_fans(self) -> list[tuple[Fan, Fan]]:
-        """For the ranks above this one, and those below: their rows to their slots in one command, whose source is as
-        of a partial at 0, and their flags in another; empty where they are sent one by one."""
-        context, partition, rank, world_size = self.context, self.partition, self.context.rank, self.context.world_size
-        if world_size < _FEWEST_FOR_FANS or not partition.is_even(1):
-            return []
-        slots, flags = ring_window(self._slots), ring_window(self.channel.signals)
-        if slots is None or flags is None:
-            return []
-        num_bytes = partition.count(rank) * self._row_bytes
-        words, fans = context.reduce_epochs.data_ptr(), []
-        for first, count in ((rank + 1, world_size - 1 - rank), (0, rank)):
-            if count:
-                slot = slots.address(first) + rank * num_bytes
-                rows = Fan(slot, slots.pitch, first * num_bytes, num_bytes, num_bytes, count)
-                fans.append((rows, Fan(flags.address(first) + 4 * rank, flags.pitch, words, 4, 4, count)))
-        return fans
-
-    def _fan_of_first_flags(self) -> Fan | None:
-        """The flags of all peers but the last one of ``peers``, as one command; None where they are sent one by
-        one."""
-        flags, rank = ring_window(self.channel.signals), self.context.rank
-        if flags is None:
-            return None
-        words, count = self.context.reduce_epochs.data_ptr(), self.context.world_size - 2
-        return Fan(
-            flags.address(rank + 2) + 4 * rank, flags.pitch, words, 4, 4, count
-        )  # from rank + 2 around to rank - 1
-
     def start(self, partial: torch.Tensor) -> None:
         """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
-        if self._fans is None:
-            self._fans = self._list_fans()
         self.context.fork()
         address = partial.data_ptr()
         self.context.run_again((self, address), lambda: self._send_all(partial), (address,))
 
     def _send_all(self, partial: torch.Tensor) -> None:
-        """To all at once where peers' memory is mapped side by side: nobody adds up before all rows are there."""
+        """Rows peer by peer: in one command for several GPUs they would take four times as long
+        (``docs/measurements/tp.md``). Nobody adds up before all rows are there, so flags come last."""
         self._signal_start()
-        assert self._fans is not None, "start lists them"
         address, stream = partial.data_ptr(), self.context.comm_stream
-        fans = [fan for rows, flags in self._fans for fan in (replace(rows, source=address + rows.source), flags)]
-        if not (fans and send_fans(fans, stream)):
-            self._fans = []
+        if self._all_flags is None:
             copy_with_flags(self._copies, address, stream)
+            return
+        rows = ((to, address + offset, num_bytes) for to, offset, num_bytes, _, _ in self._copies if num_bytes)
+        copy_in_turn(rows, stream)
+        if not send_fans((self._all_flags,), stream):
+            self._all_flags = None
+            copy_in_turn(((flag, word, 4) for _, _, _, flag, word in self._copies), stream)
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
         """Sends ``rows``, of those of ``peers[position]``, behind what the communication stream has; it ``signals``
@@ -219,10 +193,7 @@ class PreparedScatter(SentPartials):
         first_flags = self._first_flags
         if signals and num_behind == 1 and first_flags is not None and not send_fans((first_flags,), stream):
             self._first_flags = None
-            flags_alone = [
-                (destination, offset, 0, flag, word) for destination, offset, _, flag, word in self._copies[:-1]
-            ]
-            copy_with_flags(flags_alone, partial.data_ptr(), stream)
+            copy_in_turn(((flag, word, 4) for _, _, _, flag, word in self._copies[:-1]), stream)
 
     def _fold_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         order = () if self._order is None else (self._order,)

@@ -1,5 +1,5 @@
-"""Gathers and reduce-scatters whose copy engines send to several peers in one command: NCCL's bits, and the memory is
-given back."""
+"""Gathers and reduce-scatters whose copy engines send flags to several peers in one command: NCCL's bits, and the
+memory is given back."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def _prepared(context, kind):
     return [prepared for prepared in context.prepared.values() if isinstance(prepared, kind)]
 
 
+def _with_fans(context):
+    """Kinds of prepared ops whose flags are one command."""
+    gathers = {PreparedGather for p in _prepared(context, PreparedGather) if p._flags is not None}
+    return gathers | {PreparedScatter for p in _prepared(context, PreparedScatter) if p._all_flags is not None}
+
+
 def _captured(context, op):
     """A graph of what ``op`` does, and its results."""
     context.synchronize()
@@ -57,9 +63,7 @@ def test_late_ranks_and_poison(context, all_equal, rows, columns):
         return total, start_reduce_scatter(partial, context=context).wait()
 
     both()
-    assert [p for p in _prepared(context, PreparedGather) if p._fans] and [
-        p for p in _prepared(context, PreparedScatter) if p._fans
-    ]
+    assert _with_fans(context) == {PreparedGather, PreparedScatter}
     graph, captured = _captured(context, both)
     for repeat in range(12):
         x.copy_(normals(rows, columns, seed=100 + repeat))
@@ -117,7 +121,7 @@ def test_uneven_and_empty_shares(context, all_equal):
 
 
 def test_memory_moves_and_is_given_back(device, context, all_equal, monkeypatch):
-    """Buffers grow under windows that were mapped before; at the end everything is unmapped."""
+    """Buffers grow beside windows of flags; at the end everything is unmapped."""
     mapped, unmapped, map_once_more, unmap = [], [], driver.map_side_by_side, driver.unmap
 
     def noted_map(addresses, num_bytes):
@@ -138,7 +142,7 @@ def test_memory_moves_and_is_given_back(device, context, all_equal, monkeypatch)
             )
             assert all_equal(start_all_gather(x, context=context).wait(), gathered(x))
             assert all_equal(start_reduce_scatter(partial, context=context).wait(), scattered(partial))
-    assert len(unmapped) >= 6 and len(mapped) > len(unmapped)
+    assert len(mapped) > len(unmapped)
     context.synchronize()
     torch.cuda.synchronize()
     free_bytes, held_bytes = torch.cuda.mem_get_info()[0], context.arena.num_bytes
@@ -161,5 +165,5 @@ def test_without_windows(context, all_equal, monkeypatch):
         x, partial = normals(96, 128, seed=repeat), normals(96 * context.world_size, 128, seed=repeat + 50)
         assert all_equal(start_all_gather(x, context=context).wait(), gathered(x))
         assert all_equal(start_reduce_scatter(partial, context=context).wait(), scattered(partial))
-    assert not any(p._fans for p in _prepared(context, (PreparedGather, PreparedScatter)))
+    assert not _with_fans(context)
     context.synchronize()

@@ -17,7 +17,7 @@ from ditron_train.runtime.errors import DitronError
 from ditron_train.stream import driver, shared_mappings
 from ditron_train.stream import window as windows
 from ditron_train.stream.copies import Fan, copy_fans
-from ditron_train.stream.window import ring_window, send_fans, window
+from ditron_train.stream.window import ring_window, send_fans
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.symm.transport import Segment
 
@@ -55,9 +55,7 @@ def test_each_is_mapped_once_until_the_memory_is_freed(mapped):
     ring = ring_window(tensor)
     assert mapped == {ring.base: tensor.host_addresses * 2}
     assert [ring.address(p) - ring.base for p in (0, 1, 7)] == [OFFSET, SIZE + OFFSET, 7 * SIZE + OFFSET]
-    own = window(tensor, [2] * 3)
-    assert mapped[own.base] == [tensor.host_addresses[2]] * 3
-    assert ring_window(tensor) is ring and window(tensor, [2] * 3) is own and len(mapped) == 2
+    assert ring_window(tensor) is ring and len(mapped) == 1
     freed = []
     tensor.segment.release = lambda: freed.append(dict(mapped))
     tensor.segment.free()
@@ -82,12 +80,12 @@ def test_none_where_the_driver_refuses_and_it_is_asked_once(mapped, monkeypatch)
 
 
 def test_nothing_new_is_mapped_while_a_graph_is_captured(mapped, monkeypatch):
-    tensor = _tensor()
+    tensor, other = _tensor(), _tensor()
     ring = ring_window(tensor)
     monkeypatch.setattr(windows, "is_capturing", lambda device: True)
-    assert ring_window(tensor) is ring and window(tensor, [1]) is None
+    assert ring_window(tensor) is ring and ring_window(other) is None
     monkeypatch.setattr(windows, "is_capturing", lambda device: False)
-    assert window(tensor, [1]) is not None
+    assert ring_window(other) is not None
 
 
 def test_buffers_that_are_too_large_are_not_mapped(mapped, monkeypatch):

@@ -1,4 +1,4 @@
-"""What the workers of ``test_fans`` run: rows to several peers at once, between processes."""
+"""What the workers of ``test_fans`` run: flags to several peers at once, between processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _refuse(*arguments):
 
 
 def check_fans(refused_mapping: list[int], refused_copies: list[int]) -> tuple[list[bool], int, int]:
-    """Whether each prepared op sends to several peers at once here, windows mapped, and unmapped at the end.
+    """Whether each prepared op sends flags to several peers at once here, windows mapped, and unmapped at the end.
 
     ``refused_mapping``, ``refused_copies``: ranks where memory cannot be mapped, or pieces cannot be copied."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -52,7 +52,8 @@ def check_fans(refused_mapping: list[int], refused_copies: list[int]) -> tuple[l
             x = integers((counts[rank], 16), sum(counts) + rank)
             found = start_all_gather(x, context=context, row_counts=counts).wait()
             assert torch.equal(found, gather_rows(x, counts)), counts
-        is_fan = [bool(p._fans) for p in context.prepared.values() if isinstance(p, (PreparedGather, PreparedScatter))]
+        flags = {PreparedGather: "_flags", PreparedScatter: "_all_flags"}
+        is_fan = [getattr(p, flags[type(p)]) is not None for p in context.prepared.values() if type(p) in flags]
         context.arena.close()
     assert sorted(mapped) == sorted(unmapped)
     return is_fan, len(mapped), len(unmapped)

@@ -1,21 +1,20 @@
-"""What copy engines send to several peers in one command is what they would send to one after another."""
+"""Flags that copy engines send to several peers in one command are those that they would send to one after
+another, behind the same rows."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_fans as bodies  # noqa: E402
 
-from ditron_train.stream.window import Window  # noqa: E402
+from ditron_train.stream import window as windows  # noqa: E402
+from ditron_train.stream.window import Window, flags_of_peers  # noqa: E402
 from ditron_train.tp import gather, scatter  # noqa: E402
 from ditron_train.tp.context import RowPartition  # noqa: E402
 from ditron_train.tp.gather import PreparedGather  # noqa: E402
@@ -23,7 +22,7 @@ from ditron_train.tp.scatter import PreparedScatter  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 ROW_BYTES, SIZE = 48, 1 << 30
-GATHERED, SLOTS, SIGNALS = 1 << 50, 2 << 50, 3 << 50
+GATHERED, SLOTS, SIGNALS, WORDS = 1 << 50, 2 << 50, 3 << 50, 5 << 50
 
 
 class _Ring:
@@ -44,25 +43,20 @@ class _Ring:
         return self.host_addresses[position % self.world_size] + offset
 
 
-class _Windows:
-    """In place of ``ditron_train.stream.window``; own memory as often as needed lies at ``own``."""
-
-    own = 4 << 50
-
-    @staticmethod
-    def ring_window(tensor):
-        return tensor.window([*range(tensor.world_size)] * 2)
-
-    @classmethod
-    def window(cls, tensor, ranks):
-        assert len(set(ranks)) == 1
-        return Window(cls.own, SIZE, 0, len(ranks), None)
+@pytest.fixture
+def rings(monkeypatch):
+    """Windows of ``_Ring``."""
+    monkeypatch.setattr(windows, "ring_window", lambda ring: ring.window([*range(ring.world_size)] * 2))
 
 
 def _context(rank: int, world_size: int) -> SimpleNamespace:
     words = torch.zeros(1024, dtype=torch.int32)
     return SimpleNamespace(
-        rank=rank, world_size=world_size, gather_epochs=words, reduce_epochs=words[:world_size].clone()
+        rank=rank,
+        world_size=world_size,
+        gather_epochs=words,
+        reduce_epochs=words[:world_size].clone(),
+        comm_stream=None,
     )
 
 
@@ -76,87 +70,22 @@ def _pieces(fan, real):
         )
 
 
-_WORLDS = st.integers(3, 9).flatmap(lambda world: st.tuples(st.just(world), st.integers(0, world - 1)))
-
-
-@given(_WORLDS, st.data())
-def test_gathers(world_and_rank, data):
-    world, rank = world_and_rank
-    counts = data.draw(st.lists(st.integers(0, 5), min_size=world, max_size=world).filter(any))
-    partition = RowPartition.of(counts)
-    context, buffer, signals = _context(rank, world), _Ring(GATHERED, world), _Ring(SIGNALS, world)
-    prepared = SimpleNamespace(
-        context=context,
-        partition=partition,
-        buffer=buffer,
-        channel=SimpleNamespace(signals=signals),
-        row_bytes=ROW_BYTES,
-        granule_rows=partition.max_count,
-    )
-    copies = PreparedGather._list_copies(prepared)
-    originals = gather.ring_window, gather.window
-    gather.ring_window, gather.window = _Windows.ring_window, _Windows.window
-    try:
-        fans = PreparedGather._list_fans(prepared)
-        prepared.granule_rows -= 1
-        assert PreparedGather._list_fans(prepared) == []  # more flags than one for each rank
-    finally:
-        gather.ring_window, gather.window = originals
-    assert bool(fans) == (world >= 4 and counts[rank] > 0)
-    if not fans:
-        return
-    rows, flags = fans
-    assert copies[0][0] == buffer.host_addresses[(rank - 1) % world] + partition.starts[rank] * ROW_BYTES
-    sent = {(destination, num_bytes) for destination, source, num_bytes in _pieces(rows, buffer.real)}
-    assert (
-        sent == {(destination, num_bytes) for destination, _, num_bytes, _, _ in copies[1:]}
-        and rows.count == len(copies) - 1
-    )
-    place = _Windows.own + partition.starts[rank] * ROW_BYTES  # own rows, in each of own memory's mappings
-    assert [source for _, source, _ in _pieces(rows, buffer.real)] == [place + i * SIZE for i in range(world - 2)]
-    words = context.gather_epochs.data_ptr()
-    said = list(_pieces(flags, signals.real))
-    assert {flag for flag, _, _ in said} == {flag for _, _, _, flag, _ in copies[1:]} and len(said) == len(copies) - 1
-    assert all(words <= word < words + 4 * world and num_bytes == 4 for _, word, num_bytes in said)
-
-
-@given(_WORLDS, st.integers(1, 5))
-def test_scatters(world_and_rank, rows_of_a_rank):
-    world, rank = world_and_rank
-    partition = RowPartition.of([rows_of_a_rank] * world)
-    context, slots, signals = _context(rank, world), _Ring(SLOTS, world), _Ring(SIGNALS, world)
-    prepared = SimpleNamespace(
-        context=context,
-        partition=partition,
-        _slots=slots,
-        channel=SimpleNamespace(signals=signals),
-        _row_bytes=ROW_BYTES,
-        peers=[(rank - step) % world for step in range(1, world)],
-    )
-    copies = PreparedScatter._list_copies(prepared, ROW_BYTES)
-    original, scatter.ring_window = scatter.ring_window, _Windows.ring_window
-    try:
-        fans = PreparedScatter._list_fans(prepared)
-        first_flags = PreparedScatter._fan_of_first_flags(prepared)
-        prepared.partition = RowPartition.of([rows_of_a_rank + 1] + [rows_of_a_rank] * (world - 1))
-        assert PreparedScatter._list_fans(prepared) == []  # no equal distances
-    finally:
-        scatter.ring_window = original
-    sent, said, words = [], [], context.reduce_epochs.data_ptr()
-    for rows, flags in fans:
-        sent += _pieces(rows, slots.real)
-        said += [flag for flag, word, size in _pieces(flags, signals.real)]
-    for flags in (first_flags, *(flags for _, flags in fans)):
-        assert all(words <= word < words + 4 * world and size == 4 for _, word, size in _pieces(flags, signals.real))
-    assert sorted(sent) == sorted((destination, source, size) for destination, source, size, _, _ in copies)
-    assert Counter(said) == Counter(flag for _, _, _, flag, _ in copies)
-    assert {flag for flag, _, _ in _pieces(first_flags, signals.real)} == {copy[3] for copy in copies[:-1]}
-    assert first_flags.count == len(copies) - 1
+@pytest.mark.parametrize("num_skipped", [0, 1])
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_flags_of_peers(rings, world, num_skipped):
+    for rank in range(world):
+        signals = _Ring(SIGNALS, world)
+        fan = flags_of_peers(signals, rank, 4 * rank, WORDS, num_skipped=num_skipped)
+        peers = [(rank + 1 + step) % world for step in range(num_skipped, world - 1)]
+        assert (fan is None) == (len(peers) < 2)
+        if fan is not None:
+            expected = [(signals.host_addresses[peer] + 4 * rank, WORDS + 4 * i, 4) for i, peer in enumerate(peers)]
+            assert list(_pieces(fan, signals.real)) == expected
 
 
 class _Sends:
-    """What a prepared reduce-scatter or gather sends, in order: ("rows", ...), ("flag", word's value aside, ...),
-    ("fan", ...)."""
+    """What a prepared reduce-scatter or gather sends, in order: ("rows", to, source, bytes), ("flag", its address),
+    ("fan", fan)."""
 
     def __init__(self, monkeypatch, module, *, refuses: bool = False) -> None:
         self.log: list[tuple] = []
@@ -167,34 +96,48 @@ class _Sends:
                     self.log.append(("rows", destination, source + offset, num_bytes))
                 self.log.append(("flag", flag))
 
+        def in_turn(copies, stream):
+            for to, source, size in copies:
+                self.log.append(("flag", to) if to >= SIGNALS else ("rows", to, source, size))
+
         def fans(sent, stream):
             if not refuses:
                 self.log += [("fan", fan) for fan in sent]
             return not refuses
 
         monkeypatch.setattr(module, "copy_with_flags", copies)
+        monkeypatch.setattr(module, "copy_in_turn", in_turn)
         monkeypatch.setattr(module, "send_fans", fans)
         if module is scatter:
             monkeypatch.setattr(
                 module, "copy_bytes", lambda to, source, size, stream: self.log.append(("rows", to, source, size))
             )
 
-    def flags(self, real) -> list[int]:
-        """Addresses of flags in the order in which they are written."""
-        found = []
+    def check(self, copies, source, real) -> None:
+        """All rows and all flags of ``copies``, each flag behind its rows."""
+        written: set[int] = set()
+        flags: list[int] = []
         for kind, *rest in self.log:
-            if kind == "flag":
-                found += rest
-            elif kind == "fan" and rest[0].num_bytes == 4:
-                found += [flag for flag, _, _ in _pieces(rest[0], real)]
-        return found
+            if kind == "rows":
+                to, _, size = rest
+                written |= set(range(to, to + size, ROW_BYTES))
+                continue
+            new = [flag for flag, _, _ in _pieces(rest[0], real)] if kind == "fan" else rest
+            flags += new
+            for destination, _, num_bytes, flag, _ in copies:
+                assert flag not in new or set(range(destination, destination + num_bytes, ROW_BYTES)) <= written
+        assert sorted(flags) == sorted(copy[3] for copy in copies)
+        sent = {(to + i, at + i) for kind, *rest in self.log if kind == "rows" for to, at, size in [rest]
+                for i in range(0, size, ROW_BYTES)}  # fmt: skip
+        assert sent == {
+            (to + i, source + offset + i) for to, offset, size, _, _ in copies for i in range(0, size, ROW_BYTES)
+        }
 
 
-def _chunked_scatter(monkeypatch, counts, rank):
-    """A reduce-scatter whose rows leave as they are done, and the ring of its flags."""
+def _scatter(counts, rank, *, in_parts: bool):
+    """A reduce-scatter's own part of itself, and the ring of its flags."""
     world = len(counts)
     partition, context = RowPartition.of(counts), _context(rank, world)
-    context.comm_stream = object()
     slots, signals = _Ring(SLOTS, world), _Ring(SIGNALS, world)
     prepared = SimpleNamespace(
         context=context,
@@ -203,10 +146,11 @@ def _chunked_scatter(monkeypatch, counts, rank):
         channel=SimpleNamespace(signals=signals),
         _row_bytes=ROW_BYTES,
         peers=[(rank - step) % world for step in range(1, world)],
+        _signal_start=lambda: None,
     )
-    monkeypatch.setattr(scatter, "ring_window", _Windows.ring_window)
     prepared._copies = PreparedScatter._list_copies(prepared, ROW_BYTES)
-    prepared._first_flags = PreparedScatter._fan_of_first_flags(prepared)
+    flags = flags_of_peers(signals, rank, 4 * rank, context.reduce_epochs.data_ptr(), num_skipped=int(in_parts))
+    prepared._all_flags, prepared._first_flags = (None, flags) if in_parts else (flags, None)
     return prepared, signals
 
 
@@ -218,57 +162,66 @@ def _send_chunks(prepared, partial, *, halves: bool) -> None:
             PreparedScatter.send(prepared, partial, position, slice(first, last), signals=last == end)
 
 
+_COUNTS = [[4] * 4, [4, 0, 6, 2, 4], [0, 0, 3, 5, 0, 1, 7, 2], [8] * 8, [3, 3], [2, 5, 1]]
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("counts", [[4] * 4, [4, 0, 6, 2, 4], [0, 0, 3, 5, 0, 1, 7, 2], [8] * 8])
-def test_flags_that_wait_are_behind_all_their_rows(monkeypatch, counts, halves, refuses):
+@pytest.mark.parametrize("counts", _COUNTS)
+def test_flags_that_wait_are_behind_all_their_rows(rings, monkeypatch, counts, halves, refuses):
     partial = torch.zeros(sum(counts) * ROW_BYTES, dtype=torch.uint8)
     for rank in range(len(counts)):
-        prepared, signals = _chunked_scatter(monkeypatch, counts, rank)
-        sends = _Sends(monkeypatch, scatter, refuses=refuses)
-        copies = prepared._copies
-        _send_chunks(prepared, partial, halves=halves)
-        assert sorted(sends.flags(signals.real)) == sorted(copy[3] for copy in copies)
-        written: set[int] = set()
-        for kind, *rest in sends.log:
-            if kind == "rows":
-                to, source, size = rest
-                written |= set(range(to, to + size, ROW_BYTES))
-                assert source - partial.data_ptr() < partial.numel()
-                continue
-            flags = {flag for flag, _, _ in _pieces(rest[0], signals.real)} if kind == "fan" else set(rest)
-            for destination, _, num_bytes, flag, _ in copies:
-                assert flag not in flags or set(range(destination, destination + num_bytes, ROW_BYTES)) <= written
-        assert (prepared._first_flags is None) == refuses
-        again = _Sends(monkeypatch, scatter, refuses=refuses)
-        _send_chunks(prepared, partial, halves=halves)  # one by one from now on, where the driver has refused
-        assert sorted(again.flags(signals.real)) == sorted(copy[3] for copy in copies)
+        prepared, signals = _scatter(counts, rank, in_parts=True)
+        has_fan = prepared._first_flags is not None
+        assert has_fan == (len(counts) > 3)
+        for _ in range(2):  # one by one from the first refusal on
+            sends = _Sends(monkeypatch, scatter, refuses=refuses)
+            _send_chunks(prepared, partial, halves=halves)
+            sends.check(prepared._copies, partial.data_ptr(), signals.real)
+            assert (prepared._first_flags is not None) == (has_fan and not refuses)
 
 
-def test_scatters_go_one_by_one_from_the_first_refusal_on(monkeypatch):
-    prepared, _ = _chunked_scatter(monkeypatch, [4] * 5, 2)
-    prepared._signal_start = lambda: None
-    prepared._fans = PreparedScatter._list_fans(prepared)
-    assert len(prepared._fans) == 2
-    partial = torch.zeros(20 * ROW_BYTES, dtype=torch.uint8)
-    sends = _Sends(monkeypatch, scatter, refuses=True)
-    PreparedScatter._send_all(prepared, partial)
-    assert prepared._fans == [] and [entry for entry in sends.log if entry[0] == "rows"] == [
-        ("rows", destination, partial.data_ptr() + offset, num_bytes)
-        for destination, offset, num_bytes, _, _ in prepared._copies
-    ]
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("counts", _COUNTS)
+def test_scatters_as_a_whole(rings, monkeypatch, counts, refuses):
+    partial = torch.zeros(sum(counts) * ROW_BYTES, dtype=torch.uint8)
+    for rank in range(len(counts)):
+        prepared, signals = _scatter(counts, rank, in_parts=False)
+        has_fan = prepared._all_flags is not None
+        assert has_fan == (len(counts) > 2)
+        for _ in range(2):
+            sends = _Sends(monkeypatch, scatter, refuses=refuses)
+            PreparedScatter._send_all(prepared, partial)
+            sends.check(prepared._copies, partial.data_ptr(), signals.real)
+            assert (prepared._all_flags is not None) == (has_fan and not refuses)
+            assert has_fan is False or refuses or sends.log[-1] == ("fan", prepared._all_flags)
 
 
-def test_gathers_go_one_by_one_from_the_first_refusal_on(monkeypatch):
-    own_rows = torch.zeros(4 * ROW_BYTES, dtype=torch.uint8)
-    copies = [(100 * peer, 0, 4 * ROW_BYTES, 7 + peer, 0) for peer in range(4)]
-    prepared = SimpleNamespace(_fans=["rows", "flags"], _copies=copies, own_rows=own_rows)
-    sends = _Sends(monkeypatch, gather, refuses=True)
-    PreparedGather._send_to_others(prepared, None)
-    assert prepared._fans == []
-    assert [entry for entry in sends.log if entry[0] == "rows"] == [
-        ("rows", destination, own_rows.data_ptr(), num_bytes) for destination, _, num_bytes, _, _ in copies[1:]
-    ]
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("counts", _COUNTS)
+def test_gathers_that_are_awaited(rings, monkeypatch, counts, refuses):
+    world = len(counts)
+    for rank in range(world):
+        partition, signals = RowPartition.of(counts), _Ring(SIGNALS, world)
+        x = torch.zeros(counts[rank] * ROW_BYTES, dtype=torch.uint8)
+        prepared = SimpleNamespace(
+            context=_context(rank, world),
+            partition=partition,
+            buffer=_Ring(GATHERED, world),
+            channel=SimpleNamespace(signals=signals),
+            row_bytes=ROW_BYTES,
+            granule_rows=partition.max_count,
+            _signal_start=lambda num_flags, stream: None,
+        )
+        prepared._copies = PreparedGather._list_copies(prepared)
+        assert len(prepared._copies) == (world - 1) * bool(counts[rank])
+        offset = 4 * rank * gather.FLAGS_PER_RANK
+        prepared._flags = flags_of_peers(signals, rank, offset, WORDS) if counts[rank] else None
+        for _ in range(2):
+            sends = _Sends(monkeypatch, gather, refuses=refuses)
+            PreparedGather._send_by_copies(prepared, x, None)
+            sends.check(prepared._copies, x.data_ptr(), signals.real)
+            assert (prepared._flags is not None) == (counts[rank] > 0 and world > 2 and not refuses)
 
 
 @pytest.mark.parametrize("refused_mapping, refused_copies", [([], []), ([1], []), ([], [0, 3]), ([0, 1, 2, 3], [])])
