@@ -63,8 +63,8 @@ def copy_in_turn(copies: Iterable[tuple[int, int, int]], stream: torch.cuda.Stre
 def copy_fans(fans: Iterable[Fan], stream: torch.cuda.Stream | None) -> None:
     """One after another, by a copy engine on ``stream``, or at once where it is None (CPU).
 
-    A command of a copy engine takes 2 to 3 us beside its bytes, so one command for several peers is shorter than as
-    many (``docs/measurements/runtime.md``)."""
+    A command of a copy engine takes 2 to 3 us beside its bytes, so one command for a few bytes of several peers is
+    shorter than as many (``docs/measurements/runtime.md``)."""
     for fan in fans:
         if stream is None:
             for i in range(fan.count):

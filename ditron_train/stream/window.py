@@ -7,7 +7,7 @@ different GPUs; the driver's virtual memory management puts them there. Between 
 ``stream.shared_mappings`` does it. Not for rows: the pieces of one command that lie on several GPUs move at 89 GB/s,
 copies to one GPU at 375 (4 x H100, ``docs/measurements/tp.md``).
 
-Memory is the same by every address. The owner of a window writes or reads through it by copy engines alone, and its
+Memory is the same by every address. The owner of a window writes through it by copy engines alone, and its
 own kernels use the other addresses in operations that the stream orders before or behind, as aliases of memory require
 (CUDA C++ Programming Guide, "Virtual Aliasing Support").
 """
@@ -29,7 +29,7 @@ from ditron_train.symm.arena import SymmetricTensor
 
 _REFUSALS = (DitronError, AttributeError, TypeError)  # the last two: other bindings than were seen
 _KEY = ("window",)  # of a segment's mappings
-_FEWEST_FLAGS = 2  # that are one command
+_FEWEST_FLAGS = 3  # that are one command: it begins 5 us later, since another engine runs it (4 x H100)
 _MAX_PITCH_BYTES = (1 << 31) - 1  # of copies of pieces (CU_DEVICE_ATTRIBUTE_MAX_PITCH)
 
 
@@ -103,7 +103,7 @@ def send_fans(fans: Sequence[Fan], stream: torch.cuda.Stream | None) -> bool:
 
 
 def _log_refusal(why: object) -> None:
-    log_once("windows", f"rows go to one peer after another, slower by some us for each: {why}")
+    log_once("windows", f"flags go to one peer after another, slower by some us for each: {why}")
 
 
 def _map(how: Any, addresses: list[int], num_bytes: int) -> Window | None:

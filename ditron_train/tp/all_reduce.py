@@ -2,7 +2,7 @@
 
 By copy engines beside a GEMM, or by the stores of one kernel where there is little to send. A rank sends its partial
 sums whole to each peer: with two ranks that are no more bytes than NCCL sends, with more a GEMM hides them, or
-``chunked_gemm_ar.PreparedGemmRsGather`` sends less.
+``chunked_gemm_ar.PreparedGemmArInTwoRounds`` sends less.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule.orders import arrival_order, chunk_order
-from ditron_train.stream.copies import copy_in_turn, copy_with_flags
+from ditron_train.stream.copies import Fan, copy_in_turn, copy_with_flags
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.window import flags_of_peers, send_fans
@@ -193,10 +193,7 @@ class PreparedGather(CopiedGather):
         start = partition.starts[context.rank]
         self.own_rows = self.buffer.local[start : start + partition.count(context.rank)]
         self._copies = [] if self.by_push else self._list_copies()
-        self._flags = None
-        if is_awaited and len(self._copies) == context.world_size - 1:  # one chunk for each peer
-            offset = 4 * context.rank * FLAGS_PER_RANK
-            self._flags = flags_of_peers(self.channel.signals, context.rank, offset, context.gather_epochs.data_ptr())
+        self._flags = self._fan_of_flags() if is_awaited else None
 
     def _list_copies(self) -> list[tuple[int, int, int, int, int]]:
         """Every chunk in order: (destination, offset in x, bytes, its flag, the word that holds the flag's epoch)."""
@@ -215,6 +212,13 @@ class PreparedGather(CopiedGather):
                     (target + offset, offset, num_rows * self.row_bytes, flags + 4 * index, epochs + 4 * index)
                 )
         return copies
+
+    def _fan_of_flags(self) -> Fan | None:
+        """The flags of all peers as one command; None where they are sent behind the rows of each."""
+        if len(self._copies) != self.context.world_size - 1:  # one chunk for each peer has one flag
+            return None
+        rank, words = self.context.rank, self.context.gather_epochs.data_ptr()
+        return flags_of_peers(self.channel.signals, rank, 4 * rank * FLAGS_PER_RANK, words)
 
     def _push_arguments(self, x: torch.Tensor) -> tuple:
         return x, self.buffer.addresses, self.pointers, self.row_starts, self.num_columns, self.granule_rows

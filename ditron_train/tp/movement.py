@@ -79,7 +79,7 @@ def start_all_gather(
     x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None, in_turn: bool = False
 ) -> StartedGather:
     """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next. ``in_turn``:
-    peers get the rows one after the other, for ``StartedGather.consume``.
+    each peer is told of its rows as soon as they are there, for ``StartedGather.consume``.
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.

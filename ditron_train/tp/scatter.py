@@ -16,7 +16,7 @@ import torch
 
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.schedule.orders import chunk_order
-from ditron_train.stream.copies import copy_bytes, copy_in_turn, copy_with_flags
+from ditron_train.stream.copies import Fan, copy_bytes, copy_in_turn, copy_with_flags
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.window import flags_of_peers, send_fans
 from ditron_train.symm.channel import Channel, ChannelPointers
@@ -134,11 +134,9 @@ class PreparedScatter(SentPartials):
         self.peers = chunk_order(context.rank, context.world_size, "sum_push").tolist()
         self._row_bytes = num_columns * dtype.itemsize
         self._copies = self._list_copies(self._row_bytes)
-        # Of what is sent as a whole the flags of all peers are one command; of what is added up in parts all but the
-        # last one's.
-        flags = (self.channel.signals, context.rank, 4 * context.rank, context.reduce_epochs.data_ptr())
-        self._all_flags = None if in_parts else flags_of_peers(*flags)
-        self._first_flags = flags_of_peers(*flags, num_skipped=1) if in_parts else None
+        self._all_flags: Fan | None = None  # of what is sent as a whole, from the first time on
+        self._has_all_flags = False
+        self._first_flags = self._fan_of_flags(num_skipped=1) if in_parts else None
 
     def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int, int]]:
         """For each of ``peers`` what ``copy_with_flags`` takes: its rows of the partial to its slot."""
@@ -155,8 +153,16 @@ class PreparedScatter(SentPartials):
             for peer in self.peers
         ]
 
+    def _fan_of_flags(self, num_skipped: int) -> Fan | None:
+        """The flags of all ``peers`` but the last ``num_skipped``, as one command; None where they are sent one by
+        one."""
+        rank, words = self.context.rank, self.context.reduce_epochs.data_ptr()
+        return flags_of_peers(self.channel.signals, rank, 4 * rank, words, num_skipped=num_skipped)
+
     def start(self, partial: torch.Tensor) -> None:
         """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
+        if not self._has_all_flags:
+            self._all_flags, self._has_all_flags = self._fan_of_flags(num_skipped=0), True
         self.context.fork()
         address = partial.data_ptr()
         self.context.run_again((self, address), lambda: self._send_all(partial), (address,))

@@ -27,6 +27,7 @@ from megatron_tests.suites import FOLDERS, SUITES, paths_of, suites_of
 from megatron_tests.table import Row, row_of, write_table
 
 _POLICIES = ("strict", "bits", "force")
+_AT_ONCE = 6  # native launches of what is lost, at most
 _logger = logging.getLogger(__name__)
 
 
@@ -96,7 +97,7 @@ def _launch_all(
     for name in suites:
         pairs = [_pairs(launcher.records, policy)[name] for policy in policies]
         lost = {test for pair in pairs for test in row_of("", launcher.num_ranks, {name: pair}).lost}
-        launcher.repeat_natively(name, paths_of(checkout, name), sorted(lost))
+        launcher.repeat_natively(name, paths_of(checkout, name), sorted(lost), at_once=min(num_jobs, _AT_ONCE))
 
 
 def _suites(folders: Sequence[str] | None) -> list[str]:

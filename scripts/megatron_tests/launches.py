@@ -22,6 +22,8 @@ NATIVE = "native"
 #: Of a communicator of NCCL: tests make hundreds, which keep their buffers.
 NUM_CHANNELS = "4"
 _PLUGIN = "megatron_tests.plugin"
+#: Files whose tests write and delete one folder below /tmp.
+_SHARED_FOLDERS = ("test_mfsdp_fully_shard.py",)
 _LEAST_SECONDS = 20.0  # in which a launch gets nowhere
 _END_SECONDS = 45.0  # torchrun kills what has not ended 30 s after it was told to
 _SCRIPTS = Path(__file__).resolve().parents[1]
@@ -79,28 +81,35 @@ class Launcher:
         return known
 
     def repeat_natively(
-        self, suite: str, paths: Sequence[str], tests: Sequence[str], times: int = 12, at_once: int = 6
+        self, suite: str, paths: Sequence[str], tests: Sequence[str], *, at_once: int, times: int = 12
     ) -> Suite:
         """Runs ``tests``, which pass natively and not with ours, natively again while they pass: what fails once
         without ours is not lost by them. ``at_once`` launches share the GPUs, as launches did when the tests failed: a
-        test was seen that fails natively in one run of three beside others, and passed alone each time."""
+        test was seen that fails natively in one run of three beside others, and passed alone each time. Not for tests
+        that work in one folder whichever launch they belong to: of several at once none is what it is alone."""
         folder = self.records / NATIVE / suite
         known, mark = read_suite(folder), folder / "repeated"
         done = set(mark.read_text(encoding="utf-8").splitlines()) if mark.exists() else set()
         asked = [test for test in tests if test not in done]
-        for _ in range(0, times, at_once):
-            left = [test for test in asked if test not in known.unsteady and known.outcomes.get(test) == "passed"]
-            if not left or not self._has_time():
-                return known
-            first = known.launches
-            with ThreadPoolExecutor(at_once) as launches:
-                numbers = range(first, first + at_once)
-                found = [launches.submit(self._launch, NATIVE, folder, one, paths, (), left) for one in numbers]
-            for launch in found:
-                launch.result()
-            known = read_suite(folder)
-            if known.launches < first + at_once or not set(left) <= known.latest:  # cut off: not all were run
-                return known
+        if not asked:
+            return known
+        shared = [test for test in asked if test.split("::")[0].endswith(_SHARED_FOLDERS)]
+        for some, copies in ((shared, 1), ([test for test in asked if test not in shared], at_once)):
+            for _ in range(0, times, copies):
+                left = [test for test in some if test not in known.unsteady and known.outcomes.get(test) == "passed"]
+                if not left:
+                    break
+                if not self._has_time():
+                    return known
+                before, first = dict(known.runs), known.launches
+                with ThreadPoolExecutor(copies) as launches:
+                    numbers = range(first, first + copies)
+                    found = [launches.submit(self._launch, NATIVE, folder, one, paths, (), left) for one in numbers]
+                for launch in found:
+                    launch.result()
+                known = read_suite(folder)
+                if any(known.runs.get(test, 0) < before.get(test, 0) + copies for test in left):
+                    return known  # cut off, or a launch died: not all were run
         mark.write_text("\n".join([*done, *asked]) + "\n", encoding="utf-8")
         return known
 
@@ -130,6 +139,7 @@ class Launcher:
             "--continue-on-collection-errors", *paths,
         ]  # fmt: skip
         log = folder / f"{number}.log"
+        stop_mark(folder, number).unlink(missing_ok=True)  # of one with this number that left no notes
         if self._run_until_deadline(words, self._environment(mode, job_file), log):
             stop_mark(folder, number).touch()
         _logger.info("%s", f"{mode} {folder.name}: launch {number} is over, {log}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Outcome = Literal["passed", "failed", "skipped", "crashed", "hung"]
+_NO_MEMORY = "out of memory"  # in what a failure says
 _WORST: tuple[Outcome, ...] = ("crashed", "hung", "failed", "passed", "skipped")
 
 
@@ -44,7 +45,8 @@ class Suite:
         why: What a failure said, on the first rank that said something.
         launches: How many there were.
         latest: Tests that have an outcome by the last launch.
-        unsteady: Tests that passed in one launch and not in a later one.
+        unsteady: Tests that passed in one launch and failed in a later one, by themselves.
+        runs: How many launches gave a test an outcome.
         uncollected: Files that could not be imported, and why.
     """
 
@@ -58,6 +60,7 @@ class Suite:
     unsteady: set[str] = field(default_factory=set)
     uncollected: dict[str, str] = field(default_factory=dict)
     latest: set[str] = field(default_factory=set)
+    runs: dict[str, int] = field(default_factory=dict)
 
     def with_outcome(self, *outcomes: Outcome) -> list[str]:
         """The tests of these outcomes, in order."""
@@ -111,6 +114,7 @@ def _add_launch(
     suite: Suite, collected: Sequence[str], ranks: Sequence[Iterable[dict[str, Any]]], *, was_stopped: bool
 ) -> None:
     begun: set[str] = set()
+    full: set[str] = set()  # of tests that found no memory
     ended: dict[str, list[Outcome]] = {}
     for lines in ranks:
         for line in lines:
@@ -121,6 +125,8 @@ def _add_launch(
                 suite.native.setdefault(test, line.get("native", []))
                 if line.get("why"):
                     suite.why.setdefault(test, line["why"])
+                if _NO_MEMORY in line.get("why", "").lower():
+                    full.add(test)
             elif test is not None:
                 begun.add(test)
     for test in collected:
@@ -132,14 +138,15 @@ def _add_launch(
             _set_outcome(suite, test, "hung" if "hung" in outcomes else "crashed")
             return
         if outcomes:
-            _set_outcome(suite, test, min(outcomes, key=_WORST.index))
+            _set_outcome(suite, test, min(outcomes, key=_WORST.index), has_memory=test not in full)
 
 
-def _set_outcome(suite: Suite, test: str, outcome: Outcome) -> None:
+def _set_outcome(suite: Suite, test: str, outcome: Outcome, *, has_memory: bool = True) -> None:
     before = suite.outcomes.get(test, outcome)
     suite.latest.add(test)
-    if before == "passed" and outcome == "skipped":
-        return  # it says nothing new
+    suite.runs[test] = suite.runs.get(test, 0) + 1
+    if before == "passed" and (outcome not in ("passed", "failed") or not has_memory):
+        return  # who shares GPUs with others may be too slow, or find them full: it says nothing of the test
     if outcome == "passed" and before != outcome:
         suite.again.add(test)
     if before == "passed" and outcome != before:

@@ -93,7 +93,7 @@ def test_flags_of_a_gemm_rs_that_wait_for_each_other(context, all_equal, monkeyp
 
     op()
     (prepared,) = _prepared(context, PreparedChunkedGemmRs)
-    assert prepared._scatter._first_flags is not None
+    assert (prepared._scatter._first_flags is not None) == (world > 4)
     graph, captured = _captured(context, op)
     for repeat in range(12):
         for is_replay in (False, True):
@@ -154,7 +154,7 @@ def test_memory_moves_and_is_given_back(device, context, all_equal, monkeypatch)
 
 
 def test_without_windows(context, all_equal, monkeypatch):
-    """Where the driver maps nothing rows go to one peer after another."""
+    """Where the driver maps nothing flags go to one peer after another."""
     from ditron_train.runtime.errors import DitronError
 
     def refuse(addresses, num_bytes):

@@ -77,7 +77,7 @@ def test_flags_of_peers(rings, world, num_skipped):
         signals = _Ring(SIGNALS, world)
         fan = flags_of_peers(signals, rank, 4 * rank, WORDS, num_skipped=num_skipped)
         peers = [(rank + 1 + step) % world for step in range(num_skipped, world - 1)]
-        assert (fan is None) == (len(peers) < 2)
+        assert (fan is None) == (len(peers) < 3)
         if fan is not None:
             expected = [(signals.host_addresses[peer] + 4 * rank, WORDS + 4 * i, 4) for i, peer in enumerate(peers)]
             assert list(_pieces(fan, signals.real)) == expected
@@ -149,7 +149,7 @@ def _scatter(counts, rank, *, in_parts: bool):
         _signal_start=lambda: None,
     )
     prepared._copies = PreparedScatter._list_copies(prepared, ROW_BYTES)
-    flags = flags_of_peers(signals, rank, 4 * rank, context.reduce_epochs.data_ptr(), num_skipped=int(in_parts))
+    flags = PreparedScatter._fan_of_flags(prepared, num_skipped=int(in_parts))
     prepared._all_flags, prepared._first_flags = (None, flags) if in_parts else (flags, None)
     return prepared, signals
 
@@ -173,7 +173,7 @@ def test_flags_that_wait_are_behind_all_their_rows(rings, monkeypatch, counts, h
     for rank in range(len(counts)):
         prepared, signals = _scatter(counts, rank, in_parts=True)
         has_fan = prepared._first_flags is not None
-        assert has_fan == (len(counts) > 3)
+        assert has_fan == (len(counts) > 4)
         for _ in range(2):  # one by one from the first refusal on
             sends = _Sends(monkeypatch, scatter, refuses=refuses)
             _send_chunks(prepared, partial, halves=halves)
@@ -188,7 +188,7 @@ def test_scatters_as_a_whole(rings, monkeypatch, counts, refuses):
     for rank in range(len(counts)):
         prepared, signals = _scatter(counts, rank, in_parts=False)
         has_fan = prepared._all_flags is not None
-        assert has_fan == (len(counts) > 2)
+        assert has_fan == (len(counts) > 3)
         for _ in range(2):
             sends = _Sends(monkeypatch, scatter, refuses=refuses)
             PreparedScatter._send_all(prepared, partial)
@@ -215,13 +215,20 @@ def test_gathers_that_are_awaited(rings, monkeypatch, counts, refuses):
         )
         prepared._copies = PreparedGather._list_copies(prepared)
         assert len(prepared._copies) == (world - 1) * bool(counts[rank])
-        offset = 4 * rank * gather.FLAGS_PER_RANK
-        prepared._flags = flags_of_peers(signals, rank, offset, WORDS) if counts[rank] else None
+        prepared._flags = PreparedGather._fan_of_flags(prepared)
         for _ in range(2):
             sends = _Sends(monkeypatch, gather, refuses=refuses)
             PreparedGather._send_by_copies(prepared, x, None)
             sends.check(prepared._copies, x.data_ptr(), signals.real)
-            assert (prepared._flags is not None) == (counts[rank] > 0 and world > 2 and not refuses)
+            assert (prepared._flags is not None) == (counts[rank] > 0 and world > 3 and not refuses)
+        if counts[rank] > 1:  # several chunks, each with a flag of its own
+            prepared.granule_rows = counts[rank] - 1
+            prepared._copies = PreparedGather._list_copies(prepared)
+            prepared._flags = PreparedGather._fan_of_flags(prepared)
+            assert len(prepared._copies) == 2 * (world - 1) and prepared._flags is None
+            sends = _Sends(monkeypatch, gather)
+            PreparedGather._send_by_copies(prepared, x, None)
+            sends.check(prepared._copies, x.data_ptr(), signals.real)
 
 
 @pytest.mark.parametrize("refused_mapping, refused_copies", [([], []), ([1], []), ([], [0, 3]), ([0, 1, 2, 3], [])])
