@@ -20,12 +20,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.functions import PlainWgrad, Wgrad, as_rows, is_whole
+from ditron_train.tp.functions import PlainWgrad, Wgrad, as_rows, is_whole, log_strides_of_frozen
 from ditron_train.tp.movement import start_all_reduce
 from ditron_train.tp.ops import gemm_ar
 from ditron_train.tp.prepared import can_copy
@@ -73,9 +72,7 @@ class _ColumnLinearAr(torch.autograd.Function):
 
 
 def _product_and_all_reduce(grad_output: torch.Tensor, weight: torch.Tensor, context: TPContext) -> torch.Tensor:
-    """Natively: how a gradient lies is known in backward alone, when only the kernel for whole ones was compared with
-    native's product. Torch multiplies sequence by sequence where rows are no view and the weight is frozen."""
-    log_native("tp column", "a gradient with strides goes back through a frozen weight")
+    log_strides_of_frozen()
     partial = grad_output.matmul(weight)
     dist.all_reduce(partial, group=context.group)
     return partial

@@ -18,7 +18,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -88,9 +90,13 @@ def is_whole(x: torch.Tensor) -> bool:
     return x.is_contiguous() and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(x.dim() - 2))
 
 
+def _shape_of_result(rows: torch.Tensor, x: torch.Tensor, context: TPContext | NodesTPContext) -> list[int]:
+    """[s, ..., N] of [s * ..., N], with the middle dimensions of x, which is [s / W, ..., K]."""
+    return [x.shape[0] * context.world_size, *x.shape[1:-1], rows.shape[-1]] if x.dim() > 2 else list(rows.shape)
+
+
 def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext | NodesTPContext) -> torch.Tensor:
-    """[s * ..., N] as [s, ..., N], with the middle dimensions of x, which is [s / W, ..., K]."""
-    return rows.view(x.shape[0] * context.world_size, *x.shape[1:-1], rows.shape[-1]) if x.dim() > 2 else rows
+    return rows.view(_shape_of_result(rows, x, context)) if x.dim() > 2 else rows
 
 
 @outside_compile
@@ -102,15 +108,18 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.context, ctx.wgrad, ctx.kept = context, wgrad, kept
         inside = bias if rounds_once else None
         y = ag_gemm(as_rows(x), weight, context=context, bias=inside, gathered_in=kept.buffer if kept else None)
-        # As rows, since what a Function returns must not be a view: Megatron's cross entropy edits the logits in
-        # place.
-        return y if bias is None or rounds_once else y + bias
+        y = y if bias is None or rounds_once else y + bias
+        # What a Function returns must not be a view: Megatron's cross entropy edits the logits in place.
+        return torch.ops.aten._unsafe_view(y, _shape_of_result(y, x, context))
 
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivatives("column_linear")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        is_frozen = needs_x and not needs_weight
+        if not is_frozen:  # else how it lies counts: torch makes rows of others before it multiplies
+            grad_output = as_rows(grad_output)
         deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x, ctx.context))
         grad_output = ctx.wgrad.operand(grad_output)
         kept: KeptInput | None = ctx.kept
@@ -122,6 +131,8 @@ class _ColumnLinear(torch.autograd.Function):
                 grad_weight = (
                     ctx.wgrad.result_without_gemm(x.dtype) if deferred else ctx.wgrad(grad_output, as_rows(x))
                 )
+        elif is_frozen and not is_whole(grad_output):
+            grad_x = _product_and_reduce_scatter(grad_output, weight, ctx.context).view_as(x)
         elif needs_x and needs_weight and can_copy(ctx.context):
             grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred, total_x)
         else:
@@ -131,14 +142,14 @@ class _ColumnLinear(torch.autograd.Function):
             gather = start_all_gather(x, context=ctx.context) if is_gathered else None
             try:
                 if needs_x:
-                    grad_x = gemm_rs(grad_output, weight, context=ctx.context, layout="nn").view_as(x)
+                    grad_x = gemm_rs(as_rows(grad_output), weight, context=ctx.context, layout="nn").view_as(x)
             finally:
                 total_x = gather.wait() if gather is not None else total_x
             if total_x is not None:
                 grad_weight = ctx.wgrad(grad_output, total_x)
             elif deferred:
                 grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
-        grad_bias = ctx.wgrad.bias_gradient(grad_output) if ctx.has_bias and needs_bias else None
+        grad_bias = ctx.wgrad.bias_gradient(as_rows(grad_output)) if ctx.has_bias and needs_bias else None
         if kept is not None:
             kept.release()
         return grad_x, grad_weight, grad_bias, None, None, None, None
@@ -171,6 +182,20 @@ def _column_gradients(
     finally:
         grad_x = scatter.wait()
     return grad_x.view_as(x), grad_weight
+
+
+def log_strides_of_frozen() -> None:
+    """How a gradient lies is known in backward alone, when only the kernel for whole ones was compared with native's
+    product. Torch multiplies sequence by sequence where rows are no view and the weight is frozen."""
+    log_native("tp column", "a gradient with strides goes back through a frozen weight")
+
+
+def _product_and_reduce_scatter(grad_output: torch.Tensor, weight: torch.Tensor, context: TPContext) -> torch.Tensor:
+    log_strides_of_frozen()
+    partial = grad_output.matmul(weight).contiguous()
+    out = partial.new_empty(partial.shape[0] // context.world_size, *partial.shape[1:])
+    dist.reduce_scatter_tensor(out, partial, group=context.group)
+    return out
 
 
 @outside_compile
@@ -227,7 +252,7 @@ def column_linear(
     options = (x, weight, bias, context, wgrad or PlainWgrad())
     if not isinstance(context, NodesTPContext):
         kept = None if context.kept is None else context.kept.reserve(x, weight)
-        return _like_input(_ColumnLinear.apply(*options, rounds_once, kept), x, context)
+        return _ColumnLinear.apply(*options, rounds_once, kept)
     if rounds_once and bias is not None:
         raise NotSupportedError("column_linear: over nodes a bias is not added inside the GEMM")
     return _like_input(ColumnOverNodes.apply(*options), x, context)

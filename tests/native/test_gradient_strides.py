@@ -1,5 +1,5 @@
-"""Gradients and inputs with strides: the products of our linear layers without sequence parallelism get operands that
-lie as megatron-core's own layers hand them over, since cuBLAS chooses its kernel by how they lie."""
+"""Gradients and inputs with strides: the products of our linear layers get operands that lie as megatron-core's own
+layers hand them over, since cuBLAS chooses its kernel by how they lie."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _integers(*shape, seed):
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def _layer(kind, ours, frozen):
+def _layer(kind, ours, frozen, sequence_parallel=False):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
@@ -58,7 +58,7 @@ def _layer(kind, ours, frozen):
         "column": (ColumnParallelLinear, DitronColumnParallelLinear),
         "row": (RowParallelLinear, DitronRowParallelLinear),
     }
-    settings = {**CPU_CONFIG, "add_bias_linear": False, "sequence_parallel": False}
+    settings = {**CPU_CONFIG, "add_bias_linear": False, "sequence_parallel": sequence_parallel}
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, params_dtype=torch.float32,
         tensor_model_parallel_size=dist.get_world_size(), **settings,
@@ -84,7 +84,7 @@ def _passes(layer, x, layout):
     return [y.detach(), *gradients], forward.found, backward.found
 
 
-def _compare(kind, frozen, batch):
+def _compare(kind, frozen, batch, sequence_parallel=False):
     """By layout: whether the products of backward had the same operands; the results always have the same bits."""
     from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import gate
@@ -94,16 +94,16 @@ def _compare(kind, frozen, batch):
     forget_decisions()
     # Else cuBLAS multiplies in front of so small an all-reduce.
     with mock.patch.object(chunked_gemm_ar, "PUSH_BYTES", 0), model_parallel(tensor_model_parallel_size=world_size):
-        native, ours = (_layer(kind, is_ours, frozen) for is_ours in (False, True))
+        native, ours = (_layer(kind, is_ours, frozen, sequence_parallel) for is_ours in (False, True))
         inputs = HIDDEN // (world_size if kind == "row" else 1)
-        x = _integers(TOKENS, batch, inputs, seed=7)
+        x = _integers(TOKENS // (world_size if sequence_parallel else 1), batch, inputs, seed=7)
         for layout in LAYOUTS:
             (expected, _, of_native), (results, _, of_ours) = (_passes(one, x, layout) for one in (native, ours))
             assert len(expected) == len(results) and all(map(torch.equal, expected, results)), layout
             assert of_native, "something is multiplied"
             found[layout] = of_native == of_ours
             native.weight.grad = ours.weight.grad = None
-        (answer,) = gate.answers(f"tp {kind} ar")
+        (answer,) = gate.answers(f"tp {kind}" + " ar" * (not sequence_parallel))
         assert answer.context is not None
     return found, decisions()
 
@@ -136,11 +136,12 @@ def test_products_of_gradients_get_them_as_they_lie_natively(kind, batch):
             assert not [line for line in lines if "strides" in line]
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_frozen_layer_multiplies_gradients_with_strides_as_natively(batch):
+def test_a_frozen_layer_multiplies_gradients_with_strides_as_natively(batch, sequence_parallel):
     """One whose gradient lies whole, or is made so, has a kernel of its own, which the policy has compared."""
     ours = {"whole", "sequences"} if multiplies_rows_of_frozen() else {"whole"}
-    for found, lines in run_workers(2, _compare, "column", True, batch):
+    for found, lines in run_workers(2, _compare, "column", True, batch, sequence_parallel):
         assert found == {layout: layout not in ours for layout in LAYOUTS}
         assert len([line for line in lines if line.startswith("tp column: native, a gradient with strides")]) == 1
 
