@@ -177,7 +177,7 @@ def _what_runs(frozen):
             x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
             y, _ = column(x)
             compared, ran[:] = list(ran), []
-            y.sum().backward()
+            y.backward(torch.ones_like(y))  # that of a sum has strides of 0
             found.append((compared, list(ran)))
             ran.clear()
     sys.modules["ditron_train.policy.decide"].probe = probe
