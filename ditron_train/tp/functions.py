@@ -191,6 +191,7 @@ def log_strides_of_frozen() -> None:
 
 
 def _product_and_reduce_scatter(grad_output: torch.Tensor, weight: torch.Tensor, context: TPContext) -> torch.Tensor:
+    """As Megatron's path: dX of a gradient with strides behind a frozen weight."""
     log_strides_of_frozen()
     partial = grad_output.matmul(weight).contiguous()
     out = partial.new_empty(partial.shape[0] // context.world_size, *partial.shape[1:])
