@@ -4,8 +4,7 @@ A rank sends its rows along its rail, to the rank with its place in every other 
 own node gathers by peer memory; then what has come from the next node is gathered and multiplied likewise. Rows cross
 the border once, and only the first border is not under a GEMM. Sums over ranks go from node to node in the order of
 the process group's own reduce-scatter (``nodes_gemm_rs``); where ours cannot follow it, or the policy found it to be
-slower, they are that reduce-scatter. Where the policy found it to be slower, the gather of a column layer's forward is
-the process group's, too.
+slower, they are that reduce-scatter. Where the policy found it to be slower, the gather is the process group's, too.
 
     column: Y = AG(X) @ Wt^T by rails;  dX = RS(dY @ Wt) by rails, dWt = dY^T @ AG(X) as natively
     row:    Y = RS(X @ Wt^T) by rails;  dX = AG(dY) @ Wt by rails, which leaves AG(dY) for dWt
@@ -80,6 +79,12 @@ def ag_gemm_over_nodes(
     return torch.cat(products), torch.cat(gathered) if keeps else None
 
 
+def _all_gather(rows: torch.Tensor, context: NodesTPContext) -> torch.Tensor:
+    total = rows.new_empty(len(rows) * context.world_size, rows.shape[1])
+    dist.all_gather_into_tensor(total, rows.contiguous(), group=context.group)
+    return total
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
@@ -96,9 +101,7 @@ class ColumnOverNodes(torch.autograd.Function):
         if not context.leaves_gather:
             y, _ = ag_gemm_over_nodes(rows, weight, context=context)
         else:
-            total = rows.new_empty(len(rows) * context.world_size, rows.shape[1])
-            dist.all_gather_into_tensor(total, rows.contiguous(), group=context.group)
-            y = total.matmul(weight.t())
+            y = _all_gather(rows, context).matmul(weight.t())
         return y if bias is None else y + bias
 
     @staticmethod
@@ -153,8 +156,12 @@ class RowOverNodes(torch.autograd.Function):
     def backward(ctx, grad_output):
         refuse_second_derivatives("row_linear")
         x, weight = ctx.saved_tensors
-        grad, grad_x, grad_weight = _rows(grad_output), None, None
-        grad_x, total = ag_gemm_over_nodes(grad, weight, context=ctx.context, layout="nn", keeps=True)
+        grad, grad_weight = _rows(grad_output), None
+        if ctx.context.leaves_gather:
+            total = _all_gather(grad, ctx.context)
+            grad_x = total.matmul(weight)
+        else:
+            grad_x, total = ag_gemm_over_nodes(grad, weight, context=ctx.context, layout="nn", keeps=True)
         if ctx.needs_input_grad[1]:
             grad_weight = ctx.wgrad(total, _rows(x))
         return grad_x.view_as(x), grad_weight, None, None

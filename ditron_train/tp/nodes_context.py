@@ -35,8 +35,8 @@ class NodesTPContext:
         nodes: The groups of a node and of a rail.
         inner: Context of this rank's node; None where a node has one rank.
         device: Where activations live.
-        leaves_gather, leaves_sums: Whether the policy has left the gather of a column layer's forward, or sums over
-            ranks, to the process group: of the layers that one answer is for (``for_answer``).
+        leaves_gather, leaves_sums: Whether the policy has left the gather of a column layer's forward or a row layer's
+            backward, or sums over ranks, to the process group: of the layers that one answer is for (``for_answer``).
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -14,8 +14,8 @@ from tests.support.nodes import why_no_nodes
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
-OPS = {"tp": ["column_linear", "ag_gemm", "column_linear", "row_linear", "gemm_rs"], "sp": ["attention_exchange"]}
-OPS |= {"pp": ["send_recv", "send_recv"], "muon": ["muon_step"]}
+OPS = {"tp": ["column_linear", "ag_gemm", "column_linear", "row_linear", "gemm_rs", "row_linear"]}
+OPS |= {"sp": ["attention_exchange"], "pp": ["send_recv", "send_recv"], "muon": ["muon_step"]}
 
 
 def _rows(tmp_path, posed, parts):

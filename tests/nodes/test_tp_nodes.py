@@ -29,18 +29,31 @@ def test_linear_layers(nodes, ranks, batch, dtype):
 
 GATHER, SUMS = "_parts", "gemm_rs_over_nodes"
 BY_RAILS = "descending sums"
+NO_GATHER, NO_SUMS = "instead of native gather", "instead of native sums"
 
 
 @pytest.mark.parametrize(
     ("kind", "slower", "ways", "tried"),
     [
-        ("column", [], ([GATHER], [GATHER, SUMS]), [f"{BY_RAILS}, forward", BY_RAILS]),
+        ("column", [], ([GATHER], [GATHER, SUMS]), [f"{BY_RAILS}, forward", f"{BY_RAILS} {NO_SUMS}", BY_RAILS]),
         ("column", [".*forward"], ([], [SUMS]), [f"{BY_RAILS}, forward", f"{BY_RAILS}, native gather"]),
-        ("column", [BY_RAILS], ([GATHER], [GATHER]), [f"{BY_RAILS}, forward", BY_RAILS, "native sums"]),
+        (
+            "column",
+            [f".*{NO_SUMS}"],
+            ([GATHER], [GATHER]),
+            [f"{BY_RAILS}, forward", f"{BY_RAILS} {NO_SUMS}", "native sums"],
+        ),
+        ("column", [BY_RAILS], None, [f"{BY_RAILS}, forward", f"{BY_RAILS} {NO_SUMS}", BY_RAILS]),
         ("column", [f"{BY_RAILS}.*"], None, [f"{BY_RAILS}, forward", f"{BY_RAILS}, native gather"]),
-        ("row", [], ([SUMS], [GATHER, SUMS]), [f"{BY_RAILS}, forward", BY_RAILS]),
+        ("row", [], ([SUMS], [GATHER, SUMS]), [f"{BY_RAILS}, forward", f"{BY_RAILS} {NO_GATHER}", BY_RAILS]),
         ("row", [".*forward"], ([], [GATHER]), [f"{BY_RAILS}, forward", "native sums"]),
-        ("row", [BY_RAILS], ([], [GATHER]), [f"{BY_RAILS}, forward", BY_RAILS, "native sums"]),
+        (
+            "row",
+            [f".*{NO_GATHER}"],
+            ([SUMS], [SUMS]),
+            [f"{BY_RAILS}, forward", f"{BY_RAILS} {NO_GATHER}", f"{BY_RAILS}, native gather"],
+        ),
+        ("row", [BY_RAILS], None, [f"{BY_RAILS}, forward", f"{BY_RAILS} {NO_GATHER}", BY_RAILS]),
         ("row", [f"{BY_RAILS}.*", "native sums"], None, [f"{BY_RAILS}, forward", "native sums"]),
     ],
 )

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ditron_train.tp.nodes_context import NodesTPContext
+
 
 class LinearCall(NamedTuple):
     """One call of a linear layer on this rank.
@@ -20,6 +22,7 @@ class LinearCall(NamedTuple):
         grad_y: Gradient of the result, for comparisons.
         bias: What is added inside the product of ``column``, in front of its rounding (Transformer Engine's layers).
         is_forward: Of what is compared: whether it is the forward pass alone.
+        instead_of: Of what is compared: the fused path by this context takes the place of Megatron's.
     """
 
     x: torch.Tensor
@@ -29,3 +32,4 @@ class LinearCall(NamedTuple):
     grad_y: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     is_forward: bool = False
+    instead_of: NodesTPContext | None = None

@@ -24,8 +24,11 @@ def words_over_nodes(call: LinearCall, context: NodesTPContext, *, is_column: bo
     """How the exchanges go, for a plan's key."""
     product, dtype = _summed(call, context, is_column), call.x.dtype
     step = context.ring_step(*product, dtype) if context.sums_by_rails(*product, dtype) else 0
-    words = f", over {context.nodes.num_nodes} nodes, {_ORDERS[step]} sums"
-    return words + ", native gather" * (is_column and context.leaves_gather) + ", forward" * call.is_forward
+    words = f", over {context.nodes.num_nodes} nodes, {_ORDERS[step]} sums" + ", native gather" * context.leaves_gather
+    if call.instead_of is not None:
+        left = "gather" if call.instead_of.leaves_gather else "sums"
+        words += f" instead of native {left}"
+    return words + ", forward" * call.is_forward
 
 
 def decide_over_nodes(
@@ -33,9 +36,9 @@ def decide_over_nodes(
 ) -> Decision:
     """Whether the layer runs by rails (collective).
 
-    Where times count, the forward alone is asked first, since an evaluation runs nothing else: where rails are not
-    faster there, its exchange is left to the process group. Then forward and backward are asked together, once more
-    without sums by rails where those were not faster.
+    Where times count, each pass is asked about by itself, and where rails are not faster its exchange is left to the
+    process group: the forward, since an evaluation runs nothing else, then the backward behind the forward that was
+    chosen. At last the layer as it would run is compared with Megatron's path.
 
     Args:
         decide: Of one way to run the layer.
@@ -44,16 +47,27 @@ def decide_over_nodes(
         is_column: Whether the layer gathers in its forward, else it adds up there.
     """
     summed, dtype = _summed(call, context, is_column), call.x.dtype
-    decision = Decision(False, "none of its exchanges was faster by rails", None, None, None)
-    is_timed = get_settings().policy in ("strict", "fast") and compares(call.x.device)
-    if is_timed and (is_column or context.sums_by_rails(*summed, dtype)):
-        decision = decide(call._replace(is_forward=True))
-        context.leaves_gather = is_column and not decision.use_ditron
-        context.leaves_sums = not is_column and not decision.use_ditron
-    # A row layer's backward always gathers by rails.
-    while not is_column or not context.leaves_gather or context.sums_by_rails(*summed, dtype):
+    can_sum = context.sums_by_rails(*summed, dtype)
+    if get_settings().policy not in ("strict", "fast") or not compares(call.x.device):
         decision = decide(call)
-        if decision.use_ditron or not context.sums_by_rails(*summed, dtype):
-            break
-        context.leaves_sums = True
-    return decision
+        if can_sum and not decision.use_ditron:
+            context.leaves_sums = True
+            decision = decide(call)
+        return decision
+    if (is_column or can_sum) and decide(call._replace(is_forward=True)).use_ditron:
+        if can_sum or not is_column:
+            other = _without(context, gather=not is_column)
+            if not decide(call._replace(instead_of=other)).use_ditron:
+                context.leaves_gather, context.leaves_sums = other.leaves_gather, other.leaves_sums
+        return decide(call)
+    context.leaves_gather, context.leaves_sums = is_column, not is_column
+    if is_column and not can_sum:
+        return Decision(False, "none of its exchanges was faster by rails", None, None, None)
+    return decide(call)
+
+
+def _without(context: NodesTPContext, *, gather: bool) -> NodesTPContext:
+    """The same context whose gather, or else whose sums, are the process group's."""
+    made = context.for_answer()
+    made.leaves_gather, made.leaves_sums = gather, not gather
+    return made

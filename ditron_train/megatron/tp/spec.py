@@ -182,11 +182,13 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         return (call.grad_y,)
 
     def megatron(self, call: LinearCall) -> Function:
+        if call.instead_of is not None:
+            return self.fused(call, call.instead_of)
         if self.kind == "column":
             return lambda x, weight: (native_column(x, weight, group=call.group, is_frozen=call.is_frozen),)
         return lambda x, weight: (native_row(x, weight, group=call.group),)
 
-    def fused(self, call: LinearCall, context: TPContext) -> Function:
+    def fused(self, call: LinearCall, context: Any) -> Function:
         if self.kind == "column":
             return lambda x, weight: (column_linear(x, weight, context=context),)
         return lambda x, weight: (row_linear(x, weight, context=context),)

@@ -176,7 +176,7 @@ def _linears(session: BenchSession, divide: int) -> Iterator[_Case]:
 
 
 def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> Iterator[_Case]:
-    """The layer, forward and backward; its forward alone; and of a column layer the backward alone."""
+    """The layer, forward and backward; its forward alone; its backward alone."""
     from megatron.core import parallel_state
 
     from ditron_train.tp.nodes_context import NodesTPContext
@@ -207,8 +207,7 @@ def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> I
 
     yield case(layer)
     yield case(forward, op="ag_gemm" if spec.kind == "column" else "gemm_rs", measured="forward")
-    if spec.kind == "column":
-        yield case(backward, measured="backward")
+    yield case(backward, measured="backward")
 
 
 def _exchanges(session: BenchSession, divide: int) -> Iterator[_Case]:
