@@ -1,4 +1,4 @@
-"""The clock that a GPU runs at, as its driver tells (NVML); nothing here sets one."""
+"""The clock that a GPU runs at and the energy that it takes, as its driver tells (NVML); nothing here sets one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,23 @@ def _handle(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
     return library, handle
 
 
+def _current() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    return _handle(torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
 def sm_clock_mhz() -> int | None:
     """The clock of the current device's multiprocessors in MHz at this moment; None where nothing tells it."""
-    found = _handle(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    found, clock = _current(), ctypes.c_uint()
     if found is None:
         return None
     library, handle = found
-    clock = ctypes.c_uint()
     return None if library.nvmlDeviceGetClockInfo(handle, _SM, ctypes.byref(clock)) else clock.value
+
+
+def energy_mj() -> int | None:
+    """What the current device has taken since its driver was loaded, in millijoules; None where nothing tells it."""
+    found, energy = _current(), ctypes.c_ulonglong()
+    if found is None:
+        return None
+    library, handle = found
+    return None if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy)) else energy.value

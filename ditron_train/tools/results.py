@@ -58,6 +58,7 @@ class Row:
         trace: What the device did in one step, in words: milliseconds natively and with ours (None: not told).
         jobs_ms: The time of a step in each job, ``native`` and ``ditron``.
         clocks_mhz: The clock of the GPUs' multiprocessors, likewise.
+        joules: What a GPU takes for a step, likewise.
     """
 
     op: str
@@ -89,6 +90,7 @@ class Row:
     trace: dict[str, list[float | None]] | None = None
     jobs_ms: dict[str, list[float]] | None = None
     clocks_mhz: dict[str, float] | None = None
+    joules: dict[str, float] | None = None
 
     @property
     def tells_all(self) -> bool:

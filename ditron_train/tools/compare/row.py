@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from statistics import mean
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.compare.side_by_side import clocks_mhz, spread_of
+from ditron_train.tools.compare.side_by_side import clocks_mhz, spread_of, step_joules
 from ditron_train.tools.compare.steps import Job, Runs
 from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, kept_rows, result_path, write_results
 
@@ -84,7 +84,7 @@ def write_row(
     if times is None:
         return None
     native, ours, story = runs.native[0], runs.ours[0], story or Story()
-    stamp, clocks = _stamp_of(native, ours), clocks_mhz(runs, skip)
+    stamp, clocks, joules = _stamp_of(native, ours), clocks_mhz(runs, skip), step_joules(runs, skip)
     row = Row(
         op=f"{TRAINING_STEP}{','.join(ours.features)}", direction="forward_backward",
         model=model, world_size=native.header["world_size"],
@@ -95,6 +95,7 @@ def write_row(
         versions={name: getattr(stamp, name) for name in _VERSIONS}, trace=story.trace,
         jobs_ms={kind: [round(ms, 2) for ms in jobs] for kind, jobs in zip(("native", "ditron"), times)},
         clocks_mhz=None if clocks is None else dict(zip(("native", "ditron"), (round(mhz, 1) for mhz in clocks))),
+        joules=None if joules is None else dict(zip(("native", "ditron"), (round(one, 1) for one in joules))),
     )  # fmt: skip
     path = result_path(folder, stamp, TRAINING)
     try:

@@ -24,6 +24,12 @@ def clocks_mhz(runs: Runs, skip: int) -> tuple[float, float] | None:
     return (mean(native), mean(ours)) if native and ours else None
 
 
+def step_joules(runs: Runs, skip: int) -> tuple[float, float] | None:
+    """What a GPU takes for a step natively and with ours; None where nothing told it."""
+    native, ours = ([joules for job in jobs if (joules := job.step_joules(skip)) is not None] for jobs in runs)
+    return (mean(native), mean(ours)) if native and ours else None
+
+
 def show(runs: Runs, found: Sequence[Difference], own: Sequence[Difference], skip: int) -> bool:
     """Prints losses, times and the verdict.
 
@@ -42,6 +48,10 @@ def show(runs: Runs, found: Sequence[Difference], own: Sequence[Difference], ski
     clocks = clocks_mhz(runs, skip)
     if clocks is not None:
         console.print(f"clock of the multiprocessors: {clocks[0]:.0f} MHz, {clocks[1]:.0f} MHz", highlight=False)
+    joules, times = step_joules(runs, skip), runs.times_ms(skip)
+    if joules is not None and times is not None:
+        words = (f"{energy:.0f} J, {energy * 1e3 / mean(ms):.0f} W" for energy, ms in zip(joules, times))
+        console.print(f"energy and power of a step on a GPU: {'; '.join(words)}", highlight=False)
     native_bytes, our_bytes = native.used_bytes, runs.ours[0].used_bytes
     if native_bytes is not None and our_bytes is not None:
         console.print(

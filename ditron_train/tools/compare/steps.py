@@ -23,6 +23,7 @@ class Step:
         seconds: From the end of the step before; None of the first, and of one that is traced.
         used_bytes: Of the GPU, by anything, at its end; None without a GPU.
         clock_mhz: Of the GPU's multiprocessors at its end; None where nothing tells.
+        joules: What the GPU took, where ``seconds`` are told; likewise.
     """
 
     number: int
@@ -30,6 +31,7 @@ class Step:
     seconds: float | None
     used_bytes: int | None
     clock_mhz: int | None = None
+    joules: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Job:
         """Mean over the steps that are timed, and the ranks; None where nothing tells."""
         clocks = [step.clock_mhz for steps in self.ranks for step in steps[skip:] if step.clock_mhz is not None]
         return statistics.mean(clocks) if clocks else None
+
+    def step_joules(self, skip: int) -> float | None:
+        """What a GPU takes for a step: mean over the steps that are timed, and the ranks; None where nothing tells."""
+        joules = [step.joules for steps in self.ranks for step in steps[skip:] if step.joules is not None]
+        return statistics.mean(joules) if joules else None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -119,7 +126,8 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[Step], list[str]]:
     for entry in entries:
         figures = {**entry["losses"], "grad norm": entry["grad_norm"], "parameters": entry.get("digest")}
         known = {name: value for name, value in figures.items() if value is not None}
-        steps.append(Step(entry["step"], known, entry["seconds"], entry.get("used_bytes"), entry.get("clock_mhz")))
+        noted = (entry.get(name) for name in ("used_bytes", "clock_mhz", "joules"))
+        steps.append(Step(entry["step"], known, entry["seconds"], *noted))
     plan = entries[-1].get("plan", []) if entries else []
     if not isinstance(plan, list) or not all(isinstance(line, str) for line in plan):
         raise ValueError(f"{path.name} has a plan that is no list of lines")

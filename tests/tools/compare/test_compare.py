@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ditron_train.megatron.plugin import record_steps
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.compare.comparison import add_arguments, run
 from ditron_train.tools.compare.launch import LAUNCHER, RunningJob, may_start_together, with_launcher
@@ -456,11 +458,16 @@ def test_rows_are_stamped_with_the_machine_that_trained(tmp_path):
         write_row(tmp_path, "a", Runs([job], [other]), 1, is_equal=True)
 
 
-def test_a_row_tells_how_it_is_measured_again(tmp_path):
+def test_a_row_tells_how_it_is_measured_again(tmp_path, capsys):
     plan = ["tp column 8x8, 8x8: ours, faster (1 us, native 2 us)"]
-    for name, features, ms, clock in (("a", ["wgrad"], 100, 1700), ("b", ["tp", "wgrad"], 90, 1710),
-                                      ("c", ["tp", "wgrad"], 92, 1690), ("d", ["wgrad"], 104, 1720)):  # fmt: skip
-        _write(tmp_path / name, 0, 1, [1.0, 2.0], plan=plan, seconds=ms / 1e3, clock_mhz=clock, features=features)
+    for name, features, ms, clock, joules in (
+        ("a", ["wgrad"], 100, 1700, 60.0),
+        ("b", ["tp", "wgrad"], 90, 1710, 58.0),
+        ("c", ["tp", "wgrad"], 92, 1690, 60.2),
+        ("d", ["wgrad"], 104, 1720, 62.4),
+    ):
+        measured = dict(seconds=ms / 1e3, clock_mhz=clock, joules=joules)
+        _write(tmp_path / name, 0, 1, [1.0, 2.0], plan=plan, features=features, **measured)
     a, b, c, d = (read_job(tmp_path / name) for name in "abcd")
     command = ["/usr/bin/torchrun", "/somewhere/train.py", "--tokenizer-model=/data/a b.model", "--lr", "1e-3"]
     story = Story(command, {"nothing runs": [1.0, None]})
@@ -472,8 +479,30 @@ def test_a_row_tells_how_it_is_measured_again(tmp_path):
         4 / 102, 1e-2
     )
     assert row.clocks_mhz == {"native": 1710.0, "ditron": 1700.0}
+    assert row.joules == {"native": 61.2, "ditron": 59.1}
+    show(Runs([a, d], [b, c]), [], [], 1)
+    assert "energy and power of a step on a GPU: 61 J, 600 W; 59 J, 649 W" in capsys.readouterr().out
     assert row.plan == plan and row.trace == story.trace and row.versions["megatron_core"] is None and row.tells_all
     assert not replace(row, plan=None).tells_all and not replace(row, trace=None).tells_all
+
+
+def test_energy_is_noted_from_step_to_step(monkeypatch, tmp_path):
+    """But of the first step and of the traced one, which have no time either; the step behind it starts anew."""
+    taken_mj = iter([7_000, 67_000, 500_000, 560_500, None])
+    for name, value in (("is_available", True), ("synchronize", None), ("mem_get_info", (1 << 30, 3 << 30))):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(record_steps, "sm_clock_mhz", lambda: 1500)
+    monkeypatch.setattr(record_steps, "energy_mj", lambda: next(taken_mj))
+    monkeypatch.setattr(record_steps, "collect_provenance", lambda *_: STAMP)
+    monkeypatch.setattr(record_steps.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(record_steps.dist, "get_world_size", lambda: 1)
+    recorder = record_steps.StepRecorder(tmp_path, ["tp"], SimpleNamespace(), torch.device("cpu"), 1, None)
+    recorder._traced, recorder._tracer = 3, SimpleNamespace(stop=lambda: None)
+    for _ in range(5):
+        recorder.step(None, {}, None, SimpleNamespace(param_groups=[]))
+    job = read_job(tmp_path)
+    assert [step.joules for step in job.ranks[0]] == [None, 60.0, None, 60.5, None]
+    assert job.step_joules(1) == 60.25 and job.step_joules(4) is None
 
 
 @pytest.mark.parametrize("torchrun", [["torchrun"], ["torchrun", "--standalone"]], ids=["one_by_one", "together"])
