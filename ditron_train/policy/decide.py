@@ -85,6 +85,7 @@ def decide(
     also: Sequence[tuple[Run, Run]] = (),
     host_counts: bool = False,
     needed_bytes: int = 0,
+    is_told: bool = True,
 ) -> Decision:
     """The decision for `key` (collective over `group`; a host sync the first time).
 
@@ -99,6 +100,7 @@ def decide(
         also: More of native and ours, on other data: compared, not timed.
         host_counts: Whether what ours takes the host longer to launch is added to its time.
         needed_bytes: Of a GPU's memory, which every rank has to have free for a comparison.
+        is_told: Whether the log says what is the fused path's; not of a part of what will run.
 
     Raises:
         SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in
@@ -129,7 +131,8 @@ def decide(
             asked: dict[str, Any] = dict(timed=mode != "bits", needs_bits=mode != "fast")
             asked |= dict(host_counts=host_counts, needed_bytes=needed_bytes)
             decision = _judge(mode, probe(native, ours, group=group, device=device, also=also, **asked))
-    if decision.use_ditron:  # what stays native is logged by who asked, with reasons that are not the policy's
+    # What stays native is logged by who asked, with reasons that are not the policy's.
+    if decision.use_ditron and is_told:
         log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")
     if plan is not None and known is None and mode != "force":
         plan.entries[key] = decision

@@ -210,7 +210,12 @@ class OpSpec(ABC, Generic[Call, Context]):
             also=trial.also,
             host_counts=trial.host_counts,
             needed_bytes=_HELD * sum(tensor.nbytes for tensor in self.inputs(call)),
+            is_told=not self.is_part(call),
         )
+
+    def is_part(self, call: Call) -> bool:
+        """Whether ``call`` is a part of what will run, which another decision is about."""
+        return False
 
     def trial(self, call: Call, context: Context) -> Trial:
         """What is compared: the call's own tensors, which are timed, and on GPUs values that reveal the order of

@@ -24,10 +24,11 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.functions import PlainWgrad, Wgrad, as_rows, is_whole, log_strides_of_frozen
+from ditron_train.tp.functions import PlainWgrad, Wgrad
 from ditron_train.tp.movement import start_all_reduce
 from ditron_train.tp.ops import gemm_ar
 from ditron_train.tp.prepared import can_copy
+from ditron_train.tp.strides import as_rows, is_whole, log_strides_of_frozen
 
 
 @outside_compile

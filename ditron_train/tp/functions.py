@@ -18,9 +18,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -31,6 +29,7 @@ from ditron_train.tp.nodes import ColumnOverNodes, RowOverNodes
 from ditron_train.tp.nodes_context import NodesTPContext
 from ditron_train.tp.ops import ag_gemm, gemm_rs
 from ditron_train.tp.prepared import can_copy
+from ditron_train.tp.strides import as_rows, is_whole, product_and_reduce_scatter
 
 
 class Wgrad(Protocol):
@@ -76,20 +75,6 @@ class PlainWgrad:
         return grad_output.contiguous().sum(dim=0)
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., K] as [rows, K]."""
-    if x.dim() == 0:
-        raise NotSupportedError("a linear layer: the input has no dimensions")
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def is_whole(x: torch.Tensor) -> bool:
-    """Whether ``x`` lies as a new tensor does, in dimensions of size 1, too: of others ``torch.matmul`` may multiply
-    matrix by matrix, though torch calls them contiguous."""
-    shape, strides = x.shape, x.stride()
-    return x.is_contiguous() and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(x.dim() - 2))
-
-
 def _shape_of_result(rows: torch.Tensor, x: torch.Tensor, context: TPContext | NodesTPContext) -> list[int]:
     """[s, ..., N] of [s * ..., N], with the middle dimensions of x, which is [s / W, ..., K]."""
     return [x.shape[0] * context.world_size, *x.shape[1:-1], rows.shape[-1]] if x.dim() > 2 else list(rows.shape)
@@ -132,7 +117,7 @@ class _ColumnLinear(torch.autograd.Function):
                     ctx.wgrad.result_without_gemm(x.dtype) if deferred else ctx.wgrad(grad_output, as_rows(x))
                 )
         elif is_frozen and not is_whole(grad_output):
-            grad_x = _product_and_reduce_scatter(grad_output, weight, ctx.context).view_as(x)
+            grad_x = product_and_reduce_scatter(grad_output, weight, ctx.context.group).view_as(x)
         elif needs_x and needs_weight and can_copy(ctx.context):
             grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred, total_x)
         else:
@@ -182,21 +167,6 @@ def _column_gradients(
     finally:
         grad_x = scatter.wait()
     return grad_x.view_as(x), grad_weight
-
-
-def log_strides_of_frozen() -> None:
-    """How a gradient lies is known in backward alone, when only the kernel for whole ones was compared with native's
-    product. Torch multiplies sequence by sequence where rows are no view and the weight is frozen."""
-    log_native("tp column", "a gradient with strides goes back through a frozen weight")
-
-
-def _product_and_reduce_scatter(grad_output: torch.Tensor, weight: torch.Tensor, context: TPContext) -> torch.Tensor:
-    """As Megatron's path: dX of a gradient with strides behind a frozen weight."""
-    log_strides_of_frozen()
-    partial = grad_output.matmul(weight).contiguous()
-    out = partial.new_empty(partial.shape[0] // context.world_size, *partial.shape[1:])
-    dist.reduce_scatter_tensor(out, partial, group=context.group)
-    return out
 
 
 @outside_compile
@@ -256,7 +226,7 @@ def column_linear(
         return _ColumnLinear.apply(*options, rounds_once, kept)
     if rounds_once and bias is not None:
         raise NotSupportedError("column_linear: over nodes a bias is not added inside the GEMM")
-    return _like_input(ColumnOverNodes.apply(*options), x, context)
+    return ColumnOverNodes.apply(*options)
 
 
 @outside_compile

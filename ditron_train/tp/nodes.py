@@ -25,6 +25,7 @@ from ditron_train.tp.nodes_context import NodesTPContext
 from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
 from ditron_train.tp.ops import Layout, ag_gemm
 from ditron_train.tp.prepared import AgGemmCall
+from ditron_train.tp.strides import as_rows, is_whole, product_and_reduce_scatter
 
 __all__ = ["ColumnOverNodes", "RowOverNodes", "ag_gemm_over_nodes"]
 
@@ -85,33 +86,36 @@ def _all_gather(rows: torch.Tensor, context: NodesTPContext) -> torch.Tensor:
     return total
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
 @outside_compile
 class ColumnOverNodes(torch.autograd.Function):
-    """As ``column_linear`` in rows: x [s / W, ..., K] and weight [N / W, K] to [s * ..., N / W]."""
+    """As ``column_linear``: x [s / W, ..., K] and weight [N / W, K] to [s, ..., N / W]."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, context, wgrad):
         ctx.save_for_backward(x, weight)
         ctx.context, ctx.wgrad, ctx.has_bias = context, wgrad, bias is not None
-        rows = _rows(x)
+        rows = as_rows(x)
         if not context.leaves_gather:
             y, _ = ag_gemm_over_nodes(rows, weight, context=context)
         else:
             y = _all_gather(rows, context).matmul(weight.t())
-        return y if bias is None else y + bias
+        y = y if bias is None else y + bias
+        # What a Function returns must not be a view: Megatron's cross entropy edits the logits in place.
+        shape = [x.shape[0] * context.world_size, *x.shape[1:-1], y.shape[-1]]
+        return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, shape)
 
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivatives("column_linear")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        group, rows = ctx.context.group, _rows(x).contiguous()
-        whole = (x.shape[0] * ctx.context.world_size, *x.shape[1:-1], grad_output.shape[-1])
-        deferred = needs_weight and ctx.wgrad.defer(grad_output.view(whole) if x.dim() > 2 else grad_output)
+        group, rows = ctx.context.group, as_rows(x).contiguous()
+        if needs_x and not needs_weight and not is_whole(grad_output):
+            grad_x = product_and_reduce_scatter(grad_output, weight, group).view_as(x)
+            grad_bias = ctx.wgrad.bias_gradient(as_rows(grad_output)) if ctx.has_bias and needs_bias else None
+            return grad_x, None, grad_bias, None, None
+        whole, grad_output = grad_output.shape, as_rows(grad_output)
+        deferred = needs_weight and ctx.wgrad.defer(grad_output.view(whole))
         grad_output = ctx.wgrad.operand(grad_output)
         total = gather = scatter = grad_x = grad_weight = None
         if needs_weight and not deferred:
@@ -144,7 +148,7 @@ class RowOverNodes(torch.autograd.Function):
     def forward(ctx, x, weight, context, wgrad):
         ctx.save_for_backward(x, weight)
         ctx.context, ctx.wgrad = context, wgrad
-        rows = _rows(x)
+        rows = as_rows(x)
         if context.sums_by_rails(len(rows), weight.shape[0], x.dtype):
             return gemm_rs_over_nodes(rows, weight, context=context)
         partial = rows.matmul(weight.t())
@@ -156,12 +160,12 @@ class RowOverNodes(torch.autograd.Function):
     def backward(ctx, grad_output):
         refuse_second_derivatives("row_linear")
         x, weight = ctx.saved_tensors
-        grad, grad_weight = _rows(grad_output), None
+        grad, grad_weight = as_rows(grad_output), None
         if ctx.context.leaves_gather:
             total = _all_gather(grad, ctx.context)
             grad_x = total.matmul(weight)
         else:
             grad_x, total = ag_gemm_over_nodes(grad, weight, context=ctx.context, layout="nn", keeps=True)
         if ctx.needs_input_grad[1]:
-            grad_weight = ctx.wgrad(total, _rows(x))
+            grad_weight = ctx.wgrad(total, as_rows(x))
         return grad_x.view_as(x), grad_weight, None, None

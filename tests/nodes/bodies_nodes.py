@@ -233,12 +233,19 @@ def tp_trials(kind, slower):
     from ditron_train.policy.probe import comparing_on_cpu
     from ditron_train.tp import nodes as tp_nodes
 
-    tried, found = [], []
+    tried, found, calls = [], [], []
 
     def decide(words, native, ours, **_):
         tried.append(words.split(" nodes, ")[1])
         is_slower = any(re.fullmatch(one, tried[-1]) for one in slower)
-        return Decision(all(map(torch.equal, native(), ours())) and not is_slower, "posed", True, None, None)
+        with _counting(tp_nodes, "_parts", calls), _counting(tp_nodes, "gemm_rs_over_nodes", calls):
+            del calls[:]
+            expected, in_its_place = native(), sorted(calls)
+            is_equal = all(map(torch.equal, expected, ours()))
+        # The forward that was chosen, the backward being the process group's; else Megatron's path.
+        by_rails = ["_parts" if kind == "column" else "gemm_rs_over_nodes"] if "instead of" in words else []
+        assert in_its_place == by_rails and len(calls) > len(by_rails)
+        return Decision(is_equal and not is_slower, "posed", True, None, None)
 
     world, generator = dist.get_world_size(), torch.Generator().manual_seed(dist.get_rank())
     spec, rows, rows_out = (COLUMN, 6, 6 * world) if kind == "column" else (ROW, 6 * world, 6)
@@ -259,6 +266,38 @@ def tp_trials(kind, slower):
             expected = results(spec, call)
             assert all(map(torch.equal, expected, results(spec, call, context))) and torch.equal(expected[0], y)
         return (forward, sorted(found)), tried
+
+
+def tp_frozen(strided):
+    """How often sums went along rails for the gradient of a frozen column layer's input, from a gradient with strides
+    or a whole one; with strides it is Megatron's, bit for bit."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
+    import ep_workers as workers
+
+    from ditron_train.megatron.tp.linear_call import LinearCall
+    from ditron_train.megatron.tp.spec import COLUMN
+    from ditron_train.policy import gate
+    from ditron_train.tp import nodes as tp_nodes
+    from ditron_train.tp.functions import column_linear
+
+    found, gradients, world = [], [], dist.get_world_size()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, weight = torch.randn(3, 2, 24, generator=generator), torch.randn(16, 24, generator=generator)
+    grad_y = torch.randn(2, 3 * world, 16, generator=generator).transpose(0, 1)
+    grad_y = grad_y if strided else grad_y.contiguous()
+    with workers.groups():
+        group = make_group(dist.group.WORLD, range(world), "frozen")
+        call = LinearCall(x, weight, group, is_frozen=True, grad_y=grad_y)
+        context = gate.answer_for(COLUMN, call).context
+        for function in (COLUMN.megatron(call), lambda x, weight: (column_linear(x, weight, context=context),)):
+            leaf = x.clone().requires_grad_()
+            with _counting(tp_nodes, "gemm_rs_over_nodes", found):
+                (y,) = function(leaf, weight)
+                y.backward(grad_y)
+            gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)  # whole ones are multiplied by the interpreter, which rounds otherwise
+    assert not strided or torch.equal(*gradients)
+    return len(found)
 
 
 def tp_answers():

@@ -61,6 +61,11 @@ def test_what_is_not_faster_by_rails_is_left_to_the_process_group(kind, slower, 
     assert run_on_nodes(2, 2, bodies.tp_trials, kind, slower) == [(ways, tried)] * 4
 
 
+@pytest.mark.parametrize("strided", [True, False], ids=["strides", "whole"])
+def test_gradients_with_strides_behind_frozen_weights_are_megatrons(strided):
+    assert run_on_nodes(2, 1, bodies.tp_frozen, strided) == [0 if strided else 1] * 2
+
+
 def test_each_answer_keeps_its_own_way():
     assert run_on_nodes(2, 2, bodies.tp_answers) == [[True, False, True]] * 4
 

@@ -54,16 +54,15 @@ def decide_over_nodes(
             context.leaves_sums = True
             decision = decide(call)
         return decision
-    if (is_column or can_sum) and decide(call._replace(is_forward=True)).use_ditron:
+    forward = decide(call._replace(is_forward=True)) if is_column or can_sum else None
+    if forward is not None and forward.use_ditron:
         if can_sum or not is_column:
             other = _without(context, gather=not is_column)
             if not decide(call._replace(instead_of=other)).use_ditron:
                 context.leaves_gather, context.leaves_sums = other.leaves_gather, other.leaves_sums
         return decide(call)
     context.leaves_gather, context.leaves_sums = is_column, not is_column
-    if is_column and not can_sum:
-        return Decision(False, "none of its exchanges was faster by rails", None, None, None)
-    return decide(call)
+    return forward if forward is not None and not can_sum else decide(call)
 
 
 def _without(context: NodesTPContext, *, gather: bool) -> NodesTPContext:

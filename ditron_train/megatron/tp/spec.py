@@ -119,6 +119,10 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         context.synchronize()
         return decision
 
+    def is_part(self, call: LinearCall) -> bool:
+        """See `OpSpec`: a pass alone, or one way to run it beside another."""
+        return call.is_forward or call.instead_of is not None
+
     def words(self, call: LinearCall, context: TPContext) -> str:
         rows = call.x.shape[:-1].numel()  # however they are split into sequences: verify's plan holds for a job
         sizes = f"{rows}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
