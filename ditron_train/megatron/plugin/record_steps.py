@@ -95,7 +95,7 @@ class StepRecorder:
         self._last = getattr(arguments, "train_iters", None)
         self._steps = 0
         self._before_s: float | None = None
-        self._taken_mj = 0
+        self._taken_mj: int | None = None
         self._traced: int | None = None
         path = trace_path(folder, rank)
         if trace is not None:
@@ -148,25 +148,24 @@ class StepRecorder:
             "losses": {name: _text(loss) for name, loss in losses.items()},
             "grad_norm": _text(grad_norm),
         }
-        taken_mj = None
         if torch.cuda.is_available():
             values["clock_mhz"] = sm_clock_mhz()  # the GPU is at work still
             torch.cuda.synchronize()
-            taken_mj = energy_mj()
             free, total = torch.cuda.mem_get_info()
             values["used_bytes"] = total - free
         now_s = time.perf_counter()
         before_s = None if number == self._traced else self._before_s
         values["seconds"] = None if before_s is None else now_s - before_s
-        if taken_mj is not None:
+        taken_mj = energy_mj()
+        if taken_mj is not None and self._taken_mj is not None:
             values["joules"] = None if before_s is None else (taken_mj - self._taken_mj) / 1e3
-            self._taken_mj = taken_mj
         self._steps += 1
         if self._steps == 1 or number == self._last:
             values["digest"] = digest(p for group in optimizer.param_groups for p in group["params"])
         if number == self._last:
             values["plan"] = decisions()
         self._write(step=number, **values)
+        self._taken_mj = energy_mj()
         self._before_s = time.perf_counter()
 
 

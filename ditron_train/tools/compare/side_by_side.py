@@ -48,9 +48,10 @@ def show(runs: Runs, found: Sequence[Difference], own: Sequence[Difference], ski
     clocks = clocks_mhz(runs, skip)
     if clocks is not None:
         console.print(f"clock of the multiprocessors: {clocks[0]:.0f} MHz, {clocks[1]:.0f} MHz", highlight=False)
-    joules, times = step_joules(runs, skip), runs.times_ms(skip)
-    if joules is not None and times is not None:
-        words = (f"{energy:.0f} J, {energy * 1e3 / mean(ms):.0f} W" for energy, ms in zip(joules, times))
+    joules = step_joules(runs, skip)
+    if joules is not None:
+        watts = (mean(job.power_w(skip) or 0.0 for job in jobs) for jobs in runs)
+        words = (f"{energy:.0f} J, {power:.0f} W" for energy, power in zip(joules, watts))
         console.print(f"energy and power of a step on a GPU: {'; '.join(words)}", highlight=False)
     native_bytes, our_bytes = native.used_bytes, runs.ours[0].used_bytes
     if native_bytes is not None and our_bytes is not None:

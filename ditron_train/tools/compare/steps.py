@@ -64,9 +64,18 @@ class Job:
         return statistics.mean(clocks) if clocks else None
 
     def step_joules(self, skip: int) -> float | None:
-        """What a GPU takes for a step: mean over the steps that are timed, and the ranks; None where nothing tells."""
-        joules = [step.joules for steps in self.ranks for step in steps[skip:] if step.joules is not None]
-        return statistics.mean(joules) if joules else None
+        """What a GPU takes for a step: median over the steps that are timed of the mean over ranks; None where nothing
+        tells."""
+        steps = list(zip(*self.ranks))[skip:]
+        joules = [[step.joules for step in ranks if step.joules is not None] for ranks in steps]
+        return statistics.median(statistics.mean(one) for one in joules if one) if any(joules) else None
+
+    def power_w(self, skip: int) -> float | None:
+        """What a GPU draws in the steps that are timed: mean over them and the ranks; None where nothing tells."""
+        steps = [step for steps in self.ranks for step in steps[skip:] if step.joules is not None and step.seconds]
+        return (
+            sum(step.joules or 0.0 for step in steps) / sum(step.seconds or 0.0 for step in steps) if steps else None
+        )
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -487,8 +487,9 @@ def test_a_row_tells_how_it_is_measured_again(tmp_path, capsys):
 
 
 def test_energy_is_noted_from_step_to_step(monkeypatch, tmp_path):
-    """But of the first step and of the traced one, which have no time either; the step behind it starts anew."""
-    taken_mj = iter([7_000, 67_000, 500_000, 560_500, None])
+    """As time is: from the end of the step before, its notes included; none of the first step and the traced one."""
+    at_ends_and_behind_notes = [7_000, 8_000, 68_000, 69_000, 500_000, 501_000, 561_500, None, 700_000, 701_000]
+    taken_mj = iter(at_ends_and_behind_notes)
     for name, value in (("is_available", True), ("synchronize", None), ("mem_get_info", (1 << 30, 3 << 30))):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(record_steps, "sm_clock_mhz", lambda: 1500)
@@ -502,7 +503,9 @@ def test_energy_is_noted_from_step_to_step(monkeypatch, tmp_path):
         recorder.step(None, {}, None, SimpleNamespace(param_groups=[]))
     job = read_job(tmp_path)
     assert [step.joules for step in job.ranks[0]] == [None, 60.0, None, 60.5, None]
-    assert job.step_joules(1) == 60.25 and job.step_joules(4) is None
+    assert job.step_joules(1) == 60.25 and job.step_joules(4) is None and job.power_w(4) is None
+    seconds = sum(job.ranks[0][index].seconds for index in (1, 3))
+    assert job.power_w(1) == pytest.approx(120.5 / seconds)
 
 
 @pytest.mark.parametrize("torchrun", [["torchrun"], ["torchrun", "--standalone"]], ids=["one_by_one", "together"])
