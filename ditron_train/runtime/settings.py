@@ -230,6 +230,15 @@ SETTINGS: tuple[Setting, ...] = (
         "`wgrad` provide the module that Megatron asks for. off: Megatron raises its error.",
     ),
     Setting(
+        "batch_numbers",
+        "DITRON_BATCH_NUMBERS",
+        _one_of("host", "gpu"),
+        "host",
+        "host, gpu",
+        "Numbers that Megatron-LM's training tells tensor parallel ranks with each microbatch. host: from host to "
+        "host, so that no host waits for its GPU. gpu: by the GPU, as Megatron does.",
+    ),
+    Setting(
         "postmortem",
         "DITRON_POSTMORTEM",
         str,
@@ -269,6 +278,7 @@ class Settings:
     plan: str | None
     tuning: str | None
     wgrad: str
+    batch_numbers: str
     postmortem: str | None
     versions: str
 

@@ -21,10 +21,10 @@ from ditron_train.symm.exchange import exchange
 
 
 def make_group(
-    parent: dist.ProcessGroup, members: list[int], description: str, options: Any = None
+    parent: dist.ProcessGroup, members: list[int], description: str, options: Any = None, *, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Makes a group of ``members`` (ranks in ``parent``, this one among them), with ``parent``'s backend and deadline;
-    it belongs to ``parent``: what is kept for it goes once that is destroyed.
+    """Makes a group of ``members`` (ranks in ``parent``, this one among them), with ``parent``'s deadline and, where
+    none is named, its ``backend``; it belongs to ``parent``: what is kept for it goes once that is destroyed.
 
     Collective over ``parent``: ranks may name different groups, as long as these do not overlap.
     """
@@ -39,7 +39,7 @@ def make_group(
             len(ranks),
             members.index(rank),
             ranks,
-            dist.Backend(dist.get_backend(parent)),
+            dist.Backend(backend or dist.get_backend(parent)),
             distributed_c10d._get_default_store(),
             group_name=name,
             backend_options=options,

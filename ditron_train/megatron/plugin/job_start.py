@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ditron_train.megatron.plugin import patching
+from ditron_train.megatron.plugin import batches, patching
 from ditron_train.megatron.plugin.rank_agreement import check_ranks_agree
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.policy.self_check import self_check
@@ -58,6 +58,7 @@ def stop() -> None:
     """Forgets the features; what was started stays."""
     _features.clear()
     _agreed.clear()
+    batches.stop()
 
 
 def meet() -> None:
@@ -74,6 +75,7 @@ def meet() -> None:
     _agreed.add(features)
     if newer_libraries():  # on every rank, or they would not agree
         self_check(world_group(), current_device())
+    batches.start()
     _start()
 
 

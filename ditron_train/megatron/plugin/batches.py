@@ -1,0 +1,127 @@
+"""Numbers that Megatron-LM's training tells tensor parallel ranks with each microbatch go from host to host.
+
+``get_batch_on_this_tp_rank`` (``megatron.training.utils``) broadcasts how many sequences a microbatch packs, as a
+tensor on the GPU, and reads it: the host waits for all that the GPU has been given and begins the microbatch without a
+lead. Here the same code runs with such tensors on the CPU and their broadcast by gloo. What the model computes with is
+broadcast as before.
+
+    Megatron: n on the GPU, NCCL's broadcast, n.item() waits for the GPU
+    here:     n on the CPU, gloo's broadcast, n.item() waits for the first tensor parallel rank's host
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ditron_train.megatron.plugin import patching
+from ditron_train.megatron.shared.devices import current_device
+from ditron_train.megatron.shared.other_names import called, with_names
+from ditron_train.runtime.groups import GroupCache, world_group
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.groups import make_group
+
+_MODULE, _NAME = "megatron.training.utils", "get_batch_on_this_tp_rank"
+#: Options under which the shape of a microbatch is told, too.
+_UNEVEN = ("hybrid_context_parallel", "dynamic_context_parallel")
+
+_NUMBERS = ((), (1,))  # shapes
+_host_groups: GroupCache[dist.ProcessGroup, dist.ProcessGroup] = GroupCache()
+
+
+def _is_elsewhere(options: dict[str, Any]) -> bool:
+    device = options.get("device")
+    return device is not None and (isinstance(device, int) or torch.device(device).type != "cpu")
+
+
+class _Distributed:
+    """``torch.distributed``, whose broadcast of a tensor on the CPU takes the group's hosts."""
+
+    def broadcast(self, tensor: torch.Tensor, src: int, group: Any = None, **options: Any) -> Any:
+        """See ``torch.distributed.broadcast``."""
+        if tensor.device.type != "cpu":
+            return dist.broadcast(tensor, src, group=group, **options)
+        group = group or world_group()
+        return None if group.size() == 1 else dist.broadcast(tensor, src, group=_host_group(group), **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
+class _Torch:
+    """``torch``, which makes whole numbers on the CPU, wherever they are asked for."""
+
+    distributed = _Distributed()
+
+    def tensor(self, data: Any, *args: Any, **options: Any) -> torch.Tensor:
+        """See ``torch.tensor``."""
+        if isinstance(data, int) and _is_elsewhere(options):
+            options["device"] = "cpu"
+        return torch.tensor(data, *args, **options)
+
+    def empty(self, *size: Any, **options: Any) -> torch.Tensor:
+        """See ``torch.empty``."""
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        if tuple(shape) in _NUMBERS and options.get("dtype") == torch.int64 and _is_elsewhere(options):
+            options["device"] = "cpu"
+        return torch.empty(*size, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of gloo's with the same ranks (collective the first time)."""
+    if group not in _host_groups:
+        _host_groups[group] = make_group(group, list(range(group.size())), "batch_numbers", backend="gloo")
+    return _host_groups[group]
+
+
+def _is_number(value: Any) -> bool:
+    is_made_here = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype == torch.int64
+    return is_made_here and tuple(value.shape) in _NUMBERS
+
+
+def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """``native``, Megatron-LM's function, whose numbers go from host to host (its first call is collective over the
+    tensor parallel group). What it returns is the same, on the same devices."""
+    on_hosts = with_names(native, {"torch": _Torch()})
+    get_args = native.__globals__["get_args"]
+
+    @functools.wraps(native)
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        given = get_args()
+        if any(getattr(given, name, False) for name in _UNEVEN):
+            return native(*args, **kwargs)
+        group = parallel_state.get_tensor_model_parallel_group()
+        if group.size() > 1:
+            _host_group(group)  # now: the first rank may wait long for its first microbatch
+        batch: dict[str, Any] = on_hosts(*args, **kwargs)
+        return {name: one.to(current_device()) if _is_number(one) else one for name, one in batch.items()}
+
+    return get_batch_on_this_tp_rank
+
+
+def start() -> None:
+    """From now on Megatron-LM's training does so, if this process has imported it; on all ranks alike."""
+    native = getattr(sys.modules.get(_MODULE), _NAME, None)
+    if native is None or hasattr(native, "__wrapped__") or get_settings().batch_numbers == "gpu":
+        return
+    if not torch.cuda.is_available() or not {"item", "distributed"} <= called(native):
+        return
+    ours = told_by_hosts(native)
+    for package in ("megatron", "__main__"):  # the script has imported it by name
+        patching.replace_symbol(native, ours, package=package)
+    log_once("batch numbers", "numbers of a microbatch go from host to host: no host waits for its GPU in each")
+
+
+def stop() -> None:
+    """Forgets the groups of hosts; the names are taken back with all others (``patching.undo_all``)."""
+    _host_groups.clear()
