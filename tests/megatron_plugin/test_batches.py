@@ -78,6 +78,34 @@ def test_numbers_come_from_the_first_ranks_host(ranks, is_newer):
     assert run_workers(ranks, _told, is_newer) == [wanted] * ranks
 
 
+def _refused() -> tuple[list[str], int]:
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.megatron.plugin import batches
+    from ditron_train.runtime.logs import decisions, forget_decisions
+
+    def make_group(*args, **options):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no address")
+
+    utils, calls = _utils(), []
+    utils.native = lambda: calls.append("native") or {}
+    forget_decisions()
+    try:
+        with model_parallel(tensor_model_parallel_size=2), mock.patch.object(batches, "make_group", make_group):
+            exec("def get_batch():\n    return native()", vars(utils))
+            get_batch = batches.told_by_hosts(utils.get_batch)
+            assert [get_batch(), get_batch()] == [{}, {}]
+    finally:
+        batches.stop()
+        destroy_groups()
+    return decisions(), len(calls)
+
+
+def test_hosts_that_cannot_meet_leave_it_to_megatron():
+    words = "batch numbers: native, a group of hosts failed on 1 of 2 ranks: rank 1: RuntimeError: no address"
+    assert run_workers(2, _refused) == [([words], 2)] * 2
+
+
 def test_what_is_uneven_is_megatrons():
     from ditron_train.megatron.plugin import batches
 

@@ -45,12 +45,7 @@ ON_CPU = (
         # Triton's interpreter rounds a GEMM's sums in another order than torch does on the CPU.
         ("tp", "--tensor-model-parallel-size 2 --sequence-parallel", 1, "DIFFERENT: "),
         # No layer is ours, but the numbers of a microbatch go from host to host.
-        (
-            "ep",
-            "--tensor-model-parallel-size 2 --sequence-parallel",
-            0,
-            "equal: all 28 figures of 6 steps on 2 ranks",
-        ),
+        ("ep", "--tensor-model-parallel-size 2 --sequence-parallel", 0, "equal: all 28 figures of 6 steps on 2 ranks"),
     ],
     ids=["pp", "tp", "batches"],
 )

@@ -23,9 +23,12 @@ from megatron.core import parallel_state
 from ditron_train.megatron.plugin import patching
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.megatron.shared.other_names import called, with_names
+from ditron_train.policy import log_native
+from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.groups import GroupCache, world_group
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.exchange import on_all_ranks
 from ditron_train.symm.groups import make_group
 
 _MODULE, _NAME = "megatron.training.utils", "get_batch_on_this_tp_rank"
@@ -33,7 +36,8 @@ _MODULE, _NAME = "megatron.training.utils", "get_batch_on_this_tp_rank"
 _UNEVEN = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _NUMBERS = ((), (1,))  # shapes
-_host_groups: GroupCache[dist.ProcessGroup, dist.ProcessGroup] = GroupCache()
+_FAILURES = (RuntimeError, OSError, ValueError)  # what torch raises where gloo finds no address or no peer
+_host_groups: GroupCache[dist.ProcessGroup, dist.ProcessGroup | None] = GroupCache()  # None: it cannot be had
 
 
 def _is_elsewhere(options: dict[str, Any]) -> bool:
@@ -49,7 +53,15 @@ class _Distributed:
         if tensor.device.type != "cpu":
             return dist.broadcast(tensor, src, group=group, **options)
         group = group or world_group()
-        return None if group.size() == 1 else dist.broadcast(tensor, src, group=_host_group(group), **options)
+        if group.size() == 1:
+            return None
+        host_group = _host_group(group)
+        if host_group is not None:
+            return dist.broadcast(tensor, src, group=host_group, **options)
+        moved = tensor.to(current_device())
+        dist.broadcast(moved, src, group=group)
+        tensor.copy_(moved)
+        return None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -77,10 +89,21 @@ class _Torch:
         return getattr(torch, name)
 
 
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of gloo's with the same ranks (collective the first time)."""
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """A group of gloo's with the same ranks (collective the first time); None on all of them where one cannot have
+    it."""
     if group not in _host_groups:
-        _host_groups[group] = make_group(group, list(range(group.size())), "batch_numbers", backend="gloo")
+        members, host_group = list(range(group.size())), None
+        try:
+            host_group = on_all_ranks(
+                group,
+                "a group of hosts",
+                lambda: make_group(group, members, "batch_numbers", backend="gloo"),
+                _FAILURES,
+            )
+        except ArenaError as error:
+            log_native("batch numbers", str(error))
+        _host_groups[group] = host_group
     return _host_groups[group]
 
 
@@ -101,9 +124,12 @@ def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
         if any(getattr(given, name, False) for name in _UNEVEN):
             return native(*args, **kwargs)
         group = parallel_state.get_tensor_model_parallel_group()
-        if group.size() > 1:
-            _host_group(group)  # now: the first rank may wait long for its first microbatch
+        # Made in front of the data, which the first rank may wait long for.
+        if group.size() > 1 and _host_group(group) is None:
+            return native(*args, **kwargs)
         batch: dict[str, Any] = on_hosts(*args, **kwargs)
+        if not isinstance(batch, dict):
+            return batch
         return {name: one.to(current_device()) if _is_number(one) else one for name, one in batch.items()}
 
     return get_batch_on_this_tp_rank
@@ -114,7 +140,7 @@ def start() -> None:
     native = getattr(sys.modules.get(_MODULE), _NAME, None)
     if native is None or hasattr(native, "__wrapped__") or get_settings().batch_numbers == "gpu":
         return
-    if not torch.cuda.is_available() or not {"item", "distributed"} <= called(native):
+    if not torch.cuda.is_available() or not {"item", "distributed", "get_args"} <= called(native):
         return
     ours = told_by_hosts(native)
     for package in ("megatron", "__main__"):  # the script has imported it by name
