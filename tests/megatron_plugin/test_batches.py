@@ -27,6 +27,7 @@ def count_of_hosts(number):
         number, dtype=torch.int64, device="meta")
 
 def get_batch_on_this_tp_rank(data_iterator):
+    args = get_args()
     group = mpu.get_tensor_model_parallel_group()
 
     def tell(item):
