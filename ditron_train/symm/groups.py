@@ -21,10 +21,17 @@ from ditron_train.symm.exchange import exchange
 
 
 def make_group(
-    parent: dist.ProcessGroup, members: list[int], description: str, options: Any = None, *, backend: str | None = None
+    parent: dist.ProcessGroup,
+    members: list[int],
+    description: str,
+    options: Any = None,
+    *,
+    backend: str | None = None,
+    connect_s: float | None = None,
 ) -> dist.ProcessGroup:
-    """Makes a group of ``members`` (ranks in ``parent``, this one among them), with ``parent``'s deadline and, where
-    none is named, its ``backend``; it belongs to ``parent``: what is kept for it goes once that is destroyed.
+    """Makes a group of ``members`` (ranks in ``parent``, this one among them), with ``parent``'s deadline and backend
+    where none is named, ``connect_s`` being the deadline until they are connected; it belongs to ``parent``: what is
+    kept for it goes once that is destroyed.
 
     Collective over ``parent``: ranks may name different groups, as long as these do not overlap.
     """
@@ -43,9 +50,11 @@ def make_group(
             distributed_c10d._get_default_store(),
             group_name=name,
             backend_options=options,
-            timeout=timeout,
+            timeout=timeout if connect_s is None else timedelta(seconds=connect_s),
             group_desc=description,
         )
+    if connect_s is not None:
+        distributed_c10d._set_pg_timeout(timeout, group)
     distributed_c10d._world.pg_group_ranks[group] = {global_rank: place for place, global_rank in enumerate(ranks)}
     return belongs_to(group, parent)
 

@@ -55,18 +55,35 @@ def _utils(is_newer: bool = False, **options: bool) -> ModuleType:
     return module
 
 
+def _started(utils: ModuleType) -> mock._patch_dict:
+    """With ``utils`` as Megatron-LM's module, on a machine that says that it has GPUs."""
+    return mock.patch.dict(sys.modules, {"megatron.training.utils": utils})
+
+
 def _told(is_newer: bool) -> list[tuple[list[int], int, tuple[int, ...], str]]:
+    """What each of three calls gives; the group is made where Megatron makes its own."""
     from ditron_train.cpu.megatron_shim import model_parallel
-    from ditron_train.megatron.plugin import batches
+    from ditron_train.megatron.plugin import batches, job_start, patching
+
+    utils, backends = _utils(is_newer), []
+    make_group = batches.make_group
+
+    def noted(*args, backend, **options):
+        backends.append(backend)
+        return make_group(*args, backend=backend, **options)
 
     try:
-        with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
-            get_batch = batches.told_by_hosts(_utils(is_newer).get_batch_on_this_tp_rank)
-            data = iter([(torch.full((2, 8), step), 3 * step) for step in range(3)])
-            found = [get_batch(data if dist.get_rank() == 0 else None) for _ in range(3)]
-            assert len(batches._host_groups) == (dist.get_world_size() > 1)
+        with _started(utils), mock.patch("torch.cuda.is_available", lambda: True):
+            with mock.patch.object(batches, "make_group", noted), mock.patch.object(job_start, "_is_needed", bool):
+                with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
+                    job_start.announce(["tp"])
+                    job_start.meet()
+                    data = iter([(torch.full((2, 8), step), 3 * step) for step in range(3)])
+                    found = [utils.get_batch_on_this_tp_rank(data if dist.get_rank() == 0 else None) for _ in range(3)]
+        assert backends == ["gloo"] * (dist.get_world_size() > 1)
     finally:
-        batches.stop()
+        patching.undo_all()
+        job_start.stop()
         destroy_groups()
     return [(one["tokens"].tolist()[0][:2], one["packed"], tuple(one["lengths"].shape), one["lengths"].device.type)
             for one in found]  # fmt: skip
@@ -79,41 +96,113 @@ def test_numbers_come_from_the_first_ranks_host(ranks, is_newer):
     assert run_workers(ranks, _told, is_newer) == [wanted] * ranks
 
 
-def _refused() -> tuple[list[str], int]:
+def _refused() -> tuple[list[str], bool]:
     from ditron_train.cpu.megatron_shim import model_parallel
-    from ditron_train.megatron.plugin import batches
+    from ditron_train.megatron.plugin import batches, patching
     from ditron_train.runtime.logs import decisions, forget_decisions
 
     def make_group(*args, **options):
         if dist.get_rank() == 1:
             raise RuntimeError("no address")
 
-    utils, calls = _utils(), []
-    utils.native = lambda: calls.append("native") or {}
+    utils = _utils()
+    native = utils.get_batch_on_this_tp_rank
     forget_decisions()
     try:
-        with model_parallel(tensor_model_parallel_size=2), mock.patch.object(batches, "make_group", make_group):
-            exec("def get_batch():\n    return native()", vars(utils))
-            get_batch = batches.told_by_hosts(utils.get_batch)
-            assert [get_batch(), get_batch()] == [{}, {}]
+        with _started(utils), mock.patch("torch.cuda.is_available", lambda: True):
+            with model_parallel(tensor_model_parallel_size=2), mock.patch.object(batches, "make_group", make_group):
+                batches.start()
+                is_native = utils.get_batch_on_this_tp_rank is native
     finally:
+        patching.undo_all()
         batches.stop()
         destroy_groups()
-    return decisions(), len(calls)
+    return decisions(), is_native
 
 
 def test_hosts_that_cannot_meet_leave_it_to_megatron():
     words = "batch numbers: native, a group of hosts failed on 1 of 2 ranks: rank 1: RuntimeError: no address"
-    assert run_workers(2, _refused) == [([words], 2)] * 2
+    assert run_workers(2, _refused) == [([words], True)] * 2
 
 
-def test_what_is_uneven_is_megatrons():
+@pytest.mark.parametrize("option", ["hybrid_context_parallel", "dynamic_context_parallel"])
+def test_what_is_uneven_is_megatrons(option):
     from ditron_train.megatron.plugin import batches
 
-    utils = _utils(hybrid_context_parallel=True)
-    utils.mpu = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0)
-    with pytest.raises(AttributeError, match="get_tensor_model_parallel_group"):  # by its own names
-        batches.told_by_hosts(utils.get_batch_on_this_tp_rank)(iter([(torch.zeros(2, 8), 0)]))
+    utils = _utils(**{option: True})
+    exec("def get_batch():\n    return get_args(), torch", vars(utils))
+    assert batches.told_by_hosts(utils.get_batch)() == (utils.ARGS, torch)
+
+
+def test_numbers_that_are_returned_lie_where_megatron_has_them(monkeypatch):
+    from ditron_train.megatron.plugin import batches
+
+    utils = _utils()
+    exec(
+        """def get_batch():
+    number = torch.empty((), dtype=torch.int64, device="meta").fill_(3)
+    return {"number": number, "read": int(number.item()), "tokens": torch.zeros(2, 8, dtype=torch.int64)}""",
+        vars(utils),
+    )
+    monkeypatch.setattr(batches, "current_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(batches.parallel_state, "get_tensor_model_parallel_group", lambda: SimpleNamespace(size=int))
+    found = batches.told_by_hosts(utils.get_batch)()
+    assert found["read"] == 3 and found["number"].device.type == "meta" and found["tokens"].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "call, is_moved",
+    [
+        (lambda torch: torch.tensor(3, dtype=torch.int64, device="meta"), True),
+        (lambda torch: torch.tensor(3, dtype=torch.int32, device="meta"), False),
+        (lambda torch: torch.empty((), dtype=torch.int64, device="meta"), True),
+        (lambda torch: torch.empty(1, dtype=torch.int64, device="meta"), True),
+        (lambda torch: torch.empty(size=(1,), dtype=torch.int64, device="meta"), True),
+        (lambda torch: torch.empty(size=(2, 8), dtype=torch.int64, device="meta"), False),
+        (lambda torch: torch.empty(0, dtype=torch.int64, device="meta"), False),
+        (lambda torch: torch.empty(1, 1, dtype=torch.int64, device="meta"), False),
+        (lambda torch: torch.empty(1, dtype=torch.int32, device="meta"), False),
+    ],
+)
+def test_which_numbers_hosts_tell(call, is_moved):
+    from ditron_train.megatron.plugin import batches
+
+    wanted, found = call(torch), call(batches._Torch())
+    assert (found.device.type == "cpu") is is_moved
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+
+
+def _of_another_group() -> list[int]:
+    from ditron_train.megatron.plugin import batches
+
+    number = torch.tensor(7 * (1 - dist.get_rank()))
+    with mock.patch.object(batches, "current_device", lambda: torch.device("cpu")):
+        batches._Distributed().broadcast(number, 0, group=dist.group.WORLD)
+    return number.tolist()
+
+
+def test_a_number_of_another_group_goes_by_that_group():
+    assert run_workers(2, _of_another_group) == [7, 7]
+
+
+@pytest.mark.parametrize("clip_grad, waits", [(0.0, True), (1.0, False)])
+def test_an_optimizer_waits_for_results_that_nothing_else_waits_for(monkeypatch, clip_grad, waits):
+    from ditron_train.megatron.plugin import batches, patching, switch
+
+    utils, calls = _utils(clip_grad=clip_grad), []
+    stream = SimpleNamespace(synchronize=lambda: calls.append("waited"))
+    monkeypatch.setattr(
+        batches.parallel_state, "get_tensor_model_parallel_group", lambda: SimpleNamespace(size=lambda: 1)
+    )
+    for name, value in (("is_available", True), ("is_current_stream_capturing", False), ("current_stream", stream)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    with _started(utils):
+        batches.start()
+        switch._check_before_step(None, (), {})
+    patching.undo_all()
+    batches.stop()
+    switch._check_before_step(None, (), {})
+    assert calls == ["waited"] * waits
 
 
 @pytest.mark.parametrize(
@@ -126,6 +215,8 @@ def test_names_are_bound_and_given_back(monkeypatch, setting, has_gpu, is_ours):
     native = script.get_batch_on_this_tp_rank = utils.get_batch_on_this_tp_rank
     monkeypatch.setenv("DITRON_BATCH_NUMBERS", setting)
     modules = {"megatron.training.utils": utils, "__main__": script}
+    one_rank = SimpleNamespace(size=lambda: 1)
+    monkeypatch.setattr(batches.parallel_state, "get_tensor_model_parallel_group", lambda: one_rank)
     with mock.patch.dict(sys.modules, modules), mock.patch("torch.cuda.is_available", lambda: has_gpu):
         for _ in range(2):
             batches.start()
@@ -133,6 +224,7 @@ def test_names_are_bound_and_given_back(monkeypatch, setting, has_gpu, is_ours):
             assert (ours is not native) is is_ours and script.get_batch_on_this_tp_rank is ours
             assert not is_ours or ours.__wrapped__ is native
         patching.undo_all()
+        batches.stop()
         assert utils.get_batch_on_this_tp_rank is native is script.get_batch_on_this_tp_rank
 
 

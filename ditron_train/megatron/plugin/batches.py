@@ -24,8 +24,8 @@ from ditron_train.megatron.plugin import patching
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.policy import log_native
-from ditron_train.runtime.errors import ArenaError
-from ditron_train.runtime.groups import GroupCache, world_group
+from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import on_all_ranks
@@ -36,13 +36,17 @@ _MODULE, _NAME = "megatron.training.utils", "get_batch_on_this_tp_rank"
 _UNEVEN = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _NUMBERS = ((), (1,))  # shapes
+_CONNECT_S = 30.0
+_clips: dict[str, bool] = {}
 _FAILURES = (RuntimeError, OSError, ValueError)  # what torch raises where gloo finds no address or no peer
 _host_groups: GroupCache[dist.ProcessGroup, dist.ProcessGroup | None] = GroupCache()  # None: it cannot be had
 
 
-def _is_elsewhere(options: dict[str, Any]) -> bool:
+def _is_number_elsewhere(shape: tuple[int, ...], options: dict[str, Any]) -> bool:
+    """By shape and type, which all ranks of a group name alike for one number."""
     device = options.get("device")
-    return device is not None and (isinstance(device, int) or torch.device(device).type != "cpu")
+    is_elsewhere = device is not None and (isinstance(device, int) or torch.device(device).type != "cpu")
+    return is_elsewhere and shape in _NUMBERS and options.get("dtype") == torch.int64
 
 
 class _Distributed:
@@ -52,16 +56,14 @@ class _Distributed:
         """See ``torch.distributed.broadcast``."""
         if tensor.device.type != "cpu":
             return dist.broadcast(tensor, src, group=group, **options)
-        group = group or world_group()
-        if group.size() == 1:
-            return None
-        host_group = _host_group(group)
+        host_group = _host_groups.get(group)
         if host_group is not None:
             return dist.broadcast(tensor, src, group=host_group, **options)
-        moved = tensor.to(current_device())
+        if group is not None and group.size() == 1:
+            return None
+        moved = tensor.to(current_device())  # another group than the tensor parallel one
         dist.broadcast(moved, src, group=group)
-        tensor.copy_(moved)
-        return None
+        return tensor.copy_(moved)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -74,14 +76,14 @@ class _Torch:
 
     def tensor(self, data: Any, *args: Any, **options: Any) -> torch.Tensor:
         """See ``torch.tensor``."""
-        if isinstance(data, int) and _is_elsewhere(options):
+        if isinstance(data, int) and _is_number_elsewhere((), options):
             options["device"] = "cpu"
         return torch.tensor(data, *args, **options)
 
     def empty(self, *size: Any, **options: Any) -> torch.Tensor:
         """See ``torch.empty``."""
-        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-        if tuple(shape) in _NUMBERS and options.get("dtype") == torch.int64 and _is_elsewhere(options):
+        given = options.get("size", size[0] if len(size) == 1 else size)
+        if _is_number_elsewhere((given,) if isinstance(given, int) else tuple(given), options):
             options["device"] = "cpu"
         return torch.empty(*size, **options)
 
@@ -94,14 +96,15 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     it."""
     if group not in _host_groups:
         members, host_group = list(range(group.size())), None
+        # Ranks that cannot connect give up before those that have failed do: so all of them hear of it.
+        connect_s = min(_CONNECT_S, get_settings().timeout_s / 2)
+
+        def make() -> dist.ProcessGroup:
+            return make_group(group, members, "batch_numbers", backend="gloo", connect_s=connect_s)
+
         try:
-            host_group = on_all_ranks(
-                group,
-                "a group of hosts",
-                lambda: make_group(group, members, "batch_numbers", backend="gloo"),
-                _FAILURES,
-            )
-        except ArenaError as error:
+            host_group = on_all_ranks(group, "a group of hosts", make, _FAILURES)
+        except (ArenaError, PeerTimeoutError) as error:
             log_native("batch numbers", str(error))
         _host_groups[group] = host_group
     return _host_groups[group]
@@ -113,8 +116,8 @@ def _is_number(value: Any) -> bool:
 
 
 def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """``native``, Megatron-LM's function, whose numbers go from host to host (its first call is collective over the
-    tensor parallel group). What it returns is the same, on the same devices."""
+    """``native``, Megatron-LM's function, whose numbers go from host to host where ``start`` has made a group for it.
+    What it returns is the same, on the same devices."""
     on_hosts = with_names(native, {"torch": _Torch()})
     get_args = native.__globals__["get_args"]
 
@@ -124,8 +127,7 @@ def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
         if any(getattr(given, name, False) for name in _UNEVEN):
             return native(*args, **kwargs)
         group = parallel_state.get_tensor_model_parallel_group()
-        # Made in front of the data, which the first rank may wait long for.
-        if group.size() > 1 and _host_group(group) is None:
+        if group.size() > 1 and _host_groups.get(group) is None:
             return native(*args, **kwargs)
         batch: dict[str, Any] = on_hosts(*args, **kwargs)
         if not isinstance(batch, dict):
@@ -136,18 +138,39 @@ def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
 
 
 def start() -> None:
-    """From now on Megatron-LM's training does so, if this process has imported it; on all ranks alike."""
-    native = getattr(sys.modules.get(_MODULE), _NAME, None)
-    if native is None or hasattr(native, "__wrapped__") or get_settings().batch_numbers == "gpu":
+    """From now on Megatron-LM's training does so, if this process has imported it; on all ranks alike (collective over
+    Megatron's tensor parallel group, where that is new)."""
+    known = getattr(sys.modules.get(_MODULE), _NAME, None)
+    if known is None or get_settings().batch_numbers == "gpu" or not torch.cuda.is_available():
         return
-    if not torch.cuda.is_available() or not {"item", "distributed", "get_args"} <= called(native):
+    native = getattr(known, "__wrapped__", known)
+    if not {"item", "distributed", "get_args"} <= called(native):
         return
-    ours = told_by_hosts(native)
-    for package in ("megatron", "__main__"):  # the script has imported it by name
-        patching.replace_symbol(native, ours, package=package)
-    log_once("batch numbers", "numbers of a microbatch go from host to host: no host waits for its GPU in each")
+    given = native.__globals__["get_args"]()
+    if not getattr(given, "enable_gloo_process_groups", True):
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() > 1 and _host_group(group) is None:
+        return
+    _clips.update({"gradients": getattr(given, "clip_grad", 1.0) != 0})
+    if known is native:
+        ours = told_by_hosts(native)
+        for package in ("megatron", "__main__"):  # the script has imported it by name
+            patching.replace_symbol(native, ours, package=package)
+        log_once("batch numbers", "numbers of a microbatch go from host to host")
+
+
+def wait_for_results() -> None:
+    """In front of an optimizer's step: holds the host until what it has enqueued is done, so that failures are known.
+
+    Where gradients are clipped Megatron has read their norm. Where they are not, it has read each microbatch's numbers
+    behind what came before.
+    """
+    if not _clips.get("gradients", True) and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream().synchronize()
 
 
 def stop() -> None:
     """Forgets the groups of hosts; the names are taken back with all others (``patching.undo_all``)."""
+    _clips.clear()
     _host_groups.clear()

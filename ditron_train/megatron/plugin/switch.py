@@ -194,8 +194,10 @@ def _set_variable(name: str, value: str | None) -> None:
 
 def _check_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raises what any op has recorded, so that a failed op never reaches the weights."""
+    from ditron_train.megatron.plugin import batches
     from ditron_train.symm import check_all
 
+    batches.wait_for_results()
     check_all()
 
 
