@@ -228,6 +228,18 @@ def test_names_are_bound_and_given_back(monkeypatch, setting, has_gpu, is_ours):
         assert utils.get_batch_on_this_tp_rank is native is script.get_batch_on_this_tp_rank
 
 
+def test_groups_without_arguments_are_left_alone(monkeypatch):
+    from ditron_train.megatron.plugin import batches
+
+    utils = _utils()
+    native, utils.ARGS = utils.get_batch_on_this_tp_rank, None
+    exec("def get_args():\n    assert ARGS is not None, 'args is not initialized.'\n    return ARGS", vars(utils))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with _started(utils):
+        batches.start()
+    assert utils.get_batch_on_this_tp_rank is native
+
+
 def test_a_process_without_the_training_loop_is_left_alone():
     from ditron_train.megatron.plugin import batches, patching
 
