@@ -94,7 +94,7 @@ def test_an_exchange_costs_every_rank_the_same(monkeypatch):
 
 def test_a_missing_rank_is_looked_for_once(monkeypatch):
     monkeypatch.setattr(module, "_LEAST_TIMEOUT_S", 1.0)
-    monkeypatch.setenv("DITRON_TIMEOUT_S", "1")
+    monkeypatch.setenv("DITRON_TIMEOUT_S", "3")  # within 1 s a busy machine ran 127 of 128 threads
     keys = {}
     for world_size in (8, 32, 128):
         absent = world_size * 3 // 4
