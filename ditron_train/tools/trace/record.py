@@ -27,6 +27,7 @@ from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
 from ditron_train.tools.op_rows import OpCalls, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
+from ditron_train.tools.trace.phases import at_best, show_phases
 from ditron_train.tools.trace.show_timeline import draw_timelines, summary
 from ditron_train.tools.trace.timeline import computation_us, read_chrome_trace
 
@@ -168,6 +169,9 @@ def _record(
         computation = computation_us(timelines["native"])
         for name, intervals in timelines.items():
             terminal().print(summary(name, intervals, computation))
+        if all(timelines.values()):
+            show_phases("rank 0", timelines["native"], timelines["ditron"], "the call")
+            terminal().print(at_best(timelines["native"], timelines["ditron"]), highlight=False)
         terminal().print(f"written: {folder / stem}.png, {stem}-native.json, {stem}-ditron.json")
     return 0
 

@@ -198,6 +198,11 @@ def not_launched(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
     return [(start, end) for start, end in spans if end > start]
 
 
+def length_us(intervals: Sequence[Interval]) -> float:
+    """From the first start to the last end."""
+    return max(i.end_us for i in intervals) - min(i.start_us for i in intervals)
+
+
 def total_us(spans: Iterable[tuple[float, float]]) -> float:
     """Length of spans that do not overlap."""
     return sum(end - start for start, end in spans)
