@@ -62,6 +62,8 @@ def _started(utils: ModuleType) -> mock._patch_dict:
 
 def _told(is_newer: bool) -> list[tuple[list[int], int, tuple[int, ...], str]]:
     """What each of three calls gives; the group is made where Megatron makes its own."""
+    from megatron.core import parallel_state
+
     from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.megatron.plugin import batches, job_start, patching
 
@@ -78,6 +80,8 @@ def _told(is_newer: bool) -> list[tuple[list[int], int, tuple[int, ...], str]]:
                 with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
                     job_start.announce(["tp"])
                     job_start.meet()
+                    for host_group in batches._host_groups.values():  # Megatron changes the deadlines of these
+                        assert host_group in parallel_state._global_process_group_list
                     data = iter([(torch.full((2, 8), step), 3 * step) for step in range(3)])
                     found = [utils.get_batch_on_this_tp_rank(data if dist.get_rank() == 0 else None) for _ in range(3)]
         assert backends == ["gloo"] * (dist.get_world_size() > 1)

@@ -107,6 +107,9 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         except (ArenaError, PeerTimeoutError) as error:
             log_native("batch numbers", str(error))
         _host_groups[group] = host_group
+        megatrons = getattr(parallel_state, "_global_process_group_list", None)
+        if host_group is not None and megatrons is not None:  # update_pg_timeout sets the deadlines of those in it
+            megatrons.append(host_group)
     return _host_groups[group]
 
 
