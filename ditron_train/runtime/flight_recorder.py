@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import re
+import secrets
 import socket
 import struct
 import sys
@@ -53,6 +54,10 @@ class _Ring:
         self.path = folder / f"rank{_rank()}.records"
         self._keep = keep
         folder.mkdir(parents=True, exist_ok=True)
+        self._header: dict[str, Any] = {
+            "rank": _rank(), "world_size": _world_size(), "host": socket.gethostname(), "pid": os.getpid(),
+            "job": _job(), "started_s": time.time(), "state": "running", "error": None, "groups": [],
+        }  # fmt: skip
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         partial.unlink(missing_ok=True)  # of a process of this number that was killed
         try:
@@ -60,16 +65,12 @@ class _Ring:
                 # A full disk: here, not by SIGBUS later.
                 os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + CAPACITY * SLOT.size)
                 self.memory = mmap.mmap(file.fileno(), 0)
+            self._write_header()
             os.replace(partial, self.path)
         except OSError:
             partial.unlink(missing_ok=True)
             raise
         self.positions = itertools.count(1)
-        self._header: dict[str, Any] = {
-            "rank": _rank(), "world_size": _world_size(), "host": socket.gethostname(), "pid": os.getpid(),
-            "started_s": time.time(), "state": "running", "error": None, "groups": [],
-        }  # fmt: skip
-        self._write_header()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._uncaught
         atexit.register(self._end)
@@ -189,6 +190,18 @@ def _world_size() -> int:
         if dist.is_available() and dist.is_initialized()
         else int(os.environ.get("WORLD_SIZE", 1))
     )
+
+
+def _job() -> str:
+    """A word that the ranks of this job share, and no other job's: files of both may lie in one folder."""
+    import torch.distributed as dist
+
+    word = b""
+    if dist.is_available() and dist.is_initialized():
+        with suppress(RuntimeError):  # the store is gone: the file is what matters
+            store = dist.distributed_c10d._get_default_store()
+            word = store.compare_set("ditron_train job", "", secrets.token_hex(8))
+    return word.decode()
 
 
 def _spans(ranks: Sequence[int]) -> list[Any]:

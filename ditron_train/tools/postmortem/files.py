@@ -50,6 +50,8 @@ class RankFile:
     Attributes:
         rank: Global rank.
         world_size: Of its job.
+        job: A word that the ranks of a job share; empty where they had no store.
+        started_s: When its file was made, by the clock of its host.
         host, pid: Where it ran.
         state: ``running`` (still, or ended without a word), ``raised``, ``ended``.
         error: What it raised first: kind, text, time_ns, group, missing_rank.
@@ -64,19 +66,24 @@ class RankFile:
     error: dict[str, Any] | None
     calls: tuple[Call, ...]
     groups: tuple[Group, ...] = field(default=())
+    job: str = ""
+    started_s: float = 0.0
 
 
 def read_folder(folder: Path) -> list[RankFile]:
-    """All ranks' files in ``folder``, in the order of ranks.
+    """All ranks' files of the newest job in ``folder``, in the order of ranks; earlier jobs may have left some, too.
 
     Raises:
-        SettingError: No folder, no such files in it, a file that cannot be read, or files of different jobs.
+        SettingError: No folder, no such files in it, a file that cannot be read, or files of jobs that cannot be told
+            apart.
     """
     if not folder.is_dir():
         raise SettingError(f"{folder} is not a folder")
     files = [read_file(path) for path in sorted(folder.glob(FILE_PATTERN))]
     if not files:
         raise SettingError(f"{folder} holds no records of ranks ({FILE_PATTERN})")
+    newest = max(files, key=lambda file: file.started_s).job
+    files = [file for file in files if file.job == newest]
     sizes = sorted({file.world_size for file in files})
     if len(sizes) > 1:
         raise SettingError(f"{folder} holds records of different jobs, of {' and '.join(map(str, sizes))} ranks")
@@ -116,6 +123,8 @@ def _fields(header: dict[str, Any]) -> dict[str, Any]:
     return {
         "rank": _whole(header["rank"], 0, world_size - 1),
         "world_size": world_size,
+        "job": _text(header.get("job", "")),  # files of earlier versions name none
+        "started_s": _seconds(header["started_s"]),
         "host": _text(header["host"]),
         "pid": _whole(header["pid"], 0, 2**63),
         "state": header["state"],

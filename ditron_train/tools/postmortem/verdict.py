@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.flight_recorder import FILE_PATTERN
 from ditron_train.tools.postmortem.diverge import Divergence, find_divergence
 from ditron_train.tools.postmortem.files import Call, RankFile, read_folder
 from ditron_train.tools.tables import terminal
@@ -45,6 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         terminal().print(_to_json(files, divergence), highlight=False, markup=False, soft_wrap=True)
     else:
         _show(files, divergence, arguments.last)
+        num_others = len(list(arguments.folder.glob(FILE_PATTERN))) - len(files)
+        if num_others:
+            terminal().print(f"left out: {num_others} files that earlier jobs have left here", highlight=False)
     return 0 if divergence is None else 1
 
 

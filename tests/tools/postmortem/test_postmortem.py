@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(__file__))
 import bodies_postmortem as bodies  # noqa: E402
@@ -134,6 +135,27 @@ def test_bad_folders(tmp_path: Path, capsys) -> None:
 
 def _ring(folder: Path) -> records._Ring:
     return records._Ring(folder, keep=True)
+
+
+def _leave_records(folder: str, rows: int) -> str:
+    """What a rank of a job leaves in ``folder``, and the job's word."""
+    ring = _ring(Path(folder))
+    records.OpRecords(ring, ring.add_group("0", list(range(dist.get_world_size())))).record("op", (rows,))
+    return ring._header["job"]
+
+
+def test_files_of_an_earlier_job_are_left_out(tmp_path: Path, capsys) -> None:
+    """As where a folder is named, or the default one is of a port that each job of a machine has."""
+    words = [run_workers_once(ranks, _leave_records, str(tmp_path), ranks, timeout_s=60) for ranks in (3, 2)]
+    jobs = [{outcome.value for outcome in outcomes} for outcomes in words]
+    assert [len(job) for job in jobs] == [1, 1] and jobs[0] != jobs[1] and "" not in jobs[0] | jobs[1]
+    files = read_folder(tmp_path)
+    assert [(file.rank, file.world_size, file.calls[-1].text) for file in files] == [(0, 2, "op 2"), (1, 2, "op 2")]
+    (tmp_path / "rank0.records").unlink()  # rank 0 of the newer job has died before its first call
+    assert [(file.rank, file.world_size) for file in read_folder(tmp_path)] == [(1, 2)]
+    assert main(["postmortem", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 2 ranks" in printed and "left out: 1 files that earlier jobs have left here" in printed
 
 
 def test_the_ring_keeps_the_last_thousand(tmp_path: Path) -> None:
