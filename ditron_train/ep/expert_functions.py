@@ -27,7 +27,7 @@ from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.layout import Layout
 from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.row_tiles import RowTiles
-from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.outside_compile import outside_compile
 
 Pair = Literal["gemm_combine", "dgrad_combine", "beside_wgrad", "own_wgrad"]
@@ -198,7 +198,7 @@ class _DispatchLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, call: ExpertCall, *weights: torch.Tensor):
         y, rows, row_probs = forward_in(x, weights, call, probs.dtype)
         ctx.call, ctx.probs_dtype = call, probs.dtype
-        ctx.save_for_backward(rows if any(w.requires_grad for w in weights) else rows[:0], *weights)
+        ctx.save_for_backward(rows_to_save(rows, weights), *weights)
         return y, row_probs
 
     @staticmethod
@@ -216,7 +216,7 @@ class _LinearCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, call: ExpertCall, *weights: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        ctx.save_for_backward(h if any(w.requires_grad for w in weights) else h[:0], *weights)
+        ctx.save_for_backward(rows_to_save(h, weights), *weights)
         return forward_out(h, weights, call)
 
     @staticmethod

@@ -9,7 +9,7 @@ import torch
 
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.row_tiles import RowTiles
-from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.outside_compile import outside_compile
 
 #: Where the gradients of weights go: (grad of the output rows, input rows, their tiles) -> gradient of each weight, or
@@ -25,7 +25,7 @@ class _GroupLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, tiles: RowTiles, wgrad: GroupWgrad | None, *weights: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(x if any(w.requires_grad for w in weights) else x[:0], *weights)
+        ctx.save_for_backward(rows_to_save(x, weights), *weights)
         ctx.tiles, ctx.wgrad = tiles, wgrad
         return group_gemm(x, weights, tiles)
 

@@ -152,6 +152,12 @@ def _place(group: dist.ProcessGroup, order: ReductionOrder | None) -> str:
     return f"{dist.get_world_size(group)} ranks" + (f", {order.name}" if order is not None else "")
 
 
+def _suits(place: str, read: str) -> bool:
+    """Whether groups are of one size, and NCCL adds over both in one order, where that matters to both."""
+    (size, _, order), (size_read, _, order_read) = place.partition(", "), read.partition(", ")
+    return size == size_read and (order == order_read or not order or not order_read)
+
+
 def _check_suited(plan: Plan, op: str, mode: str, place: str, group: dist.ProcessGroup) -> None:
     """Refuses a plan whose decisions for this op are all of groups of other sizes or other orders (collective once).
     Other ops of its room say nothing: sums of some have an order, and a job may end before it came to all."""
@@ -159,7 +165,7 @@ def _check_suited(plan: Plan, op: str, mode: str, place: str, group: dist.Proces
     if once in _suited:
         return
     read, mine = plan.places_read(op, mode), None
-    if read and place not in read:
+    if read and not any(_suits(place, one) for one in read):
         mine = _unsuited(plan, op, read, place)
     refusals = [text for text in exchange(group, mine) if text is not None]
     if refusals:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from triton.runtime.errors import TritonError
 
 from ditron_train.policy.late_host import LateHost, late_host_of
 from ditron_train.policy.self_check import self_check
@@ -24,9 +25,17 @@ from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
 
-#: What code raises where a library's interface is another than the one that it was written for, and where what a probe
-#: holds beside the job's own tensors is more than the GPU's memory.
-_FAILURES = (TypeError, AttributeError, ImportError, LookupError, NotImplementedError, torch.OutOfMemoryError)
+#: What code raises where a library's interface is another than the one that it was written for, where Triton cannot
+#: compile or launch a kernel, and where what a probe holds beside the job's own tensors is more than the GPU's memory.
+_FAILURES = (
+    TypeError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    TritonError,
+    torch.OutOfMemoryError,
+)
 _CAPTURED = "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
 
 

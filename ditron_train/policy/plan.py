@@ -101,11 +101,17 @@ def op_of(key: str) -> str:
 
 
 class Plan:
-    """Decisions by key; the file is replaced as a whole, so that a reader never sees half of it."""
+    """Decisions by key; the file is replaced as a whole, so that a reader never sees half of it.
 
-    def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
+    Attributes:
+        made_with: ``fingerprint`` when the file was read. Megatron changes variables of NCCL when it makes its groups,
+            so it is another one later in the same job.
+    """
+
+    def __init__(self, path: Path, entries: dict[str, Entry], made_with: dict[str, Any] | None = None) -> None:
         self.path = path
         self.entries = entries
+        self.made_with = fingerprint() if made_with is None else made_with
         self._read = frozenset(entries)
 
     def places_read(self, name: str, mode: str) -> set[str]:
@@ -135,14 +141,14 @@ class Plan:
     def _written(self) -> dict[str, Entry]:
         """What the file holds now; what this process knows where that cannot be read."""
         try:
-            return load_plan(self.path).entries
+            return load_plan(self.path, self.made_with).entries
         except SettingError:
             return dict(self.entries)
 
     def _write(self, entries: dict[str, Entry]) -> None:
         content = {
             "format": _FORMAT,
-            "made_with": fingerprint(),
+            "made_with": self.made_with,
             "decisions": {key: asdict(entry) for key, entry in sorted(entries.items())},
         }
         replace_file(self.path, json.dumps(content, indent=1) + "\n")
@@ -154,8 +160,12 @@ def _has_times(entry: Entry) -> bool:
     return all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (*times, entry.host_longer_us))
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path, made_with: dict[str, Any] | None = None) -> Plan:
     """Reads a plan; a path where nothing is gives an empty one, to be written.
+
+    Args:
+        path: Of the file.
+        made_with: ``fingerprint`` of this process, where it is known.
 
     Raises:
         SettingError: The file cannot be read or written, is no plan, or was made with another device or other
@@ -166,7 +176,7 @@ def load_plan(path: Path) -> Plan:
     except (FileNotFoundError, NotADirectoryError):
         if not os.access(path.parent, os.W_OK):
             raise SettingError(f"cannot write the plan {path}: {path.parent} is not a writable folder") from None
-        return Plan(path, {})
+        return Plan(path, {}, made_with)
     except OSError as error:
         raise SettingError(f"cannot read the plan {path}: {error.strerror}") from None
     except ValueError:
@@ -175,7 +185,7 @@ def load_plan(path: Path) -> Plan:
         raise SettingError(f"{path} is not a plan of this version ({_FORMAT!r}): delete it or name another file")
     if not isinstance(content.get("made_with"), dict):
         raise SettingError(f"{path} does not say what it was made with: delete it or name another file")
-    here, there = fingerprint(), content["made_with"]
+    here, there = fingerprint() if made_with is None else made_with, content["made_with"]
     stale = [f"{name} was {there.get(name, 'absent')}, is {here.get(name, 'absent')}"
              for name in sorted({*here, *there}) if there.get(name) != here.get(name)]  # fmt: skip
     if stale:
@@ -197,4 +207,4 @@ def load_plan(path: Path) -> Plan:
     unknown = sorted(key for key in entries if not _KEY.fullmatch(key))
     if unknown:
         raise SettingError(f"{path} decides about an op that is not known: {unknown[0]!r}")
-    return Plan(path, entries)
+    return Plan(path, entries, here)

@@ -63,6 +63,8 @@ def _cuda_target(index: int) -> str:
     if torch.version.hip:
         return "hip"
     major, minor = torch.cuda.get_device_capability(index)
+    if major == 12:  # as little shared memory as 8.6 has, and its instructions
+        return "sm_80"
     if major >= 10:
         return "sm_100"
     if major == 9:

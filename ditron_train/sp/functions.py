@@ -135,7 +135,7 @@ class _QkvProjection(torch.autograd.Function):
             own = bias.view(context.world_size, layout.num_groups, -1)[context.rank]
             for part, width, part_bias in zip(parts, layout.widths, own.split(list(layout.widths), dim=1)):
                 part.view(*part.shape[:-2], layout.num_groups, width).add_(part_bias)
-        ctx.save_for_backward(x, weight, mixed)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, mixed)
         return normalised(parts, norms)
 
     @staticmethod

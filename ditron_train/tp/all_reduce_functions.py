@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.derivatives import refuse_second_derivatives, save_operands, saved_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
@@ -28,14 +28,14 @@ from ditron_train.tp.functions import PlainWgrad, Wgrad
 from ditron_train.tp.movement import start_all_reduce
 from ditron_train.tp.ops import gemm_ar
 from ditron_train.tp.prepared import can_copy
-from ditron_train.tp.strides import as_rows, is_whole, log_strides_of_frozen
+from ditron_train.tp.strides import as_rows, is_whole, log_strides
 
 
 @outside_compile
 class _ColumnLinearAr(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, context, wgrad, rounds_once):
-        ctx.save_for_backward(x, weight)
+        save_operands(ctx, x, weight)
         ctx.has_bias = bias is not None
         ctx.context, ctx.wgrad = context, wgrad
         if bias is not None and rounds_once:
@@ -47,17 +47,18 @@ class _ColumnLinearAr(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivatives("column_linear_ar")
-        x, weight = ctx.saved_tensors
+        x, weight = saved_operands(ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         deferred = needs_weight and ctx.wgrad.defer(grad_output)
         grad_output = ctx.wgrad.operand(grad_output)
         grad_x = grad_weight = started = None
         if needs_x and x.numel() == 0:
-            grad_x = torch.empty_like(x)
-        elif needs_x and not needs_weight and not is_whole(grad_output):
-            grad_x = _product_and_all_reduce(grad_output, weight, ctx.context)
+            grad_x = torch.empty_like(x, device=weight.device)
         elif needs_x and (not needs_weight or not can_copy(ctx.context)):
-            grad_x = gemm_ar(grad_output, weight, context=ctx.context, layout="nn")
+            if is_whole(grad_output):
+                grad_x = gemm_ar(grad_output, weight, context=ctx.context, layout="nn")
+            else:
+                grad_x = _product_and_all_reduce(grad_output, weight, ctx.context, not needs_weight)
         elif needs_x:
             started = start_all_reduce(grad_output.matmul(weight), context=ctx.context)
         try:
@@ -72,8 +73,10 @@ class _ColumnLinearAr(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _product_and_all_reduce(grad_output: torch.Tensor, weight: torch.Tensor, context: TPContext) -> torch.Tensor:
-    log_strides_of_frozen()
+def _product_and_all_reduce(
+    grad_output: torch.Tensor, weight: torch.Tensor, context: TPContext, is_frozen: bool
+) -> torch.Tensor:
+    log_strides(is_frozen)
     partial = grad_output.matmul(weight)
     dist.all_reduce(partial, group=context.group)
     return partial
@@ -83,14 +86,14 @@ def _product_and_all_reduce(grad_output: torch.Tensor, weight: torch.Tensor, con
 class _RowLinearAr(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, context, wgrad):
-        ctx.save_for_backward(x, weight)
+        save_operands(ctx, x, weight)
         ctx.wgrad = wgrad
         return gemm_ar(x, weight, context=context)
 
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivatives("row_linear_ar")
-        x, weight = ctx.saved_tensors
+        x, weight = saved_operands(ctx)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_output = ctx.wgrad.operand(grad_output)
         grad_x = grad_output.matmul(weight).view(x.shape) if needs_x else None

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.derivatives import refuse_second_derivatives, save_operands, saved_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
@@ -88,7 +88,7 @@ def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext | NodesT
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, context, wgrad, rounds_once, kept):
-        ctx.save_for_backward(x, weight)
+        save_operands(ctx, x, weight)
         ctx.has_bias = bias is not None
         ctx.context, ctx.wgrad, ctx.kept = context, wgrad, kept
         inside = bias if rounds_once else None
@@ -100,7 +100,7 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivatives("column_linear")
-        x, weight = ctx.saved_tensors
+        x, weight = saved_operands(ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         is_frozen = needs_x and not needs_weight
         if not is_frozen:  # else how it lies counts: torch makes rows of others before it multiplies
@@ -111,13 +111,11 @@ class _ColumnLinear(torch.autograd.Function):
         total_x = kept.rows() if kept is not None and not deferred else None
         grad_x = grad_weight = None
         if x.numel() == 0:  # on every rank: nothing to move
-            grad_x = torch.empty_like(x) if needs_x else None
+            grad_x = torch.empty_like(x, device=weight.device) if needs_x else None
             if needs_weight:
                 grad_weight = (
                     ctx.wgrad.result_without_gemm(x.dtype) if deferred else ctx.wgrad(grad_output, as_rows(x))
                 )
-        elif is_frozen and not is_whole(grad_output):
-            grad_x = product_and_reduce_scatter(grad_output, weight, ctx.context.group).view_as(x)
         elif needs_x and needs_weight and can_copy(ctx.context):
             grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred, total_x)
         else:
@@ -127,7 +125,7 @@ class _ColumnLinear(torch.autograd.Function):
             gather = start_all_gather(x, context=ctx.context) if is_gathered else None
             try:
                 if needs_x:
-                    grad_x = gemm_rs(as_rows(grad_output), weight, context=ctx.context, layout="nn").view_as(x)
+                    grad_x = _scattered_dgrad(grad_output, weight, ctx.context, is_frozen).view_as(x)
             finally:
                 total_x = gather.wait() if gather is not None else total_x
             if total_x is not None:
@@ -138,6 +136,14 @@ class _ColumnLinear(torch.autograd.Function):
         if kept is not None:
             kept.release()
         return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _scattered_dgrad(
+    grad_output: torch.Tensor, weight: torch.Tensor, context: TPContext, is_frozen: bool
+) -> torch.Tensor:
+    if is_whole(grad_output):
+        return gemm_rs(as_rows(grad_output), weight, context=context, layout="nn")
+    return product_and_reduce_scatter(grad_output, weight, context.group, is_frozen)
 
 
 def _column_gradients(
@@ -173,14 +179,14 @@ def _column_gradients(
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, context, wgrad):
-        ctx.save_for_backward(x, weight)
+        save_operands(ctx, x, weight)
         ctx.context, ctx.wgrad = context, wgrad
         return gemm_rs(x, weight, context=context)
 
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivatives("row_linear")
-        x, weight = ctx.saved_tensors
+        x, weight = saved_operands(ctx)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = total_grad = None
         if needs_x:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.derivatives import refuse_second_derivatives, save_operands, saved_operands
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.symm.nodes import NodeGroups
 from ditron_train.tp.nodes_context import NodesTPContext
@@ -92,7 +92,7 @@ class ColumnOverNodes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, context, wgrad):
-        ctx.save_for_backward(x, weight)
+        save_operands(ctx, x, weight)
         ctx.context, ctx.wgrad, ctx.has_bias = context, wgrad, bias is not None
         rows = as_rows(x)
         if not context.leaves_gather:
@@ -107,11 +107,11 @@ class ColumnOverNodes(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivatives("column_linear")
-        x, weight = ctx.saved_tensors
+        x, weight = saved_operands(ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        group, rows = ctx.context.group, as_rows(x).contiguous()
+        group, rows = ctx.context.group, as_rows(x).contiguous()  # on ``meta`` where the weight is frozen
         if needs_x and not needs_weight and not is_whole(grad_output):
-            grad_x = product_and_reduce_scatter(grad_output, weight, group).view_as(x)
+            grad_x = product_and_reduce_scatter(grad_output, weight, group, is_frozen=True).view_as(x)
             grad_bias = ctx.wgrad.bias_gradient(as_rows(grad_output)) if ctx.has_bias and needs_bias else None
             return grad_x, None, grad_bias, None, None
         whole, grad_output = grad_output.shape, as_rows(grad_output)
@@ -128,7 +128,7 @@ class ColumnOverNodes(torch.autograd.Function):
         if gather is not None:
             gather.wait()
         if partial is not None:
-            grad_x = torch.empty_like(rows)
+            grad_x = torch.empty_like(rows, device=weight.device)
             scatter = dist.reduce_scatter_tensor(grad_x, partial, group=group, async_op=True)
         if total is not None:
             grad_weight = ctx.wgrad(grad_output, total)
@@ -146,7 +146,7 @@ class RowOverNodes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, context, wgrad):
-        ctx.save_for_backward(x, weight)
+        save_operands(ctx, x, weight)
         ctx.context, ctx.wgrad = context, wgrad
         rows = as_rows(x)
         if context.sums_by_rails(len(rows), weight.shape[0], x.dtype):
@@ -159,13 +159,13 @@ class RowOverNodes(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         refuse_second_derivatives("row_linear")
-        x, weight = ctx.saved_tensors
-        grad, grad_weight = as_rows(grad_output), None
+        x, weight = saved_operands(ctx)
+        grad, grad_weight, needs_weight = as_rows(grad_output), None, ctx.needs_input_grad[1]
         if ctx.context.leaves_gather:
             total = _all_gather(grad, ctx.context)
             grad_x = total.matmul(weight)
         else:
-            grad_x, total = ag_gemm_over_nodes(grad, weight, context=ctx.context, layout="nn", keeps=True)
-        if ctx.needs_input_grad[1]:
+            grad_x, total = ag_gemm_over_nodes(grad, weight, context=ctx.context, layout="nn", keeps=needs_weight)
+        if needs_weight:
             grad_weight = ctx.wgrad(total, as_rows(x))
         return grad_x.view_as(x), grad_weight, None, None

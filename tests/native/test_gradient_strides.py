@@ -146,6 +146,22 @@ def test_a_frozen_layer_multiplies_gradients_with_strides_as_natively(batch, seq
         assert len([line for line in lines if line.startswith("tp column: native, a gradient with strides")]) == 1
 
 
+def _without_copy_engines(batch, sequence_parallel):
+    from ditron_train.tp import all_reduce_functions, functions
+
+    with mock.patch.object(functions, "can_copy", lambda context: False):
+        with mock.patch.object(all_reduce_functions, "can_copy", lambda context: False):
+            return _compare("column", False, batch, sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_without_copy_engines_gradients_with_strides_are_multiplied_as_natively(sequence_parallel):
+    """The kernel that takes their place was compared on gradients that lie whole."""
+    for found, lines in run_workers(2, _without_copy_engines, 2, sequence_parallel):
+        assert not found["whole"] and found["columns"] and found["features first"] and found["one number"]
+        assert len([line for line in lines if line.endswith("without copy engines, which need cuda-bindings")]) == 1
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_row_layer_multiplies_inputs_with_strides_as_natively(batch):
     for found, lines in run_workers(2, _compare_inputs, batch):

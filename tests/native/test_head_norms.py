@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from ditron_train.megatron.sp.norms import key_of, twins_of, why_not_norms
+from ditron_train.megatron.sp.norms import key_of, twins_of, why_not_norms, words_of
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
@@ -34,3 +34,13 @@ def test_norms_that_ours_do_not_know_are_native():
     changed.forward = lambda x: x
     for norm, word in ((_Adapted(8), "_Adapted"), (changed, "RMSNorm"), (torch.nn.RMSNorm([2, 8]), "several heads")):
         assert word in why_not_norms((None, norm, None))
+
+
+def test_a_plan_tells_norms_of_heads_apart():
+    """What a plan's key does not say, another norm's decision would be taken for."""
+    frozen = torch.nn.RMSNorm(16)
+    frozen.requires_grad_(False)
+    kinds = [torch.nn.LayerNorm(16), torch.nn.RMSNorm(16), frozen, torch.nn.RMSNorm(16, dtype=torch.bfloat16), None]
+    found = [(key_of((norm, norm, None)), words_of((norm, norm, None))) for norm in kinds]
+    assert len({key for key, _ in found}) == len({words for _, words in found}) == len(kinds)
+    assert words_of((torch.nn.RMSNorm(16), frozen, None)) == "torch.RMSNorm float32/torch.RMSNorm float32 frozen/none"

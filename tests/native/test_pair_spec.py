@@ -77,7 +77,7 @@ def test_a_plan_tells_routers_of_other_types_apart(monkeypatch: pytest.MonkeyPat
     def words(dtype: torch.dtype) -> str:
         tokens, routed = torch.empty(2, 4, 8, dtype=torch.bfloat16), torch.empty(8, 4, dtype=torch.bool)
         call = spec.MovementCall(lambda native: None, tokens, routed, routed.to(dtype), 2, False, None)
-        return spec._words(call, 8, None)
+        return spec._words("ep movement", call, 8, None)
 
-    assert words(torch.bfloat16) == "ep 8 tokens x 8, top-2 of 4, torch.bfloat16"
+    assert words(torch.bfloat16) == "ep movement 8 tokens x 8, top-2 of 4, torch.bfloat16"
     assert words(torch.float32) == f"{words(torch.bfloat16)}, probabilities torch.float32"

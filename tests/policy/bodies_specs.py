@@ -118,18 +118,22 @@ class _OfAnotherVersion(DoubledGather):
         return lambda x: [all_gather(x, a_new_name=context)]
 
 
-class _WithoutMemory(DoubledGather):
-    """What its probe holds does not fit beside the job."""
+class _Failing(DoubledGather):
+    """What its probe holds does not fit beside the job, or a kernel does not fit the GPU."""
 
-    name = "tp without_memory"
+    name = "tp failing"
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
     def fused(self, call, context):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise self.error
 
 
-def ask_gate_without_memory() -> str | None:
-    """Why the op is native, where no rank has memory to try it."""
-    spec, place = _WithoutMemory(), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+def ask_failing_gate(error: Exception) -> str | None:
+    """Why the op is native, where trying it raises ``error`` on every rank."""
+    spec, place = _Failing(error), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
     gate.forget()
     return gate.answer_for(spec, spec.sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
 

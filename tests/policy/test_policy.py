@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ditron_train.policy import check_plan, decide, forget_plans, switches
 from ditron_train.policy import plan as plan_module
 from ditron_train.policy import probe as probe_module
-from ditron_train.policy.decide import _judge
+from ditron_train.policy.decide import _judge, _suits
 from ditron_train.policy.plan import Entry, Plan, fingerprint, load_plan
 from ditron_train.policy.probe import Observation, same_bits
 from ditron_train.runtime.errors import NotSupportedError, SettingError
@@ -283,15 +283,9 @@ def test_plan_of_other_groups_is_refused_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as in the workers: a plan depends on it
     path = tmp_path / "plan.json"
     entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
-    for place, words in (
-        ("8 ranks", "on 8 ranks, here it is 2 ranks"),
-        ("2 ranks, tree", "on 2 ranks, tree, here it is 2 ranks"),
-    ):
-        decisions = {f"tp op 1x2 on {place} (strict)": entry}
-        path.write_text(
-            json.dumps({"format": "ditron_train plan 3", "made_with": fingerprint(), "decisions": decisions})
-        )
-        assert all(words in message for message in run_workers(2, _refused, str(tmp_path)))
+    decisions = {"tp op 1x2 on 8 ranks (strict)": entry}
+    path.write_text(json.dumps({"format": "ditron_train plan 3", "made_with": fingerprint(), "decisions": decisions}))
+    assert all("on 8 ranks, here it is 2 ranks" in message for message in run_workers(2, _refused, str(tmp_path)))
     other = {
         "tp another op 1x2 on 2 ranks, ring (strict)": entry
     }  # all that a job decided that was ended in its first step
@@ -394,6 +388,35 @@ def test_a_plan_is_of_one_environment(tmp_path, monkeypatch, variable):
     monkeypatch.setenv(variable, "4")
     with pytest.raises(SettingError, match=f"{variable} was absent, is 4"):
         load_plan(path)
+
+
+def test_a_plan_knows_the_environment_that_its_job_began_with(tmp_path, monkeypatch):
+    """Megatron deletes and sets variables of NCCL's between the start, where a plan is read, and what is added."""
+    monkeypatch.setenv("NCCL_COLLNET_ENABLE", "1")
+    path = tmp_path / "plan.json"
+    plan = load_plan(path)
+    plan.add("tp a on 2 ranks (strict)", Entry(True, "faster", True, 2.0, 1.0))
+    monkeypatch.delenv("NCCL_COLLNET_ENABLE")
+    plan.add("tp b on 2 ranks (strict)", Entry(True, "faster", True, 2.0, 1.0))
+    with pytest.raises(SettingError, match="NCCL_COLLNET_ENABLE was 1, is absent"):
+        load_plan(path)
+    monkeypatch.setenv("NCCL_COLLNET_ENABLE", "1")  # the next start
+    assert len(load_plan(path).entries) == 2
+
+
+@pytest.mark.parametrize(
+    "place, read, suits",
+    [
+        ("4 ranks", "4 ranks", True),
+        ("4 ranks", "4 ranks, ring", True),  # of a layer over nodes, or another dispatcher of the room
+        ("4 ranks, ring", "4 ranks", True),
+        ("4 ranks, ring", "4 ranks, tree", False),
+        ("4 ranks", "8 ranks", False),
+        ("4 ranks, ring", "8 ranks, ring", False),
+    ],
+)
+def test_which_groups_a_plan_is_for(place, read, suits):
+    assert _suits(place, read) is suits
 
 
 def test_force_runs_ours_once_and_is_not_planned(tmp_path):

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_specs import (  # noqa: E402
+    ask_failing_gate,
     ask_gate,
     ask_gate_of_another_version,
-    ask_gate_without_memory,
     bad_calls_are_refused,
     doctor_names_the_op,
     names_of_specs,
@@ -35,9 +37,12 @@ def test_the_gate_decides_about_it_once_a_shape() -> None:
     assert run_workers(2, ask_gate) == [[True] * 4] * 2
 
 
-def test_a_probe_that_finds_no_memory_is_native() -> None:
-    words = "the fused path cannot run here: OutOfMemoryError: CUDA out of memory"
-    assert run_workers(2, ask_gate_without_memory) == [words] * 2
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), OutOfResources(229376, 101376, "shared memory")]
+)
+def test_a_gpu_on_which_it_cannot_be_tried_is_native(error: Exception) -> None:
+    words = f"the fused path cannot run here: {type(error).__name__}: {error}"
+    assert run_workers(2, ask_failing_gate, error) == [words] * 2
 
 
 def test_code_for_another_version_of_a_library_is_native() -> None:

@@ -29,7 +29,7 @@ from ditron_train.ep.gathered import RowLayout, place, sum_to_tokens
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.orders import SumOrder
 from ditron_train.ep.row_tiles import RowTiles
-from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.profiles import known_rates
@@ -235,7 +235,7 @@ class _GatherLinear(torch.autograd.Function):
         _gather(x, call, rows, product.compute)
         product.compute_rest()
         ctx.call = call
-        ctx.save_for_backward(rows if any(w.requires_grad for w in weights) else rows[:0], *weights)
+        ctx.save_for_backward(rows_to_save(rows, weights), *weights)
         return product.result
 
     @staticmethod
@@ -263,7 +263,7 @@ class _LinearScatter(torch.autograd.Function):
     def forward(ctx: Any, h: torch.Tensor, call: GatheredCall, *weights: torch.Tensor) -> torch.Tensor:
         h = h.contiguous()
         ctx.call = call
-        ctx.save_for_backward(h if any(w.requires_grad for w in weights) else h[:0], *weights)
+        ctx.save_for_backward(rows_to_save(h, weights), *weights)
         product = _Product(h, weights, call, True, (weights[0].shape[0], call.sum_dtype))
         return _scatter(product.result, call, call.sum_dtype, product.compute_behind_rest)
 

@@ -100,11 +100,11 @@ class MovementCall(NamedTuple):
     pad_factor: float | None = None
 
 
-def _words(call: MovementCall, num_tokens: int, capacity: int | None) -> str:
+def _words(name: str, call: MovementCall, num_tokens: int, capacity: int | None) -> str:
     """What a decision is about, of the largest number of tokens of any rank: gathered results are added up over ranks
     in the type of the probabilities."""
     hidden, probs, nodes = call.hidden_states, call.probs, num_nodes(call.group)
-    words = f"ep {num_tokens} tokens x {hidden.shape[-1]}, top-{call.topk} of {probs.shape[1]}, {hidden.dtype}"
+    words = f"{name} {num_tokens} tokens x {hidden.shape[-1]}, top-{call.topk} of {probs.shape[1]}, {hidden.dtype}"
     words += f", probabilities {probs.dtype}" * (probs.dtype != hidden.dtype) + f", over {nodes} nodes" * (nodes > 1)
     return words + ", fused" * call.is_fused + ("" if capacity is None else f", padded to {capacity}")
 
@@ -160,7 +160,7 @@ class MovementSpec(OpSpec[MovementCall, Any]):
             with repeats():
                 return _forward_backward(native, given)
 
-        words = _words(call, num_tokens, capacity)
+        words = _words(self.name, call, num_tokens, capacity)
         fused, fused_given = (functools.partial(_forward_backward, ours, data) for data in (even, given))
         return Trial(words, megatron, fused, also=[(megatron_given, fused_given)])
 

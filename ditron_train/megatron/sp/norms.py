@@ -50,6 +50,17 @@ def key_of(norms: Norms) -> tuple[Hashable, ...]:
     )
 
 
+def words_of(norms: Norms) -> str:
+    """The same for a plan, whose reader may be another process."""
+    words = []
+    for norm in norms:
+        parameters = [] if norm is None else list(norm.parameters())
+        kind = "none" if norm is None else f"{type(norm).__module__.split('.')[0]}.{type(norm).__name__}"
+        of_each = [f"{str(p.dtype).removeprefix('torch.')}{'' if p.requires_grad else ' frozen'}" for p in parameters]
+        words.append(" ".join([kind, *of_each]))
+    return "/".join(words)
+
+
 def twins_of(norms: Norms) -> Norms:
     """Norms with the same values for a comparison: nobody's hooks run, no gradient comes to the layer's own."""
     return tuple([None if norm is None else _twin(norm) for norm in norms])

@@ -19,7 +19,7 @@ from ditron_train.megatron.shared.te_products import bias_like, product_pairs, p
 from ditron_train.megatron.shared.values import own_or_normal, revealing_like, why_hidden
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
-from ditron_train.megatron.sp.norms import key_of, twins_of
+from ditron_train.megatron.sp.norms import key_of, twins_of, words_of
 from ditron_train.policy import Decision, Function, OpSpec, Run, gate
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
@@ -124,7 +124,9 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
         shape = call.shape
         heads = (shape.num_heads, shape.num_groups, shape.head_dim, shape.value_head_dim)
         sizes = "x".join(map(str, (*self._lead(call), *heads, *(weight.shape[0] for weight in call.weights[-1:]))))
-        more = ("" if call.bias is None else ", bias inside") + (", norms of heads" if call.norms else "")
+        more = ("" if call.bias is None else ", bias inside") + (
+            f", norms of heads {words_of(call.norms)}" if call.norms else ""
+        )
         return f"sp {self.word} {sizes} {str(call.like.dtype).removeprefix('torch.')}{more}"
 
     def _lead(self, call: UlyssesCall) -> tuple[int, ...]:

@@ -147,8 +147,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
 
     def words(self, call: Fp8Call, context: TPContext) -> str:
         sizes = f"{call.x.shape[:-1].numel()}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
-        scaling = f", {call.scaling}" if call.has_blocks else ""
-        return f"{self.name} {sizes} gradients {call.grad_format}{scaling}{self._switches(call)}"
+        return f"{self.name} {sizes} gradients {call.grad_format}, {call.recipe or call.scaling}{self._switches(call)}"
 
     @staticmethod
     def _switches(call: Fp8Call) -> str:

@@ -128,6 +128,8 @@ class LinearSpec(OpSpec[LinearCall, Any]):
         sizes = f"{rows}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
         frozen = ", frozen" if call.is_frozen and self.kind == "column" else ""
         frozen += "" if call.bias is None else ", bias inside"
+        if not call.weight.is_contiguous():
+            frozen += f", weight of strides {'x'.join(map(str, call.weight.stride()))}"
         nodes = ""
         if isinstance(context, NodesTPContext):
             nodes = words_over_nodes(call, context, is_column=self.kind == "column")
