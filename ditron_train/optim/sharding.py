@@ -56,7 +56,8 @@ class LayerShards:
     """The rounds of one step: which rank sends what when.
 
     Args:
-        tensors: What to send, the same order of shapes on every rank, contiguous.
+        tensors: What to send, the same order of shapes on every rank, contiguous. Of parameters the data that they
+            have when their round comes: an optimizer that is offloaded and brought back gives them other ones.
         shards: Indices of each rank's tensors, ``shard_by_cost``.
         group: Their process group.
     """
@@ -79,7 +80,8 @@ class LayerShards:
         assert self._next_round < self.num_rounds
         self._records.record("muon.send_round", self._next_round)  # torch's collectives name nobody who is missing
         number = self._next_round
-        sent = [(self._tensors[shard[number]], rank) for rank, shard in enumerate(self._shards) if number < len(shard)]
+        turns = [(shard[number], rank) for rank, shard in enumerate(self._shards) if number < len(shard)]
+        sent = [(self._tensors[index].data, rank) for index, rank in turns]
         self._pending += broadcast_together(sent, self._group)
         self._next_round += 1
 

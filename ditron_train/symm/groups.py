@@ -8,16 +8,29 @@ members wait for each other under different names. Here the members agree on a n
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ditron_train.runtime.groups import belongs_to
+from ditron_train.runtime.groups import GroupCache, belongs_to
 from ditron_train.symm.exchange import exchange
+
+
+def _destroy(groups: list[weakref.ref[dist.ProcessGroup]]) -> None:
+    for reference in groups:
+        group = reference()
+        if group is not None and group in distributed_c10d._world.pg_map:
+            with suppress(RuntimeError, ValueError):  # what is left of it is as good as gone
+                dist.destroy_process_group(group)
+
+
+#: By the group that they were made for: destroyed once that is, or their threads and sockets would stay.
+_made: GroupCache[dist.ProcessGroup, list[weakref.ref[dist.ProcessGroup]]] = GroupCache(_destroy)
 
 
 def make_group(
@@ -56,6 +69,7 @@ def make_group(
     if connect_s is not None:
         distributed_c10d._set_pg_timeout(timeout, group)
     distributed_c10d._world.pg_group_ranks[group] = {global_rank: place for place, global_rank in enumerate(ranks)}
+    _made[parent] = [*_made.get(parent, []), weakref.ref(group)]
     return belongs_to(group, parent)
 
 

@@ -124,6 +124,32 @@ def muon_and_dist_muon_agree(num_experts, sharding):
     return different, losses == sharded_losses, losses, owned, len(whole)
 
 
+def data_that_is_replaced(num_ranks):
+    """Parameters whose weights differ between ranks behind a step, where each got other memory before it, as those of
+    an optimizer that is offloaded and brought back."""
+    import ditron_train.megatron as plugin
+    from ditron_train.cpu import megatron_shim as megatron_cpu
+    from ditron_train.megatron.muon.optimizer import DitronLayerWiseDistributedOptimizer
+
+    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
+        plugin.apply(features="muon")
+        try:
+            wrapped, optimizer = _build(True, bf16=is_newer_than_0_17())
+            assert isinstance(optimizer, DitronLayerWiseDistributedOptimizer) and optimizer._rounds
+            _run(wrapped, optimizer, range(1))
+            for parameter in wrapped.module.parameters():
+                parameter.data = parameter.data.clone()
+            _run(wrapped, optimizer, range(1, 2))
+            different = []
+            for name, weight in _weights(wrapped).items():
+                of_ranks = [torch.empty_like(weight) for _ in range(num_ranks)]
+                dist.all_gather(of_ranks, weight)
+                different += [name] * any(not torch.equal(weight, one) for one in of_ranks)
+        finally:
+            plugin.restore()
+    return different
+
+
 def _muon_class():
     """What Megatron builds for Muon now."""
     from ditron_train.megatron.compat import muon_module, registered_muon

@@ -64,6 +64,10 @@ def test_layer_wise_sharding_gives_the_weights_of_the_whole_step(num_experts, sh
     assert sum(owned for _, _, _, owned, _ in results) == results[0][-1]
 
 
+def test_layer_wise_sharding_sends_the_data_that_parameters_have():
+    assert run_workers(2, workers.data_that_is_replaced, 2) == [[]] * 2
+
+
 @pytest.mark.parametrize(
     "layer_wise, from_ours, sharding",
     [(False, True, "auto"), (True, True, "native"), (True, False, "native"), (True, False, "cost")],

@@ -333,7 +333,7 @@ class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributed
             sorted((p for p in params if id(p) in self._matrix_ids), key=lambda p: self._group_of[id(p)])
             for params in params_of_rank
         ]
-        flat = [p.data for params in matrices for p in params]
+        flat = [p for params in matrices for p in params]
         starts = [sum(len(params) for params in matrices[:rank]) for rank in range(len(matrices))]
         rounds = LayerShards(flat, [range(s, s + len(params)) for s, params in zip(starts, matrices)], group)
         rest = [[p for p in params if id(p) not in self._matrix_ids] for params in params_of_rank]

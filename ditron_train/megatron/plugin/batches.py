@@ -6,13 +6,14 @@ lead. Here the same code runs with such tensors on the CPU and their broadcast b
 broadcast as before.
 
     Megatron: n on the GPU, NCCL's broadcast, n.item() waits for the GPU
-    here:     n on the CPU, gloo's broadcast, n.item() waits for the first tensor parallel rank's host
+    here:     n on the CPU, gloo's broadcast, which waits for the hosts of the tensor parallel ranks
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +38,10 @@ _UNEVEN = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _NUMBERS = ((), (1,))  # shapes
 _CONNECT_S = 30.0
-_clips: dict[str, bool] = {}
 _FAILURES = (RuntimeError, OSError, ValueError)  # what torch raises where gloo finds no address or no peer
-_host_groups: GroupCache[dist.ProcessGroup, dist.ProcessGroup | None] = GroupCache()  # None: it cannot be had
+#: None: it cannot be had. Torch alone holds a group: who destroys all groups closes its sockets, and so wakes a rank
+#: that waits there.
+_host_groups: GroupCache[dist.ProcessGroup, weakref.ref[dist.ProcessGroup] | None] = GroupCache()
 
 
 def _is_number_elsewhere(shape: tuple[int, ...], options: dict[str, Any]) -> bool:
@@ -56,7 +58,7 @@ class _Distributed:
         """See ``torch.distributed.broadcast``."""
         if tensor.device.type != "cpu":
             return dist.broadcast(tensor, src, group=group, **options)
-        host_group = _host_groups.get(group)
+        host_group = _known_host_group(group)
         if host_group is not None:
             return dist.broadcast(tensor, src, group=host_group, **options)
         if group is not None and group.size() == 1:
@@ -106,11 +108,16 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
             host_group = on_all_ranks(group, "a group of hosts", make, _FAILURES)
         except (ArenaError, PeerTimeoutError) as error:
             log_native("batch numbers", str(error))
-        _host_groups[group] = host_group
+        _host_groups[group] = None if host_group is None else weakref.ref(host_group)
         megatrons = getattr(parallel_state, "_global_process_group_list", None)
         if host_group is not None and megatrons is not None:  # update_pg_timeout sets the deadlines of those in it
             megatrons.append(host_group)
-    return _host_groups[group]
+    return _known_host_group(group)
+
+
+def _known_host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    reference = _host_groups.get(group)  # type: ignore[arg-type]  # of no group there is none
+    return None if reference is None else reference()
 
 
 def _is_number(value: Any) -> bool:
@@ -130,7 +137,7 @@ def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
         if any(getattr(given, name, False) for name in _UNEVEN):
             return native(*args, **kwargs)
         group = parallel_state.get_tensor_model_parallel_group()
-        if group.size() > 1 and _host_groups.get(group) is None:
+        if group.size() > 1 and _known_host_group(group) is None:
             return native(*args, **kwargs)
         batch: dict[str, Any] = on_hosts(*args, **kwargs)
         if not isinstance(batch, dict):
@@ -153,12 +160,12 @@ def start() -> None:
         given = native.__globals__["get_args"]()
     except AssertionError:  # groups are made without Megatron-LM's arguments: no training loop will ask for a batch
         return
-    if not getattr(given, "enable_gloo_process_groups", True):
+    is_uneven = any(getattr(given, name, False) for name in _UNEVEN)
+    if is_uneven or not getattr(given, "enable_gloo_process_groups", True):
         return
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() > 1 and _host_group(group) is None:
         return
-    _clips.update({"gradients": getattr(given, "clip_grad", 1.0) != 0})
     if known is native:
         ours = told_by_hosts(native)
         for package in ("megatron", "__main__"):  # the script has imported it by name
@@ -166,17 +173,6 @@ def start() -> None:
         log_once("batch numbers", "numbers of a microbatch go from host to host")
 
 
-def wait_for_results() -> None:
-    """In front of an optimizer's step: holds the host until what it has enqueued is done, so that failures are known.
-
-    Where gradients are clipped Megatron has read their norm. Where they are not, it has read each microbatch's numbers
-    behind what came before.
-    """
-    if not _clips.get("gradients", True) and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream().synchronize()
-
-
 def stop() -> None:
     """Forgets the groups of hosts; the names are taken back with all others (``patching.undo_all``)."""
-    _clips.clear()
     _host_groups.clear()

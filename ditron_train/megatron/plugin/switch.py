@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from ditron_train.megatron.plugin import patching
+from ditron_train.megatron.plugin import failures, patching
 from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, WGRAD, Options, parse_features
 from ditron_train.megatron.plugin.record_steps import record_steps
 from ditron_train.megatron.plugin.specs import count_replacements, is_spec, rewrite_spec
@@ -33,7 +33,6 @@ from ditron_train.runtime.tuning_table import check_table
 
 _started: dict[str, ModuleType] = {}
 _patched: list[str] = []
-_hook: list[Any] = []
 _saved_environment: dict[str, str | None] = {}
 
 
@@ -107,7 +106,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
         log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
     modules = {name: _start(FEATURE_MODULES[name]) for name in options.overlapping}
     _start(FEATURE_MODULES[WGRAD])  # only a job that Megatron would refuse sees a difference
-    _hook_optimizers()
+    failures.start()
     _start("ditron_train.megatron.plugin.job_start").announce(options.overlapping)
     if spec is not None:
         classes = {native: ours for module in modules.values() for native, ours in _classes(module).items()}
@@ -162,8 +161,7 @@ def restore() -> None:
         module = _started.popitem()[1]
         if hasattr(module, "stop"):
             module.stop()
-    while _hook:
-        _hook.pop().remove()
+    failures.stop()
     while _saved_environment:
         _set_variable(*_saved_environment.popitem())
 
@@ -190,44 +188,6 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
-
-
-def _check_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Raises what any op has recorded, so that a failed op never reaches the weights."""
-    from ditron_train.megatron.plugin import batches
-    from ditron_train.symm import check_all
-
-    batches.wait_for_results()
-    check_all()
-
-
-class _CheckBeforeReplays:
-    """A captured step (``--optimizer-cuda-graph``, since 0.17) is replayed without torch's hooks: the check comes in
-    front of the wrapper's calls."""
-
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper, self._native = wrapper, wrapper.__call__
-
-        @functools.wraps(self._native)
-        def step(this: Any, *args: Any, **kwargs: Any) -> Any:
-            _check_before_step(this, args, kwargs)
-            return self._native(this, *args, **kwargs)
-
-        wrapper.__call__ = step
-
-    def remove(self) -> None:
-        """The wrapper is as before."""
-        self._wrapper.__call__ = self._native
-
-
-def _hook_optimizers() -> None:
-    if not _hook:
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        _hook.append(register_optimizer_step_pre_hook(_check_before_step))
-        with contextlib.suppress(ImportError, AttributeError):
-            captured = importlib.import_module("megatron.core.optimizer.optimizer_cuda_graph")
-            _hook.append(_CheckBeforeReplays(captured.OptimizerCudaGraphWrapper))
 
 
 def wrap_model_provider(model_provider: Any) -> Any:
