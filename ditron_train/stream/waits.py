@@ -149,15 +149,16 @@ class _Watchdog:
         host_address: int | None,
     ) -> None:
         device = channel.arena.device
-        while len(self._waits) >= _SLOTS:  # the host is that far ahead; each ends, or is released at its deadline
-            time.sleep(_POLL_S)
         with self._lock:
             if device not in self._release_streams:
                 self._release_streams[device] = own_stream(device)  # one of torch's may be one that waits
-            slot = self._next_slot()
+        while (taken := self._take_slot()) is None:  # the host is that far ahead; each ends, or is released in time
+            time.sleep(_POLL_S)
+        slot, ticket = taken
+        with self._lock:
             # Nobody writes "done" for a wait that the host sees the end of: what it holds may be half a cycle behind.
-            self._progress[_SLOTS + slot] = cyclic_difference(self._ticket, 1)
-            entry = _Wait(channel, address, epoch, peer, chunk, slot, self._ticket, host_address)
+            self._progress[_SLOTS + slot] = cyclic_difference(ticket, 1)
+            entry = _Wait(channel, address, epoch, peer, chunk, slot, ticket, host_address)
             self._waits.append(entry)
             over, self._over = self._over, []
         del over
@@ -167,14 +168,18 @@ class _Watchdog:
             operations.append(("write", base + 4 * (_SLOTS + slot), entry.ticket))
         driver.stream_memory_ops(stream.cuda_stream, operations)
 
-    def _next_slot(self) -> int:
-        """Draws a ticket; its slot is not that of a wait in flight, however long that has been waiting."""
-        while True:
-            self._ticket = (self._ticket + 1) % 2**32  # compared cyclically, as epochs are
-            slot = self._ticket % _SLOTS
-            if slot not in self._slots_in_use:
-                self._slots_in_use.add(slot)
-                return slot
+    def _take_slot(self) -> tuple[int, int] | None:
+        """A slot and its ticket; the slot is not that of a wait in flight, however long that has been waiting. None
+        where all are: nobody can free one under this lock."""
+        with self._lock:
+            if len(self._slots_in_use) >= _SLOTS:
+                return None
+            while True:
+                self._ticket = (self._ticket + 1) % 2**32  # compared cyclically, as epochs are
+                slot = self._ticket % _SLOTS
+                if slot not in self._slots_in_use:
+                    self._slots_in_use.add(slot)
+                    return slot, self._ticket
 
     def _run(self) -> None:
         try:

@@ -245,16 +245,42 @@ def test_what_lets_a_thread_call_beside_captures(monkeypatch):
 def test_a_wait_that_takes_long_keeps_its_slot():
     """Its words would say that it is over when the wait 4,096 tickets later is."""
     watchdog, flag = _watchdog_without_a_gpu(), ctypes.c_int32(0)
-    first = watchdog._next_slot()
+    first, _ = watchdog._take_slot()
     watchdog._waits = [_entry(_FakeChannel(), flag, 1, ticket=first)]
     slots = []
     for _ in range(2 * waits._SLOTS):
-        slots.append(watchdog._next_slot())
+        slots.append(watchdog._take_slot()[0])
         watchdog._slots_in_use.discard(slots[-1])
     assert first not in slots and len(set(slots)) == waits._SLOTS - 1
     flag.value = 1
     watchdog._poll(1.0)
     assert first not in watchdog._slots_in_use
+
+
+def test_a_wait_more_than_there_are_slots_waits_beside_the_watchdog(monkeypatch):
+    """Not under its lock, or nobody could free a slot."""
+    watchdog, channel = _watchdog_without_a_gpu(), _FakeChannel()
+    watchdog._words, watchdog._release_streams = torch.from_numpy(watchdog._progress), {}
+    channel.arena = types.SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(waits, "own_stream", lambda device: None)
+    monkeypatch.setattr(waits.driver, "stream_memory_ops", lambda stream, operations: None)
+    stream, pauses = types.SimpleNamespace(cuda_stream=7), []
+
+    def pause(seconds):
+        if threading.current_thread() is not threading.main_thread():  # another test's watchdog
+            return time.sleep(seconds)
+        pauses.append(seconds)
+        watchdog._poll(0.0)  # what the thread does meanwhile: the first finds nothing over
+        for entry in watchdog._waits[:1]:
+            watchdog._progress[waits._SLOTS + entry.slot] = waits.cyclic_difference(entry.ticket, 0)
+
+    monkeypatch.setattr(waits, "time", types.SimpleNamespace(sleep=pause, monotonic=time.monotonic))
+    for _ in range(waits._SLOTS):
+        watchdog.guard(channel, 0, 1, 1, 0, stream, None)
+    first = watchdog._waits[0].slot
+    assert not pauses and watchdog._take_slot() is None
+    watchdog.guard(channel, 0, 1, 1, 0, stream, None)
+    assert len(pauses) == 2 and watchdog._waits[-1].slot == first and len(watchdog._waits) == waits._SLOTS
 
 
 @pytest.mark.parametrize("first", [2**31 - waits._SLOTS - 5, 2**32 - waits._SLOTS - 5])
@@ -263,8 +289,8 @@ def test_tickets_wrap(first):
     watchdog, flag = _watchdog_without_a_gpu(), ctypes.c_int32(0)
     watchdog._ticket = first
     for _ in range(3 * waits._SLOTS):
-        slot = watchdog._next_slot()
-        entry = _entry(_FakeChannel(), flag, 1, ticket=watchdog._ticket)
+        slot, ticket = watchdog._take_slot()
+        entry = _entry(_FakeChannel(), flag, 1, ticket=ticket)
         entry.host_address = None
         known = watchdog._ticket - first > waits._SLOTS or watchdog._ticket < first  # the slot has been used before
         assert not (known and watchdog._is_done(entry))
