@@ -20,8 +20,9 @@ import os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
 told = [None] * dist.get_world_size()
-shared = [os.environ[name] for name in ("DITRON_PLAN", "DITRON_POSTMORTEM", "DITRON_POLICY")]
-dist.all_gather_object(told, (os.uname().nodename, os.environ["GROUP_RANK"], shared, sys.argv[1:]))
+shared = [os.environ[name] for name in ("DITRON_PLAN", "DITRON_POSTMORTEM", "DITRON_POLICY", "NCCL_ALGO")]
+is_launched = "ditron_train.megatron.plugin.arguments" in sys.modules
+dist.all_gather_object(told, (os.uname().nodename, os.environ["GROUP_RANK"], shared, is_launched, sys.argv[1:]))
 if dist.get_rank() == 0:
     open(os.path.join(os.path.dirname(__file__), "told"), "w").write(repr(told))
 dist.destroy_process_group()
@@ -41,14 +42,14 @@ def nodes():
 
 def _environment(tmp_path, **more):
     own = {"SHARED": str(tmp_path / "shared"), "GPUS_PER_NODE": "2", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DITRON_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DITRON_", "NCCL_"))}
     return {**kept, **own, **more}
 
 
 def _check(tmp_path):
-    shared = [str(tmp_path / "shared" / "plan.json"), str(tmp_path / "shared" / "postmortem"), "strict"]
+    shared = [str(tmp_path / "shared" / "plan.json"), str(tmp_path / "shared" / "postmortem"), "strict", "Ring"]
     places = [(f"posed{node}", str(node)) for node in (0, 0, 1, 1)]
-    assert (tmp_path / "told").read_text() == repr([(*place, shared, ["--steps", "2"]) for place in places])
+    assert (tmp_path / "told").read_text() == repr([(*place, shared, True, ["--steps", "2"]) for place in places])
 
 
 def test_pair_of_agents(nodes, tmp_path):
