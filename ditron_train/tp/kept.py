@@ -17,6 +17,13 @@ from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.logs import log_once
 from ditron_train.symm.arena import SymmetricArena
 
+#: Shapes by place. Ranks agree on each once and remember it, as far as there is room (``MAX_KNOWN_SHAPES``): sequences
+#: of ever new lengths would take it all.
+_MOST_SHAPES = 256
+#: Calls behind which nobody waits for the backward of one any more: of a model that is gone, most likely.
+_MOST_CALLS = 1 << 14
+_MOST_SEEN = 1 << 16  # of weights that are new at each call
+
 
 class _Place:
     """A buffer of the arena, and who had it last: its rows are right until another one has it."""
@@ -67,6 +74,7 @@ class KeptInputs:
         self._layers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._num_layers = self._num_calls = 0
         self._seen: set[tuple[int, int, int, torch.dtype]] = set()  # shapes by layer
+        self._shapes: set[tuple[str, int, int, torch.dtype]] = set()  # by place
         self._waiting: dict[int, list[KeptInput]] = {}  # those with a place, by layer, the oldest first
 
     def reserve(self, x: torch.Tensor, weight: torch.Tensor) -> KeptInput | None:
@@ -88,9 +96,12 @@ class KeptInputs:
         self._num_calls += 1
         layer = self._layer_of(weight)
         is_first = (seen := (layer, rows, columns, x.dtype)) not in self._seen
+        if is_first and len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
         self._seen.add(seen)
         kept = KeptInput(self, (layer, self._num_calls), (rows, columns), x)
-        kept.place = None if is_first else self._place_of(rows * columns * x.dtype.itemsize)
+        place = None if is_first else self._place_of(rows * columns * x.dtype.itemsize)
+        kept.place = place if place is not None and self._may_hold((place.name, *seen[1:])) else None
         if kept.place is not None:
             kept.place.holder, kept.place.is_free = kept, False
             self._waiting.setdefault(kept.layer, []).append(kept)
@@ -114,8 +125,22 @@ class KeptInputs:
             number = self._layers[weight] = self._num_layers
         return number
 
+    def _may_hold(self, shape: tuple[str, int, int, torch.dtype]) -> bool:
+        if shape not in self._shapes and len(self._shapes) >= _MOST_SHAPES:
+            return False
+        self._shapes.add(shape)
+        return True
+
+    def _give_up_old(self) -> None:
+        """Frees the places of calls whose backward has not come for long; if it comes nevertheless it gathers."""
+        for waiting in list(self._waiting.values()):
+            if waiting[0].number + _MOST_CALLS < self._num_calls:
+                self.release(waiting[0])
+
     def _place_of(self, num_bytes: int) -> _Place | None:
         """The smallest free place that holds as much, or a new one, as far as there is memory for it."""
+        if num_bytes > self._left_bytes:
+            self._give_up_old()
         fitting = [place for place in self._places if place.is_free and place.num_bytes >= num_bytes]
         if fitting:
             return min(fitting, key=lambda place: place.num_bytes)

@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_kept as bodies  # noqa: E402
 
+from ditron_train.tp import kept as kept_module  # noqa: E402
 from ditron_train.tp.kept import KeptInputs  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
@@ -42,6 +43,53 @@ def test_a_first_call_of_a_shape_keeps_nothing():
     rows = (4, 4, 12, 4, 12)
     kept = [inputs.reserve(torch.ones(count, 8), weight).place is not None for count in rows]
     assert kept == [False, True, False, True, True]
+
+
+def _inputs(num_places: int) -> KeptInputs:
+    """With room for places of 8 rows of 8 columns."""
+    arena = SimpleNamespace(
+        device=torch.device("cpu"), world_size=2, group_name="0", tensor=lambda *args: SimpleNamespace()
+    )
+    return KeptInputs(arena, num_places * 8 * 8 * 4)
+
+
+def test_ever_new_lengths_do_not_fill_what_ranks_remember(monkeypatch):
+    """Each shape at each place is one that ranks agree on; behind the last there is room for, inputs are gathered."""
+    monkeypatch.setattr(kept_module, "_MOST_SHAPES", 6)
+    inputs, weights = _inputs(4), [torch.ones(8, 8, requires_grad=True) for _ in range(3)]
+    for rows in (1, 2, 3, 4):
+        for step in range(3):  # the first call of a shape keeps nothing
+            kept = [inputs.reserve(torch.ones(rows, 8), weight) for weight in weights]
+            held = [one.place is not None for one in kept]
+            assert held == [step > 0 and rows < 3] * 3
+            for one in kept:
+                one.release()
+    assert len(inputs._shapes) == 6
+
+
+def test_places_of_weights_that_are_gone_come_back(monkeypatch):
+    """Nobody goes back through what a model that is gone has computed last."""
+    monkeypatch.setattr(kept_module, "_MOST_CALLS", 10)
+    inputs, x = _inputs(2), torch.ones(4, 8)
+    for _ in range(2):
+        gone = torch.ones(8, 8, requires_grad=True)
+        held = [inputs.reserve(x, gone).place is not None for _ in range(2)]
+        assert held == [False, True]
+    weight, held = torch.ones(8, 8, requires_grad=True), []
+    for _ in range(14):
+        kept = inputs.reserve(x, weight)
+        held.append(kept.place is not None)
+        kept.release()
+    first = held.index(True)
+    assert 4 < first < 12 and all(held[first:])
+
+
+def test_weights_that_are_new_at_each_call_are_not_remembered_for_ever(monkeypatch):
+    monkeypatch.setattr(kept_module, "_MOST_SEEN", 4)
+    inputs = _inputs(1)
+    for _ in range(20):
+        inputs.reserve(torch.ones(4, 8), torch.ones(8, 8, requires_grad=True))
+    assert len(inputs._seen) <= 4
 
 
 def test_dropped_graphs_second_backwards_and_failures():
