@@ -25,7 +25,7 @@ MegatronGroups = Literal["tensor", "expert"]
 #: From the inputs of a call to its results.
 Function = Callable[..., Sequence[torch.Tensor]]
 
-_HELD = 4  # times a call's inputs: values that show the order of sums, and both paths' results and gradients
+_HELD = 8  # times a call's inputs: values that show the order of sums, and both paths' results and gradients
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,13 @@ class OpSpec(ABC, Generic[Call, Context]):
             sums=trial.summed,
             also=trial.also,
             host_counts=trial.host_counts,
-            needed_bytes=_HELD * sum(tensor.nbytes for tensor in self.inputs(call)),
+            needed_bytes=self.held_bytes(call),
             is_told=not self.is_part(call),
         )
+
+    def held_bytes(self, call: Call) -> int:
+        """What a comparison holds of a GPU's memory at most, beside the job's own tensors; to be had on every rank."""
+        return _HELD * sum(tensor.nbytes for tensor in self.inputs(call))
 
     def is_part(self, call: Call) -> bool:
         """Whether ``call`` is a part of what will run, which another decision is about."""

@@ -12,6 +12,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bodies_memory import held_and_said  # noqa: E402
 from bodies_specs import (  # noqa: E402
     ask_failing_gate,
     ask_gate,
@@ -30,6 +31,7 @@ from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 SPECS = ["tp doubled_gather", *names_of_specs()]
 #: Bytes of a message; gradients that their parameters have; what Megatron's dispatchers are called with.
 ANY_SHAPE = ("pp send_recv", "muon step", "ep dispatch", "ep combine")
+TABLES_BYTES = 1 << 14  # what ops need whatever their sizes
 QUICK = ("--repetitions", "1")
 
 
@@ -56,6 +58,13 @@ def test_code_for_another_version_of_a_library_is_native() -> None:
 def test_code_that_fails_on_one_rank_is_its_error() -> None:
     found = run_workers_once(2, ask_gate_of_another_version, (0,), env={"DITRON_TIMEOUT_S": "3"})
     assert not found[0].ok and "rank 1 waited 3 s for rank 0" in found[1].traceback, found
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in ANY_SHAPE])
+def test_comparing_it_holds_no_more_memory_than_it_says(name: str) -> None:
+    """Where a rank has less, none compares: one that ran out of memory would leave the others in a collective."""
+    for of_rank in run_workers(2, held_and_said, name):
+        assert not [one for one in of_rank if one[1] > one[2] + TABLES_BYTES], of_rank
 
 
 def test_bench_measures_it(tmp_path: Path) -> None:

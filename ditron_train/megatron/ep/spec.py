@@ -76,6 +76,9 @@ def _forward_backward(dispatcher: Any, data: tuple[torch.Tensor, ...]) -> list[t
     return [rows.detach(), out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
 
 
+_ROWS_HELD = 8  # sets of rows, two of them for one in fp32
+
+
 class MovementCall(NamedTuple):
     """The first step of a kind of MoE layer on this rank.
 
@@ -166,6 +169,11 @@ class MovementSpec(OpSpec[MovementCall, Any]):
 
     def inputs(self, call: MovementCall) -> Sequence[torch.Tensor]:
         return call.hidden_states, call.routing_map, call.probs
+
+    def held_bytes(self, call: MovementCall) -> int:
+        """See `OpSpec`: rows are as many as tokens have experts, and lie there sent, sorted, scaled in fp32, and with
+        their gradients."""
+        return super().held_bytes(call) + _ROWS_HELD * call.topk * call.hidden_states.nbytes
 
     def megatron(self, call: MovementCall) -> Function:
         return functools.partial(_rows_and_results, call.make(True))

@@ -21,6 +21,8 @@ from ditron_train.tp.cost_model import wire_bytes
 from ditron_train.tp.linear_costs import MOST_RANKS_IN_ONE_ROUND
 from ditron_train.tp.spec import AG_GEMM, GEMM_AR, local_shapes, why_not_linear
 
+_BYTES_OF_ORDERS = 10  # of an element: values, what was read, two comparisons
+
 
 class ReducedLinearSpec(LinearSpec):
     """GEMM and all-reduce: in the backward of ``column``, beside the weight gradient, or the forward of ``row``.
@@ -42,6 +44,13 @@ class ReducedLinearSpec(LinearSpec):
 
     def _output_rows(self, rows: int, world_size: int) -> int:
         return rows
+
+    def held_bytes(self, call: LinearCall) -> int:
+        """See `OpSpec`: with what asks in which order NCCL adds each element of the sum
+        (``policy.all_reduce_order``)."""
+        n, k = call.weight.shape
+        num_elements = call.x.shape[:-1].numel() * (n if self.kind == "row" else k)
+        return super().held_bytes(call) + num_elements * (dist.get_world_size(call.group) + _BYTES_OF_ORDERS)
 
     def summed_dtype(self, call: LinearCall) -> torch.dtype | None:
         """See `OpSpec`: NCCL's all-reduce has orders of its own, which the op looks at (`all_reduce_order`)."""

@@ -42,6 +42,11 @@ _GPU_DTYPES = (torch.bfloat16, torch.float16)
 _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+#: How often a comparison holds what all ranks' rows are of the input, the weight, and all rows of the product: as
+#: counted (``tests/policy/bodies_memory.py``), and the data that reveals.
+_HELD: dict[Kind, tuple[int, int, int]] = {"column": (8, 4, 5), "row": (5, 8, 6)}
+
+
 class LinearSpec(OpSpec[LinearCall, Any]):
     """Gather, GEMM and their backward (``column``), or GEMM, reduce-scatter and theirs (``row``)."""
 
@@ -177,6 +182,13 @@ class LinearSpec(OpSpec[LinearCall, Any]):
 
     def inputs(self, call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
         return call.x.contiguous(), call.weight  # Megatron's layer refuses strides, Transformer Engine's copies them
+
+    def held_bytes(self, call: LinearCall) -> int:
+        """See `OpSpec`: rows of all ranks are gathered, multiplied and go back."""
+        x, (n, k) = call.x, call.weight.shape
+        most_rows = max(x.shape[0], self._output_rows(x.shape[0], dist.get_world_size(call.group)))
+        rows, held = most_rows * x.shape[1:-1].numel(), _HELD[self.kind]
+        return (held[0] * rows * k + held[1] * n * k + held[2] * rows * n) * x.element_size()
 
     def needs_grad(self, call: LinearCall) -> tuple[bool, bool]:
         return True, not (call.is_frozen and self.kind == "column")

@@ -1,0 +1,62 @@
+"""What a comparison of an op holds of memory, in a worker process."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from bodies_specs import _groups_of, _spec
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ditron_train.policy import OpSpec, Place, Shape
+from ditron_train.policy.probe import _compare
+
+
+class _Held(TorchDispatchMode):
+    """The most bytes that lived at a time, of what was made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = 0
+        self._lives: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {self._key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and self._key(tensor) not in given:
+                storage = tensor.untyped_storage()
+                self._lives[self._key(tensor)] = (StorageWeakRef(storage), storage.nbytes())
+        self._lives = {key: one for key, one in self._lives.items() if not one[0].expired()}
+        self.most_bytes = max(self.most_bytes, sum(num_bytes for _, num_bytes in self._lives.values()))
+        return found
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+
+def _shapes_of(spec: OpSpec) -> list[Shape]:
+    """Its own; of a linear layer some more, whose operands and results differ in size."""
+    shapes = list(spec.shapes(dist.get_world_size(), False))
+    if set(shapes[0].sizes) == set("mnk"):
+        shapes += [Shape("more", dict(zip("mnk", mnk))) for mnk in ((512, 256, 256), (256, 512, 256), (256, 256, 512))]
+    return shapes
+
+
+def held_and_said(name: str) -> list[tuple[str, int, int]]:
+    """Of each small shape: what comparing both paths held, and what the spec says."""
+    spec, place, found = _spec(name), Place(dist.group.WORLD, torch.device("cpu"), torch.float32), []
+    with _groups_of(spec):
+        for shape in _shapes_of(spec):
+            with spec.surroundings(shape):
+                call = spec.sample(shape, place, 0)
+                context = spec.context(call)
+                spec.trial(call, context).fused()  # what a shape needs once
+                with _Held() as held:
+                    trial = spec.trial(call, context)
+                    for native, fused in ((trial.megatron, trial.fused), *trial.also):
+                        _compare(native, fused, place.device)
+                found.append((str(shape), held.most_bytes, spec.held_bytes(call)))
+    return found
