@@ -110,7 +110,8 @@ class _Ring:
         self.memory[: len(text)] = text
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        self.note(error, error.group if isinstance(error, PeerTimeoutError) else None)
+        if os.getpid() == self._header["pid"]:  # not of a fork, which has its parent's file mapped
+            self.note(error, error.group if isinstance(error, PeerTimeoutError) else None)
         self._previous_hook(kind, error, traceback)
 
     def _end(self) -> None:

@@ -121,7 +121,9 @@ class ColumnOverNodes(torch.autograd.Function):
         if needs_weight and not deferred:
             total = rows.new_empty(len(rows) * ctx.context.world_size, rows.shape[1])
             gather = dist.all_gather_into_tensor(total, rows, group=group, async_op=True)
-        by_rails = needs_x and ctx.context.sums_by_rails(len(grad_output), weight.shape[1], rows.dtype)
+        # Rows with strides are multiplied whole, as natively: cuBLAS chooses its kernel by how they lie.
+        by_rails = needs_x and is_whole(grad_output)
+        by_rails = by_rails and ctx.context.sums_by_rails(len(grad_output), weight.shape[1], rows.dtype)
         partial = grad_output.matmul(weight) if needs_x and not by_rails else None
         if by_rails:
             grad_x = gemm_rs_over_nodes(grad_output, weight, context=ctx.context, layout="nn")

@@ -61,9 +61,19 @@ def test_what_is_not_faster_by_rails_is_left_to_the_process_group(kind, slower, 
     assert run_on_nodes(2, 2, bodies.tp_trials, kind, slower) == [(ways, tried)] * 4
 
 
-@pytest.mark.parametrize("strided", [True, False], ids=["strides", "whole"])
-def test_gradients_with_strides_behind_frozen_weights_are_megatrons(strided):
-    assert run_on_nodes(2, 1, bodies.tp_frozen, strided) == [0 if strided else 1] * 2
+@pytest.mark.parametrize(
+    "layout, frozen, by_rails",
+    [
+        ("whole", True, 1),
+        ("sequences", True, 0),  # Megatron's path multiplies sequence by sequence there
+        ("columns", True, 0),
+        ("whole", False, 1),
+        ("sequences", False, 1),  # it copies them
+        ("columns", False, 0),
+    ],
+)
+def test_gradients_with_strides_are_multiplied_whole(layout, frozen, by_rails):
+    assert run_on_nodes(2, 1, bodies.tp_strides, layout, frozen) == [by_rails] * 2
 
 
 def test_each_answer_keeps_its_own_way():

@@ -35,7 +35,7 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
         # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of
         # experts are exchanged by their dispatcher.
         is_ours = not args and not self.explicit_expert_comm and _communicates(kwargs)
-        if is_ours and self._is_covered(input, kwargs):
+        if is_ours and self._is_covered(input, weight, kwargs):
             context = route(
                 "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"],
                 is_frozen=not weight.requires_grad,
@@ -51,8 +51,8 @@ class DitronColumnParallelLinear(ColumnParallelLinear):
         linear = linear_of("column", kwargs["sequence_parallel"])
         return linear(input, weight, context=context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
 
-    def _is_covered(self, input: torch.Tensor, arguments: Mapping[str, Any]) -> bool:
-        reason = why_not_weight(self.weight) or why_not_arguments(input, arguments)
+    def _is_covered(self, input: torch.Tensor, weight: torch.Tensor, arguments: Mapping[str, Any]) -> bool:
+        reason = why_not_weight(weight) or why_not_arguments(input, arguments)
         if reason is not None:
             log_native("tp column", reason)
         return reason is None

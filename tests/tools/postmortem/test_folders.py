@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ditron_train.tools.postmortem.files import read_folder
+
 _JOB = """
 from ditron_train.runtime.flight_recorder import records_of
 records_of("0", [0]).record("op")
@@ -58,3 +60,19 @@ def test_records_follow_no_link(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == "dear"
     assert [one.name for one in tmp_path.iterdir() if one.is_symlink()] == []
     assert (tmp_path / "rank0.records").stat().st_size > 4
+
+
+def test_a_fork_that_fails_is_not_its_parents_error(tmp_path: Path) -> None:
+    code = """
+import os
+if os.fork() == 0:
+    raise ValueError("the child's own")
+os.wait()
+os._exit(0)
+"""
+    environment = {**os.environ, "RANK": "0", "DITRON_POSTMORTEM": str(tmp_path)}
+    command = [sys.executable, "-c", _JOB.format(end=code)]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=100)
+    assert b"the child's own" in done.stderr
+    (file,) = read_folder(tmp_path)
+    assert (file.state, file.error) == ("running", None)
