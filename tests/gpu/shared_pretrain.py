@@ -1,9 +1,9 @@
 """A Megatron script for ``test_jobs``: ``shared_pretrain.py pretrain_gpt.py <its arguments>`` under torchrun.
 
 Where there are more ranks than GPUs, they share them. That is for bits alone: ranks on one GPU take turns, and NCCL,
-to which every rank is a host of its own, joins them by sockets. ``--save`` names a folder of folders: what a job with
-``--ditron-record FOLDER/NAME`` saves lies in NAME there. How often each op ran on a rank stands in
-FOLDER/NAME/ops<rank>.json.
+to which every rank is a host of its own, joins them by sockets. ``SAVED`` names a folder of folders: a job with
+``--ditron-record FOLDER/NAME`` saves in NAME there, since ``compare`` refuses a ``--save`` that its jobs would share.
+How often each op ran on a rank stands in FOLDER/NAME/ops<rank>.json.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ if __name__ == "__main__":
     if shared_gpus.is_needed():
         shared_gpus.pose_as_hosts()
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    saved, record = _behind("--save"), _behind("--ditron-record")
+    saved, record = os.environ.get("SAVED"), _behind("--ditron-record")
     if saved is not None and record is not None:
-        sys.argv[saved] = str(Path(sys.argv[saved]) / Path(sys.argv[record]).name)
+        sys.argv += ["--save", str(Path(saved) / Path(sys.argv[record]).name)]
         _count_ops(Path(sys.argv[record]) / f"ops{os.environ['RANK']}.json")
     _take_helpers_of_wheel()
     sys.argv = sys.argv[1:]

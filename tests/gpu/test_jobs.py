@@ -127,9 +127,11 @@ def test_jobs(name, tmp_path):
     repeatable = {
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1", "DITRON_POLICY": "bits", "PYTHONPATH": path,
+        "SAVED": str(saved),
     }  # fmt: skip
-    command = [*_command(name, output), "--save", str(saved)]
-    done = subprocess.run(command, env={**os.environ, **repeatable}, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        _command(name, output), env={**os.environ, **repeatable}, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     steps = [json.loads(line) for line in (output / "ditron" / "rank0.jsonl").read_text().splitlines()]
     assert steps[-1]["step"] == NUM_STEPS

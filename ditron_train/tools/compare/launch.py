@@ -24,7 +24,8 @@ def with_launcher(words: Sequence[str]) -> list[str]:
     """``words`` with ``-m ditron_train.megatron.run`` in front of the Python script, unless it is there.
 
     Raises:
-        SettingError: No script stands there, it cannot be read, or features are named in the command itself.
+        SettingError: No script stands there, it cannot be read, features are named in the command itself, or it saves
+            checkpoints.
     """
     words = list(words)
     if any(word == "--ditron" or word.startswith("--ditron=") for word in words):
@@ -38,6 +39,11 @@ def with_launcher(words: Sequence[str]) -> list[str]:
         )
     if not Path(words[place]).is_file():
         raise SettingError(f"cannot read the script {words[place]}")
+    if any(word.split("=")[0] == "--save" for word in words[place:]):  # of all jobs, one over the other
+        raise SettingError(
+            "--save in the command: each job would overwrite the checkpoints, and begin where the one before it "
+            "stopped; leave it out (--load alone is fine: all jobs start from that checkpoint)"
+        )
     if LAUNCHER in words[:place]:
         return words
     return [*words[:place], "-m", LAUNCHER, *words[place:]]

@@ -212,6 +212,8 @@ def test_a_job_that_fails(script, compare_here, tmp_path):
         (["torchrun", "-m", "pretrain"], "no Python script in"),
         (["torchrun", "nowhere.py"], "cannot read the script nowhere.py"),
         (["torchrun", __file__, "--ditron", "tp"], "--ditron stands in front"),
+        (["torchrun", __file__, "--load", "a", "--save", "a"], "--save in the command: .*; leave it out"),
+        (["torchrun", "-m", LAUNCHER, __file__, "--save=a"], "--save in the command"),
     ],
 )
 def test_commands_that_cannot_be_used(words, says):
@@ -264,7 +266,7 @@ def test_where_the_launcher_goes():
         __file__,
         "--a.py",
     ]
-    there = ["torchrun", "-m", LAUNCHER, __file__]
+    there = ["torchrun", "-m", LAUNCHER, __file__, "--load", "a", "--save-interval", "5"]
     assert with_launcher(there) == there
 
 
