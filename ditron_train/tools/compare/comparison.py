@@ -110,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
         with running_jobs() as jobs:
             jobs.append(_start(_command(arguments), "A", 1, arguments))
             runs.native.append(_follow(jobs[0], "A", 1, arguments))
+    for job in runs.native[1:]:
+        _check_alike(native, job)
     own = [difference for job in runs.native[1:] for difference in differences(native, job)]
     skip = arguments.skip if arguments.skip is not None else steps_of_warmup(len(native))
     is_equal = show(runs, found, own, skip)
@@ -154,8 +156,8 @@ def _check(arguments: argparse.Namespace) -> None:
         check_folder(arguments.results)
 
 
-def _check_alike(native: Job, ours: Job) -> None:
-    """Refuses two jobs whose notes say that they did not train the same, or that no native one is among them.
+def _check_alike(native: Job, other: Job) -> None:
+    """Refuses two jobs whose notes say that they did not train the same, or that the first is no native one.
 
     Raises:
         SettingError: Such jobs.
@@ -169,7 +171,7 @@ def _check_alike(native: Job, ours: Job) -> None:
             **job.header["sizes"],
             "first step": job.ranks[0][0].number,
         }
-        for job in (native, ours)
+        for job in (native, other)
     ]
     differing = [name for name in dict.fromkeys([*said[0], *said[1]]) if said[0].get(name) != said[1].get(name)]
     if differing:

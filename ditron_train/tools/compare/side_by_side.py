@@ -7,7 +7,7 @@ from statistics import mean
 
 from rich.table import Table
 
-from ditron_train.tools.compare.steps import Difference, Job, Runs, Step, count_figures
+from ditron_train.tools.compare.steps import PARAMETERS, Difference, Job, Runs, Step, count_figures
 from ditron_train.tools.tables import terminal
 
 _SHOWN = 12
@@ -61,9 +61,9 @@ def show(runs: Runs, found: Sequence[Difference], own: Sequence[Difference], ski
         )
     first_own = min((difference.step for difference in own), default=None)
     counted = [difference for difference in found if first_own is None or difference.step < first_own]
-    uneven = next((job for job in runs.ours if len(job) != len(native)), runs.ours[0])
-    console.print(_verdict(native, uneven, counted, own), highlight=False, markup=False)
-    return not counted and len(native) == len(uneven)
+    uneven = _uneven(runs)
+    console.print(_verdict(runs, uneven, counted, own), highlight=False, markup=False)
+    return not counted and uneven is None
 
 
 def _times(runs: Runs, skip: int) -> str:
@@ -81,23 +81,46 @@ def _times(runs: Runs, skip: int) -> str:
     return "\n".join(lines)
 
 
-def _verdict(native: Job, ours: Job, counted: Sequence[Difference], own: Sequence[Difference]) -> str:
+def _uneven(runs: Runs) -> str | None:
+    """How many steps the first job has that has not as many as the first native one; None where all have."""
+    steps = len(runs.native[0])
+    for jobs, words in ((runs.ours, "with ditron_train"), (runs.native, "natively the next time")):
+        others = [len(job) for job in jobs if len(job) != steps]
+        if others:
+            return f"{steps} steps natively, {others[0]} {words}"
+    return None
+
+
+def _verdict(runs: Runs, uneven: str | None, counted: Sequence[Difference], own: Sequence[Difference]) -> str:
     if counted:
         more = f" and {len(counted) - 1} more" if len(counted) > 1 else ""
         return f"DIFFERENT: {_words(counted[0])}{more}"
-    if len(native) != len(ours):
-        return f"DIFFERENT: {len(native)} steps natively, {len(ours)} with ditron_train"
+    if uneven is not None:
+        return f"DIFFERENT: {uneven}"
     if own:
         return (
             f"native does not repeat itself: {_words(own[0])}; all before that is equal. Its deterministic "
             "settings change "
             "that: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, NCCL_ALGO=Ring, CUBLAS_WORKSPACE_CONFIG=:4096:8"
         )
+    native = runs.native[0]
+    what, missing = _digests((native, *runs.ours))
     return (
-        f"equal: all {count_figures((native, ours))} figures of {len(native)} steps on {len(native.ranks)} "
-        "ranks (losses, gradient "
-        "norms, digests of the optimizer's parameters after the first and the last step)"
+        f"equal: all {count_figures((native, runs.ours[0]))} figures of {len(native)} steps on {len(native.ranks)} "
+        f"ranks (losses, gradient norms{what}){missing}"
     )
+
+
+def _digests(jobs: Sequence[Job]) -> tuple[str, str]:
+    """After which steps every rank of all jobs has a digest of its parameters; and a warning where the last has none,
+    as in a job that ended before the step that Megatron was told is the last."""
+    steps = list(zip(*(steps for job in jobs for steps in job.ranks)))
+    noted = [one[0].number for one in steps if all(PARAMETERS in step.figures for step in one)]
+    after = f"step{'s' if len(noted) > 1 else ''} {' and '.join(map(str, noted))}"
+    what = f", digests of the optimizer's parameters after {after}" if noted else ""
+    last = steps[-1][0].number
+    missing = f"; parameters after the last step, {last}, were NOT compared: the jobs ended before they noted a digest"
+    return what, "" if last in noted else missing
 
 
 def _words(difference: Difference) -> str:
@@ -117,7 +140,7 @@ def _table(native: Job, ours: Job) -> Table:
     steps = list(zip(native.ranks[-1], ours.ranks[-1]))
     stride = -(-len(steps) // _SHOWN)
     kept = [pair for index, pair in enumerate(steps) if index % stride == 0 or index == len(steps) - 1]
-    names = list(dict.fromkeys(name for a, _ in steps for name in a.figures if name != "parameters"))
+    names = list(dict.fromkeys(name for a, _ in steps for name in a.figures if name != PARAMETERS))
     table = Table(title=f"{len(native.ranks)} ranks, {len(steps)} steps", title_justify="left")
     for column in (
         "step",

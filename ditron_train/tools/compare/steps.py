@@ -12,6 +12,9 @@ from ditron_train.megatron.plugin.arguments import WGRAD
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json, read_regular
 
+#: The digest among a step's figures.
+PARAMETERS = "parameters"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -19,7 +22,7 @@ class Step:
 
     Attributes:
         number: From 1.
-        figures: Losses by name, ``grad norm``, and ``parameters``, the digest, where there is one.
+        figures: Losses by name, ``grad norm``, and `PARAMETERS`, the digest, where there is one.
         seconds: From the end of the step before; None of the first, and of one that is traced.
         used_bytes: Of the GPU, by anything, at its end; None without a GPU.
         clock_mhz: Of the GPU's multiprocessors at its end; None where nothing tells.
@@ -133,7 +136,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[Step], list[str]]:
         raise ValueError(f"{path.name} begins with {header}")
     steps = []
     for entry in entries:
-        figures = {**entry["losses"], "grad norm": entry["grad_norm"], "parameters": entry.get("digest")}
+        figures = {**entry["losses"], "grad norm": entry["grad_norm"], PARAMETERS: entry.get("digest")}
         known = {name: value for name, value in figures.items() if value is not None}
         noted = (entry.get(name) for name in ("used_bytes", "clock_mhz", "joules"))
         steps.append(Step(entry["step"], known, entry["seconds"], *noted))

@@ -392,6 +392,32 @@ def test_more_steps_than_the_other_is_a_difference(tmp_path, capsys):
     assert not show(Runs([one], [other, one]), differences(one, other), [], 1)
     assert not show(Runs([one], [one, other]), [], [], 1)
     assert "DIFFERENT: 2 steps natively, 3 with ditron_train" in capsys.readouterr().out
+    assert not show(Runs([one, one, other], [one, one]), [], [], 1), "natively, too"
+    assert "DIFFERENT: 2 steps natively, 3 natively the next time" in capsys.readouterr().out
+
+
+def test_the_verdict_names_the_steps_whose_digests_were_compared(tmp_path, capsys):
+    """A job that ends before the step it was told is the last, by ``--exit-interval`` for instance, has no digest of
+    the last parameters."""
+    for name, first, last in (("whole", "ab", "cd"), ("early", "ab", None), ("none", None, None)):
+        for rank in range(2):
+            _write(tmp_path / name, rank, 2, [1.0, 2.0, 3.0], **({} if last is None else {"digest": last}))
+            path = tmp_path / name / f"rank{rank}.jsonl"
+            header, step, *others = path.read_text().splitlines()
+            step = json.dumps({**json.loads(step), "digest": first})
+            path.write_text("\n".join([header, step, *others]) + "\n")
+    for name, says in (
+        ("whole", "equal: all 10 figures of 3 steps on 2 ranks (losses, gradient norms, digests of the optimizer's "
+                  "parameters after steps 1 and 3)"),
+        ("early", "equal: all 8 figures of 3 steps on 2 ranks (losses, gradient norms, digests of the optimizer's "
+                  "parameters after step 1); parameters after the last step, 3, were NOT compared"),
+        ("none", "equal: all 6 figures of 3 steps on 2 ranks (losses, gradient norms); parameters after the last "
+                 "step, 3, were NOT compared"),
+    ):  # fmt: skip
+        job = read_job(tmp_path / name)
+        assert show(Runs([job], [job]), [], [], 1)
+        out = " ".join(capsys.readouterr().out.split())
+        assert says in out and ("NOT compared" in out) == (name != "whole")
 
 
 def test_notes_that_cannot_be_read(tmp_path):
@@ -428,6 +454,17 @@ def test_jobs_that_did_not_train_the_same(tmp_path, world_size, others, says):
     with pytest.raises(SettingError, match=f"did not train the same: {says}$"):
         run_notes(tmp_path / "one", tmp_path / "other")
     assert run_notes(tmp_path / "one", tmp_path / "one") == 0
+
+
+def test_the_second_native_job_has_to_have_trained_the_same(monkeypatch, tmp_path):
+    for name, step in (("one", 1), ("later", 7)):
+        _write(tmp_path / name, 0, 1, [1.0], step=step)
+    one, later = read_job(tmp_path / "one"), read_job(tmp_path / "later")
+    monkeypatch.setattr("ditron_train.tools.compare.comparison._train_all", lambda _: Runs([one, later], [one, one]))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SettingError, match="did not train the same: first step 1, 7$"):
+        run(parser.parse_args(["--ditron", "tp", "--output", str(tmp_path / "out"), "torchrun", __file__]))
 
 
 def test_rows_of_other_models_stay(tmp_path):
