@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,8 @@ class Row:
         model_us: The cost model's prediction of ``ditron_us``.
         spread: Largest relative difference between the two measurements of one of the columns.
         commit: Of the working tree, where it is not the stamp's.
+        stamp: What else of its own stamp is not the file's, by the names of `Stamp`; of ``settings`` those alone that
+            differ (None: not set). None also of an older file's rows of another commit, which do not say.
         command: What was trained, as ``compare`` was told.
         plan: Which op ran by which path, and why, as the job logged it.
         versions: Of what it ran with, by the names of `Stamp`.
@@ -84,6 +86,7 @@ class Row:
     model_us: float | None = None
     spread: float | None = None
     commit: str | None = None
+    stamp: dict[str, Any] | None = None
     command: str | None = None
     plan: list[str] | None = None
     versions: dict[str, str | None] | None = None
@@ -106,6 +109,11 @@ class Row:
     def title(self) -> str:
         """What rows that belong together have in common beside the pass: the op, and the recipe of an FP8 row."""
         return self.op if self.fp8 is None else f"{self.op} {self.dtype}"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured: a new row replaces those that have the same."""
+        return self.title, self.direction, self.model, self.dtype, self.world_size, tuple(sorted(self.shape.items()))
 
     @property
     def speedup(self) -> float:
@@ -229,7 +237,7 @@ def read_results(path: Path) -> tuple[Stamp, list[Row]]:
 
 
 def kept_rows(path: Path, stamp: Stamp, is_replaced: Callable[[Row], bool]) -> list[Row]:
-    """The rows of a file that stay in it beside new ones of ``stamp``: each says its commit where it is another.
+    """The rows of a file that stay in it beside new ones of ``stamp``: each says where its own stamp is another.
 
     Raises:
         ValueError: As ``read_results``.
@@ -237,28 +245,41 @@ def kept_rows(path: Path, stamp: Stamp, is_replaced: Callable[[Row], bool]) -> l
     if not path.exists():
         return []
     old, rows = read_results(path)
-    of_newest = old.commit == stamp.commit
-    commits = (
-        (row, row.commit or (None if of_newest else old.commit or "unknown")) for row in rows if not is_replaced(row)
-    )
-    return [replace(row, commit=None if commit == stamp.commit else commit) for row, commit in commits]
+    return [_under(stamp, old, row) for row in rows if not is_replaced(row)]
 
 
-def write_beside(
-    folder: Path, bench: str, stamp: Stamp, rows: Iterable[Row], fp8: str | None, titles: Collection[str] | None = None
-) -> Path:
-    """As ``write_results``, but rows of other recipes than ``fp8`` (None: of none) stay in the file, unless it cannot
-    be read; with ``titles`` those of other ops, too.
+_CONDITIONS = (
+    "driver", "torch", "triton", "nccl", "nvshmem", "megatron_core", "transformer_engine", "ditron_train", "date",
+)  # fmt: skip
+
+
+def _under(stamp: Stamp, old: Stamp, row: Row) -> Row:
+    """A row of a file that was stamped ``old`` as it stands under ``stamp``."""
+    own = row.stamp or {}
+    if row.commit is not None and row.stamp is None:  # of an older file, which does not say under what it was measured
+        return row
+    commit = row.commit or (None if old.commit == stamp.commit else old.commit or "unknown")
+    commit = None if commit == stamp.commit else commit
+    told = {name: own.get(name, getattr(old, name)) for name in _CONDITIONS if name not in (row.versions or {})}
+    differing = {name: value for name, value in told.items() if value != getattr(stamp, name)}
+    settings = {**old.settings, **own.get("settings", {})}
+    names = sorted({*settings, *stamp.settings} - {"summary"})  # which tells of one run's rows
+    changed = {name: settings.get(name) for name in names if settings.get(name) != stamp.settings.get(name)}
+    differing |= {"settings": changed} if changed else {}
+    return replace(row, commit=commit, stamp=differing if differing or commit else None)
+
+
+def write_beside(folder: Path, bench: str, stamp: Stamp, rows: Iterable[Row]) -> Path:
+    """As ``write_results``, but what was not measured again stays in the file, unless it cannot be read. Rows in FP8
+    stand behind all others.
 
     Raises:
         OSError: The folder cannot be made or written.
     """
-
-    def is_replaced(row: Row) -> bool:
-        return row.fp8 == fp8 and (titles is None or row.title in titles)
-
+    rows = list(rows)
+    measured = {row.key for row in rows}
     try:
-        kept = kept_rows(result_path(folder, stamp, bench), stamp, is_replaced)
+        kept = kept_rows(result_path(folder, stamp, bench), stamp, lambda old: old.key in measured)
     except ValueError:
         kept = []
-    return write_results(folder, bench, stamp, [*kept, *rows] if fp8 else [*rows, *kept])
+    return write_results(folder, bench, stamp, sorted([*kept, *rows], key=lambda row: row.fp8 is not None))

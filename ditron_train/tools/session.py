@@ -49,7 +49,6 @@ class BenchSession:
         world_size: Number of ranks.
         dtype: Of activations where nobody names one: bfloat16; on the CPU float32, which Triton's interpreter has.
         rows: What ``add`` was given; the same on every rank.
-        fp8: The recipe that is measured; rows of other ones stay in the file.
         notes: What the stamp says beside the counts.
     """
 
@@ -63,7 +62,6 @@ class BenchSession:
         self.notes: dict[str, str] = {}
         self._arguments = arguments
         self._sink = sink
-        self.fp8: str | None = getattr(arguments, "fp8", None)
 
     def measure(
         self,
@@ -185,8 +183,7 @@ class BenchSession:
         if is_shown:
             show_rows(self.rows, stamp)
         if self._arguments.output is not None:
-            titles = {row.title for row in self.rows}
-            path = write_beside(self._arguments.output, self.name, stamp, self.rows, self.fp8, titles)
+            path = write_beside(self._arguments.output, self.name, stamp, self.rows)
             if is_shown:
                 get_logger("bench").info("written: %s", path)
 

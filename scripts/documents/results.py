@@ -193,17 +193,19 @@ def _section(path: Path, root: Path) -> str:
         lines += [stamp.settings["summary"] + ".", ""]
     if path.stem == TRAINING:
         own = [
-            f"`{row.op.removeprefix(TRAINING_STEP)}` {row.model}: commit `{row.commit}`." for row in rows if row.commit
+            f"`{row.op.removeprefix(TRAINING_STEP)}` {row.model}: commit {_own_words(stamp, row)}."
+            for row in rows
+            if row.commit or row.stamp
         ]
         return "\n".join(
             [*lines, *(line for words in own for line in (words, "")), _step_table([(stamp, row) for row in rows])]
         )
     older: dict[str, list[str]] = {}
     for row in rows:
-        if row.commit:
-            older.setdefault(row.commit, []).append(row.title)
+        if row.commit or row.stamp:
+            older.setdefault(_own_words(stamp, row), []).append(row.title)
     if older:
-        words = "; ".join(f"`{commit}`: {', '.join(dict.fromkeys(titles))}" for commit, titles in older.items())
+        words = "; ".join(f"{own}: {', '.join(dict.fromkeys(titles))}" for own, titles in older.items())
         lines += [f"What stands above holds of the newest rows. Rows of other commits: {words}.", ""]
     lines += [_summary(rows), "", markdown_table(rows)]
     for words, picture in (("speed over native", picture_path), ("roofline", roofline_path)):
@@ -213,17 +215,32 @@ def _section(path: Path, root: Path) -> str:
     return "\n".join(lines)
 
 
+_VERSIONS = {
+    "driver": "driver",
+    "torch": "torch",
+    "triton": "triton",
+    "nccl": "NCCL",
+    "megatron_core": "megatron-core",
+    "transformer_engine": "Transformer Engine",
+}
+
+
 def _conditions(stamp: Stamp) -> str:
-    versions = {
-        "driver": stamp.driver,
-        "torch": stamp.torch,
-        "triton": stamp.triton,
-        "NCCL": stamp.nccl,
-        "megatron-core": stamp.megatron_core,
-        "Transformer Engine": stamp.transformer_engine,
-    }
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    versions = {words: getattr(stamp, name) for name, words in _VERSIONS.items()}
+    listed = ", ".join(f"{words} {version}" for words, version in versions.items() if version)
     return f"{stamp.date}, commit `{stamp.commit}`, {listed}."
+
+
+def _own_words(stamp: Stamp, row: Row) -> str:
+    """The commit of a row that was measured under another stamp, and what else of that differs, if the row says."""
+    own = row.stamp or {}
+    words = [own["date"]] if "date" in own else []
+    words += [f"{_VERSIONS.get(name, name)} {own[name]}" for name in own if name not in ("date", "settings")]
+    words += [
+        f"without `{name}`" if value is None else f"`{name}={value}`"
+        for name, value in own.get("settings", {}).items()
+    ]
+    return f"`{row.commit or stamp.commit}`" + (f" ({', '.join(words)})" if words else "")
 
 
 def _span(speedups: Sequence[float]) -> str:

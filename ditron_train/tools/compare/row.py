@@ -68,7 +68,7 @@ def write_row(
     folder: Path, model: str, runs: Runs, skip: int, story: Story | None = None, *, is_equal: bool
 ) -> Path | None:
     """Adds the row ``training_step`` to ``training.json``; one of the same model, features and recipe is replaced,
-    others keep their commit.
+    others keep their stamp.
 
     Its stamp is of the machine that trained, which need not be this one. What the file's stamp says of a newer row's
     libraries does not hold for older ones, so each row has its own.

@@ -87,8 +87,7 @@ class Report:
         if self._session.rank != 0 or folder is None or not rows:
             return None
         settings = {**self._stamp.settings, "summary": ". ".join(self._sentences())}
-        stamp, titles = replace(self._stamp, settings=settings), {row.title for row in rows}
-        return write_beside(folder, "verify", stamp, rows, self._arguments.fp8, titles)
+        return write_beside(folder, "verify", replace(self._stamp, settings=settings), rows)
 
     @cached_property
     def _stamp(self) -> Stamp:

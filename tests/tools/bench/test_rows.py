@@ -19,6 +19,7 @@ from ditron_train.tools.results import (
     Stamp,
     read_results,
     result_path,
+    write_beside,
     write_results,
 )
 from ditron_train.tools.stamp import collect_stamp
@@ -130,6 +131,71 @@ def test_stamp_tells_what_it_ran_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert collected.torch == torch.__version__ and collected.count == 2 and collected.driver is None
     assert collected.settings["NCCL_ALGO"] == "Ring" and collected.settings["repetitions"] == "7"
     assert "AWS_SECRET" not in collected.settings
+
+
+def test_only_rows_that_are_measured_again_are_replaced(tmp_path: Path) -> None:
+    others = [
+        dataclasses.replace(FULL, **change)
+        for change in (
+            {"op": "gemm_rs"},
+            {"direction": "backward"},
+            {"model": "LLaMA3-70B"},
+            {"dtype": "float16"},
+            {"dtype": "fp8_tensorwise"},
+            {"world_size": 4},
+            {"shape": {**FULL.shape, "m": 4096}},
+        )
+    ]
+    write_beside(tmp_path, "tp", stamp(), [FULL, *others])
+    again = dataclasses.replace(FULL, ditron_us=100.0)
+    _, rows = read_results(write_beside(tmp_path, "tp", stamp(), [again]))
+    key = lambda row: str(row.key)  # noqa: E731
+    assert sorted(rows, key=key) == sorted([again, *others], key=key)
+    assert [row.fp8 for row in rows] == [None] * 7 + ["tensorwise"]
+
+
+def _stays(folder: Path, own: Stamp, *later: Stamp) -> Row:
+    """A row that was measured under ``own``, as it stands when others were measured beside it later."""
+    write_beside(folder, "tp", own, [SHORT])
+    for one in later:
+        path = write_beside(folder, "tp", one, [FULL])
+    (row,) = [row for row in read_results(path)[1] if row.op == SHORT.op]
+    return row
+
+
+def test_a_row_that_stays_says_what_it_was_measured_under(tmp_path: Path) -> None:
+    own = stamp(commit="a", date="2026-01-01", torch="2.9", settings={"repetitions": "3", "NCCL_ALGO": "Ring"})
+    middle = stamp(commit="b", date="2026-02-01", torch="2.9", settings={"repetitions": "9", "summary": "of one run"})
+    new = dataclasses.replace(middle, torch="2.11", settings={"repetitions": "3", "DITRON_X": "1"})
+    row = _stays(tmp_path, own, middle)
+    differing = {"date": "2026-01-01", "settings": {"NCCL_ALGO": "Ring", "repetitions": "3"}}
+    assert row == dataclasses.replace(SHORT, commit="a", stamp=differing)
+    row = _stays(tmp_path, own, middle, new, new)
+    differing = {"torch": "2.9", "date": "2026-01-01", "settings": {"DITRON_X": None, "NCCL_ALGO": "Ring"}}
+    assert row == dataclasses.replace(SHORT, commit="a", stamp=differing)
+    assert _stays(tmp_path, own, middle, new, own) == SHORT, "the same stamp again"
+    assert _stays(tmp_path, own, dataclasses.replace(own, commit="c")) == dataclasses.replace(
+        SHORT, commit="a", stamp={}
+    )
+    old = dataclasses.replace(SHORT, commit="before")  # of an older file
+    write_results(tmp_path, "tp", own, [old])
+    assert old in read_results(write_beside(tmp_path, "tp", new, [FULL]))[1], "nothing is claimed of it"
+
+
+def test_the_page_says_what_older_rows_were_measured_under(tmp_path: Path) -> None:
+    now = stamp(device="NVIDIA H200", commit="new", date="2026-02-01")
+    settings = {"NCCL_ALGO": "Ring", "DITRON_X": None}
+    older = dataclasses.replace(
+        SHORT, commit="abc", stamp={"nccl": "2.27", "date": "2026-01-01", "settings": settings}
+    )
+    steps = [dataclasses.replace(older, op="training_step tp"), dataclasses.replace(older, op="training_step ep")]
+    steps[1] = dataclasses.replace(steps[1], commit=None, stamp={"date": "2026-01-02"})
+    write_results(tmp_path / RESULTS, "tp", now, [FULL, older])
+    write_results(tmp_path / RESULTS, "training", now, steps)
+    page = render_results(tmp_path)
+    own = "`abc` (2026-01-01, NCCL 2.27, `NCCL_ALGO=Ring`, without `DITRON_X`)"
+    assert f"Rows of other commits: {own}: {older.title}." in page
+    assert f"`tp` square: commit {own}." in page and "`ep` square: commit `new` (2026-01-02)." in page
 
 
 def test_tables() -> None:

@@ -121,11 +121,11 @@ def test_rows_of_other_recipes_stay_in_a_file(tmp_path):
               native_us=2.0, ditron_us=1.0, bitwise_equal=True, comm_sms=0)  # fmt: skip
     for recipe in (None, "tensorwise", "delayed", "tensorwise", None):
         dtype = "bfloat16" if recipe is None else f"fp8_{recipe}"
-        path = write_beside(tmp_path, "tp", stamp, [dataclasses.replace(row, dtype=dtype)], recipe)
+        path = write_beside(tmp_path, "tp", stamp, [dataclasses.replace(row, dtype=dtype)])
         stamp = dataclasses.replace(stamp, commit="new")
     rows = read_results(path)[1]
     assert [one.dtype for one in rows] == ["bfloat16", "fp8_delayed", "fp8_tensorwise"]
     assert [one.title for one in rows] == ["ag_gemm", "ag_gemm fp8_delayed", "ag_gemm fp8_tensorwise"]
     assert [one.fp8 for one in rows] == [None, "delayed", "tensorwise"] and not any(one.commit for one in rows)
     path.write_text("broken")
-    assert [one.dtype for one in read_results(write_beside(tmp_path, "tp", stamp, [row], None))[1]] == ["bfloat16"]
+    assert [one.dtype for one in read_results(write_beside(tmp_path, "tp", stamp, [row]))[1]] == ["bfloat16"]
