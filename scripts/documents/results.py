@@ -114,7 +114,7 @@ def _steps(root: Path, only_telling: bool = False) -> str:
     results = (read_results(path) for path in measurement_files(root) if path.stem == TRAINING)
     steps = [(stamp, row) for stamp, rows in results for row in rows if row.tells_all or not only_telling]
     if only_telling:
-        newest_last = sorted(steps, key=lambda step: step[0].date)
+        newest_last = sorted(steps, key=lambda step: (step[1].stamp or {}).get("date", step[0].date))
         steps = list({(row.op, row.model, row.fp8, stamp.count): (stamp, row) for stamp, row in newest_last}.values())
     what = "with its command, plan and trace" if only_telling else "of a GPU machine"
     missing = f"No training step {what} is committed yet."

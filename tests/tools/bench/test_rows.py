@@ -315,7 +315,8 @@ def test_of_each_job_the_newest_step_is_shown(tmp_path):
     step = dataclasses.replace(SHORT, op="training_step tp", model="some", shape={}, bitwise_equal=True, **told)
     other = dataclasses.replace(step, op="training_step ep")
     untold = dataclasses.replace(step, model="without a trace", trace=None)
-    of = {"NVIDIA H100 80GB HBM3": ("2026-03-01", [step]), "NVIDIA H200": ("2026-02-01", [step, other, untold])}
+    kept = dataclasses.replace(other, native_us=1e6, commit="abc", stamp={"date": "2026-01-01"})
+    of = {"NVIDIA H100 80GB HBM3": ("2026-03-01", [step, kept]), "NVIDIA H200": ("2026-02-01", [step, other, untold])}
     for device, (date, rows) in of.items():
         write_results(tmp_path / RESULTS, "training", dataclasses.replace(stamp(device=device), date=date), rows)
     smaller = dataclasses.replace(stamp(device="NVIDIA H200"), count=2)
