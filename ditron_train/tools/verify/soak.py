@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -42,7 +42,9 @@ class Soak:
         seconds: Of the whole run.
         first_epoch: Epoch in front of the first launch.
         last_epoch: The largest that an op has reached; above ``2**31 - 1`` where the run has crossed the wrap; 0 until
-        its end. host_bytes: Resident memory of this rank, sampled through the run after its first tenth.
+            its end.
+        host_bytes: Resident memory of this rank, sampled through the run after its first tenth, of ``ops`` after the
+            first call of each.
         device_bytes: Memory that torch holds for tensors on this rank's GPU, sampled alike.
     """
 
@@ -63,7 +65,12 @@ class Soak:
     @property
     def host_drift_bytes(self) -> int:
         """Resident memory at the end above that after the first tenth."""
-        return self.host_bytes[-1] - self.host_bytes[0] if self.host_bytes else 0
+        return _drift(self.host_bytes)
+
+    @property
+    def device_drift_bytes(self) -> int:
+        """Likewise of the GPU's memory; 0 without one."""
+        return _drift(self.device_bytes)
 
     @property
     def crossed_the_wrap(self) -> bool:
@@ -91,9 +98,14 @@ class Soak:
         reached = f"to {self.last_epoch}" if self.last_epoch else "on"
         epochs = f"epochs {self.first_epoch} {reached}" + (", across 2**31" if self.crossed_the_wrap else "")
         drift = f"memory drift {self.host_drift_bytes / 2**20:.2f} MiB" if self.host_bytes else "memory not read"
+        drift += f", of the GPU {self.device_drift_bytes / 2**20:.2f} MiB" if self.device_bytes else ""
         unit = "shapes" if self.what == "random" else "ops"
         return f"{self.done:,} of {self.planned:,} {unit} in {self.seconds:.0f} s ({rate}), {self.compared:,} " \
                f"results compared, {self.natively:,} native: {verdict}; {epochs}; {drift}"  # fmt: skip
+
+
+def _drift(samples: Sequence[int]) -> int:
+    return samples[-1] - samples[0] if samples else 0
 
 
 def last_epoch(context: TPContext) -> int:
@@ -178,13 +190,18 @@ def _give_back_free_memory() -> None:
         trim(0)
 
 
+def _derived(soak: Soak) -> dict[str, int | bool]:
+    """What a file says of a run beside its fields."""
+    drifts = {"host_drift_bytes": soak.host_drift_bytes, "device_drift_bytes": soak.device_drift_bytes}
+    return {**drifts, "crossed_the_wrap": soak.crossed_the_wrap}
+
+
 def write_soak(folder: Path, stamp: Stamp, soak: Soak) -> Path:
     """Writes ``<folder>/<device>x<count>/soak/<what>.json`` and returns its path."""
     path = result_path(folder, stamp, soak.what)
     path = path.parent / "soak" / path.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    summary = {**asdict(soak), "seconds": round(soak.seconds, 1), "host_drift_bytes": soak.host_drift_bytes,
-               "crossed_the_wrap": soak.crossed_the_wrap, "sentence": soak.sentence()}  # fmt: skip
+    summary = {**asdict(soak), "seconds": round(soak.seconds, 1), **_derived(soak), "sentence": soak.sentence()}
     path.write_text(json.dumps({"stamp": asdict(stamp), "summary": summary}, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -203,10 +220,10 @@ def add_piece(path: Path, soak: Soak) -> None:
                 raise ValueError("done")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SettingError(f"{path} holds no pieces of a long run: {error!r}") from None
-    drift, crossed = soak.host_drift_bytes, soak.crossed_the_wrap
-    pieces.append({**asdict(soak), "host_drift_bytes": drift, "crossed_the_wrap": crossed})
+    pieces.append({**asdict(soak), **_derived(soak)})
     counts = {name: sum(piece[name] for piece in pieces) for name in ("done", "compared", "num_different", "seconds")}
     counts["host_drift_bytes"] = sum(piece["host_drift_bytes"] for piece in pieces)
+    counts["device_drift_bytes"] = sum(_drift(piece.get("device_bytes", [])) for piece in pieces)
     kinds = dict.fromkeys(kind for piece in pieces for kind in piece["by_kind"])
     by_kind = {kind: sum(piece["by_kind"].get(kind, 0) for piece in pieces) for kind in kinds}
     content = {"total": {**counts, "by_kind": by_kind}, "pieces": pieces}

@@ -214,7 +214,7 @@ class _Verification:
     def finish(self) -> int:
         """Shows everything; the exit status."""
         self.report.finish()
-        grown = any(soak.what == "ops" and self._grows(soak.host_drift_bytes) for soak in self.report.soaks)
+        grown = any(soak.what == "ops" and self._grows(soak) for soak in self.report.soaks)
         return 0 if self.report.is_equal and not grown else 1
 
     def _named_cases(self) -> list[Case]:
@@ -266,8 +266,9 @@ class _Verification:
     def _num_compared(self, outcome: Outcome) -> int:
         return len(outcome.num_different) * self.arguments.repeat if outcome.is_ours else 0
 
-    def _grows(self, drift_bytes: int) -> bool:
-        return not self.session.agree(drift_bytes < MAX_DRIFT_BYTES)
+    def _grows(self, soak: Soak) -> bool:
+        """Whether memory of any rank's process or GPU did (collective)."""
+        return not self.session.agree(max(soak.host_drift_bytes, soak.device_drift_bytes) < MAX_DRIFT_BYTES)
 
     def _progress(self, cases: Iterable[Case], total: int) -> Iterator[Case]:
         columns = (

@@ -107,7 +107,7 @@ def test_soak_crosses_the_wrap_and_is_summed_up(tmp_path: Path) -> None:
         "tp gemm_ar": 1, "sp step": 4, "ep step": 5, "muon step": 1,
     }  # fmt: skip
     assert shapes["crossed_the_wrap"] and shapes["first_epoch"] == 2**31 - 8
-    assert ops["last_epoch"] > shapes["last_epoch"] >= 2**31 and len(ops["host_bytes"]) > 10
+    assert ops["last_epoch"] > shapes["last_epoch"] >= 2**31 and len(ops["host_bytes"]) > 5
 
 
 def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
