@@ -43,6 +43,12 @@ class Report:
         equal = (*(outcome.equal for outcome in self.outcomes), *(row.bitwise_equal for row in self.rows))
         return all(equal) and not any(soak.num_different for soak in self.soaks)
 
+    @property
+    def has_compared(self) -> bool:
+        """Whether anything was compared: no op that is left native is."""
+        ours = any(outcome.is_ours for outcome in self.outcomes)
+        return ours or bool(self.rows) or any(soak.compared for soak in self.soaks)
+
     def add_outcome(self, outcome: Outcome) -> None:
         """One more named case."""
         self.outcomes.append(outcome)

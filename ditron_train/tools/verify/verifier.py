@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Verifies what the command line names.
 
     Returns:
-        0 where every bit is equal (and, with ``--ops``, memory did not grow), else 1; the same on every rank.
+        0 where every bit is equal (and, with ``--ops``, memory did not grow), else 1; 1, too, where GPUs compared
+        nothing and no plan was asked for; the same on every rank.
 
     Raises:
         SettingError: A size, a count, a shape or a folder that cannot be.
@@ -215,7 +216,8 @@ class _Verification:
         """Shows everything; the exit status."""
         self.report.finish()
         grown = any(soak.what == "ops" and self._grows(soak) for soak in self.report.soaks)
-        return 0 if self.report.is_equal and not grown else 1
+        is_proof = self.report.has_compared or not self.on_gpu or self.arguments.plan is not None
+        return 0 if self.report.is_equal and is_proof and not grown else 1
 
     def _named_cases(self) -> list[Case]:
         arguments = self.arguments

@@ -302,6 +302,30 @@ def _run_soak(*words: str) -> int:
     return run(arguments(*words, "--first-epoch", str(2**31 - 8)))
 
 
+def _run_as_if_on_gpus(*words: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        finish = verify_run._Verification.finish
+        pose = lambda verification: setattr(verification, "on_gpu", True) or finish(verification)  # noqa: E731
+        patch.setattr(verify_run._Verification, "finish", pose)
+        try:
+            return run(arguments(*words))
+        finally:
+            os.environ.pop("DITRON_PLAN", None), os.environ.pop("DITRON_POLICY", None)
+
+
+def test_gpus_that_compared_nothing_are_no_proof(tmp_path: Path) -> None:
+    """One rank has nothing to overlap, so that all of it is native."""
+    plan = ("--plan", str(tmp_path / "plan.json"))
+    for body, words, status in (
+        (_run_as_if_on_gpus, ("--row", "8", "8", "8"), 1),
+        (_run_as_if_on_gpus, ("--random", "1", "--largest", "8"), 1),
+        (_run_as_if_on_gpus, ("--row", "8", "8", "8", *plan), 0),
+        (_run, ("--row", "8", "8", "8"), 0),
+    ):
+        assert run_workers(1, body, *words) == [status], words
+    assert run_workers(2, _run_as_if_on_gpus, "--row", "8", "8", "8") == [0, 0]
+
+
 def _endure_with_one_wrong_result(rank: int) -> int:
     from ditron_train.tools.verify import repeated_ops as endure
 
