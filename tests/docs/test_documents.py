@@ -247,6 +247,18 @@ def test_command_lines_are_taken(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_what_compares_layers_on_gpus_has_nccl_add_in_ring_order(path: Path) -> None:
+    """Otherwise row layers run by Megatron's path where NCCL takes a tree, and a plan made so is refused by a job."""
+    compares = re.compile(
+        r"-m ditron_train (verify|tune|compare|bench tp)\b|-m ditron_train.megatron.run\b.*--ditron tp"
+    )
+    for block in blocks(path.read_text(encoding="utf-8"), "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            is_elsewhere = "TRITON_INTERPRET=1" in line or "--notes" in line
+            assert is_elsewhere or not compares.search(line) or line.startswith("NCCL_ALGO=Ring "), line
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
 def test_python_compiles_and_its_imports_resolve(path: Path) -> None:
     for block in blocks(path.read_text(encoding="utf-8"), "python"):
         tree = ast.parse(block)
