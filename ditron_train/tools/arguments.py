@@ -31,9 +31,9 @@ def add_common_arguments(
         writes_results: Whether results are written, on GPUs, where no folder is named.
     """
     on_gpu = torch.cuda.is_available()
-    calls = (("repetitions", 15 if on_gpu else 3, "timed calls"), ("warmup", 4 if on_gpu else 1, "calls before them"))
-    for name, default, text in calls if counts else ():
-        parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{text} (default %(default)s)")
+    if counts:
+        add_count(parser, "repetitions", "timed calls", on_gpu=15, on_cpu=3)
+        add_count(parser, "warmup", "calls before them", on_gpu=4, on_cpu=1)
     parser.add_argument(
         "--output",
         type=Path,
@@ -46,6 +46,14 @@ def add_common_arguments(
         parser.add_argument(
             "--model", action="append", metavar="NAME", help="only this model's shapes (may be repeated)"
         )
+
+
+def add_count(parser: argparse._ActionsContainer, name: str, text: str, *, on_gpu: int, on_cpu: int) -> None:
+    """Adds ``--name N``, whose default is less where there is no GPU; its help says both, whichever machine prints
+    it."""
+    default = on_gpu if torch.cuda.is_available() else on_cpu
+    words = f"{text} (default {on_gpu}, without a GPU {on_cpu})"
+    parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=words)
 
 
 def add_shape_argument(parser: argparse._ActionsContainer, text: str, *, repeated: bool = True) -> None:

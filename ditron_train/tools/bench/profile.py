@@ -25,6 +25,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.nvidia_driver import driver_version
 from ditron_train.runtime.profiles import Machine, Profile, known_rates, profile_of_device
 from ditron_train.runtime.provenance import nccl_version
+from ditron_train.tools.arguments import add_count
 from ditron_train.tools.bench.profile_fp8 import fp8_calls, fp8_library
 from ditron_train.tools.predict.fit import fit_profile
 from ditron_train.tools.predict.rows import estimate_of
@@ -44,7 +45,6 @@ Call = Callable[[int], object]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench profile``."""
-    on_gpu = torch.cuda.is_available()
     parser.add_argument(
         "--output",
         dest="profile",
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="profile to write (default %(default)s)",
     )
-    for name, default, text in (("repetitions", 15 if on_gpu else 2, "timed calls"), ("warmup", 3, "calls before")):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default %(default)s)")
+    add_count(parser, "repetitions", "timed calls", on_gpu=15, on_cpu=2)
+    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="calls before them (default %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ from ditron_train.runtime.rates import MachineRates
 from ditron_train.runtime.tuning_table import TuningTable, parse_table, read_table
 from ditron_train.runtime.versions import find_versions
 from ditron_train.symm.exchange import exchange
-from ditron_train.tools.arguments import add_shape_argument
+from ditron_train.tools.arguments import add_count, add_shape_argument
 from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
 from ditron_train.tools.op_rows import shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
@@ -54,7 +54,6 @@ def _tuned_specs() -> dict[str, OpSpec[Any, Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``tune``."""
-    on_gpu = torch.cuda.is_available()
     parser.add_argument(
         "--op",
         action="append",
@@ -77,20 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="table to write; what it holds of other classes and group sizes stays (default %(default)s)",
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=4 if on_gpu else 1,
-        metavar="N",
-        help="how often candidates take turns (default %(default)s)",
-    )
-    parser.add_argument(
-        "--repetitions",
-        type=int,
-        default=4 if on_gpu else 1,
-        metavar="N",
-        help="timed calls of each turn (default %(default)s)",
-    )
+    add_count(parser, "rounds", "how often candidates take turns", on_gpu=4, on_cpu=1)
+    add_count(parser, "repetitions", "timed calls of each turn", on_gpu=4, on_cpu=1)
 
 
 def run(arguments: argparse.Namespace) -> int:

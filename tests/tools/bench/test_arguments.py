@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import add_common_arguments, check_folder, choose_models
@@ -102,3 +103,14 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "new"):
         with pytest.raises(SettingError, match="cannot write into"):
             check_folder(folder)
+
+
+def test_help_says_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference page is made from it, on a machine without a GPU."""
+    from ditron_train.cli import command_parsers
+
+    texts = []
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        texts.append({name: parser.format_help() for name, parser in command_parsers().items()})
+    assert texts[0] == texts[1] and "timed calls (default 15, without a GPU 3)" in texts[0]["bench tp"]
