@@ -27,7 +27,8 @@ from ditron_train.tp.problem import Op
 
 
 def parse_rooms(text: str | None) -> list[str]:
-    """Names between commas, or ``all``.
+    """Names between commas, or ``all``, which leaves out ``tp``: the linear layers, compared in any case, have its ops
+    in them, and ask the policy whether NCCL adds in an order that they can repeat.
 
     Raises:
         SettingError: An unknown name.

@@ -21,6 +21,7 @@ from ditron_train.runtime.errors import DitronError, NotSupportedError, SettingE
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import add_common_arguments, check_counts, check_folder
+from ditron_train.tools.catalog import ROOMS
 from ditron_train.tools.faults import campaign
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.session import BenchSession, bench_session
@@ -49,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rooms",
         metavar="NAME,NAME",
-        help="the ops of these, too, timed briefly: tp, sp, ep, pp, muon, or all (default: linear layers only)",
+        help=f"the ops of these, too, timed briefly: {', '.join(ROOMS)}; all: {', '.join(parse_rooms('all'))} "
+        "(default: the linear layers, which have tp's ops in them, and nothing else)",
     )
     add_fp8_argument(parser, "the layers of Transformer Engine in this recipe, their state too")
     parser.add_argument(

@@ -20,7 +20,7 @@ from ditron_train.policy import Shape
 from ditron_train.pp.spec import MESSAGE, message_shapes
 from ditron_train.runtime.errors import SettingError
 from ditron_train.symm.arena import close_all_arenas
-from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.catalog import ROOMS, specs_of
 from ditron_train.tools.results import read_results
 from ditron_train.tools.verify import rooms
 from ditron_train.tools.verify import verifier as verify_run
@@ -245,6 +245,13 @@ def test_rooms_take_the_models_sizes() -> None:
     ):
         with pytest.raises(SettingError, match=error):
             rooms.check_rooms([room], model, world_size)
+
+
+def test_help_says_which_rooms_are_all() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    said = " ".join(parser.format_help().split())
+    assert f"{', '.join(ROOMS)}; all: {', '.join(rooms.parse_rooms('all'))} (default: the linear layers" in said
 
 
 @pytest.mark.slow
