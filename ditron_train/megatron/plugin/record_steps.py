@@ -28,6 +28,7 @@ from ditron_train.runtime.provenance import collect_provenance
 
 _LOOP = "megatron.training.training"
 _GRAD_NORM = 5  # of what train_step returns; the losses stand first
+_PART = 1 << 22  # elements, which bounds the memory that a digest takes
 
 #: Megatron's arguments that say what was trained.
 SIZES = (
@@ -35,6 +36,26 @@ SIZES = (
     "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "tensor_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "pipeline_model_parallel_size",
 )  # fmt: skip
+
+
+def _signed(bits: int) -> int:
+    """The int64 of these 64 bits."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+#: Of splitmix64: how far bits are moved, and the factor behind.
+_MIXING = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+
+
+def _weights(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers for ``count`` places from ``first`` on, the same on every device: splitmix64's, since with numbers
+    that grow evenly from place to place differences of neighbours (+1, -2, +1) would cancel."""
+    mixed = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
+    mixed *= _signed(0x9E3779B97F4A7C15)
+    for shift, factor in _MIXING:
+        mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # without copies of the sign
+        mixed *= factor
+    return mixed.bitwise_or_(1)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -47,10 +68,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         flat = local.detach().reshape(-1)
         bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        for part in bits.split(1 << 22):  # bounds the int64 copies
-            places = torch.arange(position, position + len(part), dtype=torch.int64, device=part.device)
-            weights = (2 * places + 1) * 0x9E3779B97F4A7C1
-            total += int((part.to(torch.int64) * weights).sum())
+        for part in bits.split(_PART):
+            total += int(_weights(position, len(part), part.device).mul_(part).sum())
             position += len(part)
     return f"{total % (1 << 64):016x}"
 

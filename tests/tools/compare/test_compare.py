@@ -598,6 +598,30 @@ def test_a_digest_shows_every_bit():
     assert digest(tensors) == whole
 
 
+def _digest_of_words(words):
+    """As documented, in Python's numbers."""
+    total, mask = 0, (1 << 64) - 1
+    for place, word in enumerate(words):
+        mixed = (place + 1) * 0x9E3779B97F4A7C15 & mask
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
+        total += ((mixed ^ mixed >> 31) | 1) * word
+    return f"{total & mask:016x}"
+
+
+def test_differences_of_neighbours_do_not_cancel_in_a_digest(monkeypatch):
+    pytest.importorskip("megatron.core")
+    monkeypatch.setattr(record_steps, "_PART", 5)  # neighbours in different parts, too
+    values = torch.randn(1000)
+    whole, bits = record_steps.digest([values]), values.view(torch.int32)
+    assert whole == _digest_of_words(bits.tolist()) == record_steps.digest(values.split(7))
+    for structure in ([1, -1], [1, -2, 1], [1, -1, -1, 1], [1, -3, 3, -1], [1, -1, 0, 0, -1, 1]):
+        for first in (0, 3, 500):
+            changed = bits.clone()
+            changed[first : first + len(structure)] += torch.tensor(structure, dtype=torch.int32)
+            assert record_steps.digest([changed.view(torch.float32)]) != whole, (structure, first)
+
+
 def _digests_of_parts(whole):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
