@@ -129,6 +129,7 @@ class EPContext(OpContext):
         self.counts_channel.overflow_hint = (
             " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
         )
+        self.counts_channel.bounds = ("experts of a token", "rows of all tokens")
         self.messages = self.arena.tensor(f"{name}/messages", (self.world_size, self.shape.message_words), torch.int32)
 
     @cached_property

@@ -168,6 +168,21 @@ class HostCounts:
         """[world_size] rows that each rank receives."""
         return self.expert_rows.reshape(shape.world_size, shape.experts_per_rank).sum(1)
 
+    def why_not_listed(self, shape: LayoutShape, padding: int, *, ragged: bool) -> str | None:
+        """Why no list holds all entries of some rank, or None; the exchange leaves a layout without rows then.
+
+        Args:
+            shape: Of the layout.
+            padding: As of ``room``.
+            ragged: Whether a token may have more than ``topk`` experts.
+        """
+        if not ragged and self.widest > shape.topk:
+            return f"a token has {self.widest} experts, top-k is {shape.topk}"
+        beyond = self.counts.sum(1) - self.tokens * shape.topk
+        if beyond.max() > padding:
+            return f"a routing map has {beyond.max()} entries beyond top-k, padding allows {padding}"
+        return None
+
     def room(self, shape: LayoutShape, padding: int = 0) -> Room:
         """What the rank that needs most needs; ``padding``: places beyond ``topk`` of each token."""
         places = int(self.tokens.max()) * shape.topk + padding

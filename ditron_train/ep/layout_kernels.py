@@ -13,6 +13,7 @@ import ditron_train.lang as dl
 from ditron_train.symm import control as control_layout
 
 KIND_OVERFLOW = tl.constexpr(control_layout.KIND_OVERFLOW)
+KIND_REFUSED = tl.constexpr(control_layout.KIND_REFUSED)
 TICKET_UNIT_LOG2 = tl.constexpr(control_layout.TICKET_UNIT_LOG2)
 
 
@@ -104,6 +105,51 @@ def _trade_messages(mine, chunk_entries, message_addresses, channel, rank, epoch
 
 
 @triton.jit
+def _set_no_rows(tables, S: tl.constexpr):
+    """Makes the layout one without rows, of which nobody sends, awaits or multiplies any."""
+    chunks = tl.arange(0, S.NUM_CHUNKS)
+    ranks = tl.arange(0, S.RANKS)
+    slots = tl.arange(0, S.SLOTS)
+    offsets = ranks[:, None] * (S.NUM_CHUNKS + 1) + chunks[None, :]
+    none = tl.zeros((S.RANKS, S.NUM_CHUNKS), tl.int32)
+    tl.debug_barrier()  # behind what other threads stored there
+    tl.store(tables.chunk_entries + offsets, none)
+    tl.store(tables.chunk_entries + offsets + 1, none)
+    tl.store(tables.recv_offsets + offsets, none)
+    tl.store(tables.recv_offsets + offsets + 1, none)
+    tl.store(tables.expert_tokens + slots, tl.zeros((S.SLOTS,), tl.int32))
+    tl.store(tables.sources + ranks[:, None] * S.SLOTS + slots[None, :], tl.zeros((S.RANKS, S.SLOTS), tl.int32))
+
+
+@triton.jit
+def _refuse_wide(
+    tables, messages, control, counts, place_capacity, most_experts, S: tl.constexpr, HAS_CAPACITY: tl.constexpr
+):
+    """Leaves no rows where a rank has a token of more than ``most_experts`` experts, or more rows than its list has
+    places: entries beyond are not listed, and whatever lies in memory would be sent instead.
+
+    Every rank finds the same in the messages. With HAS_CAPACITY it is recorded, else the host raises.
+    """
+    ranks = tl.arange(0, S.RANKS)
+    theirs = messages + ranks * S.MESSAGE_WORDS + S.COLUMNS + S.RANKS
+    widest = tl.load(theirs + 1, mask=ranks < S.WORLD_SIZE, other=0)
+    rows = tl.sum(counts, axis=1)
+    places = tl.zeros((S.RANKS,), tl.int32) + tl.cast(place_capacity, tl.int32)
+    if not HAS_CAPACITY:
+        places += tl.load(theirs, mask=ranks < S.WORLD_SIZE, other=0) * S.TOPK
+    is_beyond = ((widest > most_experts) | (rows > places)).to(tl.int32)
+    if tl.max(is_beyond, axis=0) > 0:
+        if HAS_CAPACITY:
+            peer = tl.argmax(is_beyond, axis=0)
+            width = tl.sum(tl.where(ranks == peer, widest, 0), axis=0)
+            length = tl.sum(tl.where(ranks == peer, rows, 0), axis=0)
+            is_wide = width > most_experts
+            seen, bound = tl.where(is_wide, width, length), tl.where(is_wide, most_experts, place_capacity)
+            dl.record_failure(control, KIND_REFUSED, peer, tl.where(is_wide, 0, 1), bound, seen)
+        _set_no_rows(tables, S)
+
+
+@triton.jit
 def _set_limits(
     limits, messages, control, rank, totals, dests, capacities, S: tl.constexpr, HAS_CAPACITY: tl.constexpr
 ):
@@ -137,7 +183,7 @@ def _set_limits(
         tl.store(limits + 3, tl.max(tokens_of, axis=0) * S.TOPK + tl.cast(place_capacity, tl.int32))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "row_capacity", "slot_capacity", "place_capacity"])
+@triton.jit(do_not_specialize=["num_tokens", "row_capacity", "slot_capacity", "place_capacity", "most_experts"])
 def exchange_counts(
     tables,
     messages,
@@ -148,6 +194,7 @@ def exchange_counts(
     row_capacity,
     slot_capacity,
     place_capacity,
+    most_experts,
     S: tl.constexpr,
     HAS_CAPACITY: tl.constexpr,
 ):
@@ -167,6 +214,9 @@ def exchange_counts(
     - ``limits``: rows here, and what every rank has room for: rows (entries), slots, places. Without HAS_CAPACITY the
       largest that any rank needs (``place_capacity``: places beyond TOPK of each token); with it what was allocated,
       and a rank that needs more records the overflow. Then the epoch of the next dispatch.
+
+    Where a token of any rank has more than ``most_experts`` experts, or its list too few places, it becomes a layout
+    without rows on every rank (``_refuse_wide``).
 
     Waits: for every rank's start signal before its pad is written (its stream is past its last use of it), then for
     its message (release/acquire at system scope by ``notify`` and ``wait``).
@@ -222,6 +272,7 @@ def exchange_counts(
     )
     tl.store(tables.sources + ranks[:, None] * S.SLOTS + local[None, :], from_ranks)
     tl.store(tables.limits + 4, ((tl.load(dispatch_tickets) >> TICKET_UNIT_LOG2) + 1).to(tl.int32))
+    _refuse_wide(tables, messages, channel.control, counts, place_capacity, most_experts, S, HAS_CAPACITY)
     capacities = (row_capacity, slot_capacity, place_capacity)
     _set_limits(tables.limits, messages, channel.control, rank, totals, dests, capacities, S, HAS_CAPACITY)
 
@@ -284,7 +335,7 @@ def list_entries(
             chosen = (routed3 > 0) & (entries < num_places) & (places < num_places)
         else:
             places = tokens[:, None, None] * S.TOPK + nth
-            chosen = (routed3 > 0) & (nth < S.TOPK) & (entries < num_places)  # a wider token is refused by the host
+            chosen = (routed3 > 0) & (nth < S.TOPK) & (entries < num_places)  # of a wider token nothing is sent
         bits = tl.reshape(weight, (BLOCK_T, S.RANKS, S.SLOTS)).to(tl.int32, bitcast=True)
 
         target = send_list + tl.cast(entries, tl.int64) * 4

@@ -69,7 +69,8 @@ class PendingLayout:
 
         Raises:
             MismatchError: The ranks called it with different hidden sizes, types, experts, top-k or capacities.
-            NotSupportedError: A token has more than top-k experts; on every rank alike.
+            NotSupportedError: A token has more than top-k experts, or a padded routing map more than its padding
+                allows; on every rank alike.
             PeerTimeoutError: A rank did not come.
             ArenaError: The buffers do not fit; on every rank alike.
         """
@@ -86,8 +87,9 @@ class PendingLayout:
             context.counts_channel.check()
             assert self.host_messages is not None, "copied where no room is given"
             host = HostCounts.from_messages(self.host_messages.numpy(), shape)
-            if host.widest > shape.topk and self.token_places is None:
-                raise NotSupportedError(f"expert parallel: a token has {host.widest} experts, top-k is {shape.topk}")
+            reason = host.why_not_listed(shape, self.padding, ragged=self.token_places is not None)
+            if reason is not None:
+                raise NotSupportedError(f"expert parallel: {reason}")
             room = host.room(shape, self.padding)
             sent = (
                 ahead is not None and room.rows <= ahead.entry_room and max(room.slots, room.places) <= ahead.slot_room
@@ -189,8 +191,8 @@ def begin_layout(
         dtype: Their type.
         context: Of the group.
         capacity_factor: None: exact sizes, for one host sync in ``finish``. A number: fixed sizes, so many times the
-            rows of even routing, no host sync; what does not fit is recorded on the device and raised at the next
-            check.
+            rows of even routing, no host sync; what does not fit, and a token of more than ``topk`` experts, is
+            recorded on the device and raised at the next check.
         expert_capacity: How many tokens of every rank each expert gets, exactly: the routing map is padded to it.
             Sizes are known without a host sync.
         padding: How many entries a rank's routing map has at most beyond ``topk`` for each of its tokens, where it is
@@ -223,7 +225,7 @@ def begin_layout(
     launch(context, count_chunks, shape.num_chunks, {"S": context.layout_sizes, "BLOCK_T": block_tokens}, 4)(
         routed, tables.chunk_counts, tables.chunk_dests, tables.chunk_widest, num_tokens, chunk_tokens
     )
-    _exchange(context, tables, num_tokens, hidden, dtype, room, padding)
+    _exchange(context, tables, num_tokens, hidden, dtype, room, padding, ragged=token_places is not None)
     host: dict[str, Any] = (
         {} if room else dict(zip(("host_messages", "copied"), _copy_to_host(context.messages.local)))
     )
@@ -300,6 +302,8 @@ def _exchange(
     dtype: torch.dtype,
     room: Room | None,
     padding: int,
+    *,
+    ragged: bool,
 ) -> None:
     """Launches ``exchange_counts``, which fills the tables; ranks that pad otherwise have another signature."""
     rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, padding)
@@ -307,9 +311,10 @@ def _exchange(
         context.messages,
         pointers(context, context.counts_channel, hidden, dtype, Kind.COUNTS, rows or padding),
     )
-    tickets = context.dispatch_channel.tickets
+    tickets, shape = context.dispatch_channel.tickets, context.shape
+    most_experts = shape.num_experts if ragged else shape.topk
     launch(context, exchange_counts, 1, {"S": context.layout_sizes, "HAS_CAPACITY": room is not None}, 8)(
-        tables, messages.local, messages.addresses, given, tickets, num_tokens, rows, slots, places
+        tables, messages.local, messages.addresses, given, tickets, num_tokens, rows, slots, places, most_experts
     )
 
 

@@ -29,6 +29,7 @@ from ditron_train.symm.control import (
     DTYPES,
     KIND_MISMATCH,
     KIND_OVERFLOW,
+    KIND_REFUSED,
     KIND_TIMEOUT,
     READY_WORDS,
     RECORD_CHUNK,
@@ -131,6 +132,7 @@ class Channel:
         self.control = torch.tensor(words, dtype=torch.int64, device=device)
         self._signatures: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
         self.overflow_hint = ""  # what a slot is and which setting makes room, for the error of an op that has slots
+        self.bounds: tuple[str, ...] = ()  # what an op's kernels refuse more of than it covers, by a record's chunk
         self._error: DitronError | None = None
         _channels.add(self)
 
@@ -246,6 +248,11 @@ class Channel:
             return DitronError(
                 f"{self.op_name} on group {self.arena.group_name}: {words[RECORD_SEEN]} rows for slot "
                 f"{words[RECORD_CHUNK]} of rank {peer}, room for {words[RECORD_EXPECTED]}{self.overflow_hint}"
+            )
+        if kind == KIND_REFUSED:
+            return DitronError(
+                f"{self.op_name} on group {self.arena.group_name}: {self.bounds[words[RECORD_CHUNK]]}: "
+                f"{words[RECORD_SEEN]} on rank {peer}, at most {words[RECORD_EXPECTED]} are covered"
             )
         return self._timeout_error(peer, words[RECORD_CHUNK], words[RECORD_EXPECTED], words[RECORD_SEEN])
 

@@ -43,6 +43,7 @@ RECORD_WORDS = 8
 KIND_TIMEOUT = 1
 KIND_MISMATCH = 2
 KIND_OVERFLOW = 3
+KIND_REFUSED = 4
 
 READY_WORDS = 16  # one rank's start signal: the epoch, then 15 words of signature
 TICKET_UNIT_LOG2 = 10  # a launch takes 2**10 tickets whatever its grid is (so at most 1024 programs)

@@ -99,7 +99,10 @@ SPECS = [
             "tables": _TABLES,
             **fields(("messages", _INT), ("message_addresses", "*i64")),
             "channel": CHANNEL,
-            **fields(("dispatch_tickets", "*i64"), ("num_tokens row_capacity slot_capacity place_capacity", "i32")),
+            **fields(
+                ("dispatch_tickets", "*i64"),
+                ("num_tokens row_capacity slot_capacity place_capacity most_experts", "i32"),
+            ),
         },
         constexprs={"S": _LAYOUT, "HAS_CAPACITY": True},
         num_warps=8,

@@ -24,6 +24,7 @@ from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear,
 from ditron_train.ep.group_gemm import group_gemm
 from ditron_train.ep.group_linear import group_linear
 from ditron_train.ep.launch import compiling
+from ditron_train.ep.layout import Room
 from tests.ep.layout_twin import plan_on_host
 
 
@@ -202,6 +203,8 @@ def error_of(case):
     try:
         if case == "wide_token":  # only rank 1 has one, every rank raises
             _layout(context, experts=3 if dist.get_rank() == 1 else 2)
+        elif case == "wide_padding":  # 12 entries of rank 1 beyond top-k, the recipe allows 2
+            _layout(context, tokens=6, experts=4 if dist.get_rank() == 1 else 2, padding=2)
         elif case == "hidden_differs":
             _layout(context, hidden=16 + 8 * dist.get_rank())
         elif case == "padding_differs":  # recipes of other multiples
@@ -274,6 +277,80 @@ def overflowing_capacity():
     except RuntimeError as error:
         return str(error)
     return None
+
+
+@contextlib.contextmanager
+def lists_in_used_memory():
+    """Lists of entries, and what lies behind them, are full of what an earlier list left: [0, 1, 5, 0] an entry."""
+    before = torch.empty
+
+    def used(*sizes, **options):
+        if len(sizes) != 2 or sizes[1] != 4 or options.get("dtype") is not torch.int32:
+            return before(*sizes, **options)
+        return torch.tensor([0, 1, 5, 0], dtype=torch.int32).repeat(sizes[0] + 64, 1)[: sizes[0]]
+
+    with mock.patch.object(torch, "empty", used):
+        yield
+
+
+def _routed_to_all(*, tokens=8, experts=8, topk=2):
+    """The first token of rank 1 to all experts, everything else to ``topk``."""
+    routed = routing("random", dist.get_rank(), tokens, experts, topk, 1)
+    routed[0] |= dist.get_rank() == 1
+    return routed
+
+
+def wide_token_ahead():
+    """Tokens sent ahead whose layout is refused: the error, which entries came, and whether the next step is right."""
+    from ditron_train.runtime.errors import NotSupportedError
+
+    context, x = get_ep_context(dist.group.WORLD, torch.device("cpu"), 8, 2), torch.ones(8, 16)
+    context.reserve(Room(128, 128, 128), 128, 16, torch.float32)
+    entries = context.token_buffers(1, 1, 16, torch.float32).entries.fill_(-1)
+    routed = _routed_to_all()
+    with lists_in_used_memory():
+        pending = begin_layout(routed, routed.float(), 16, torch.float32, context)
+    ops.dispatch_ahead(x, pending)
+    try:
+        words = repr(pending.finish())
+    except NotSupportedError as error:
+        words = str(error)
+    dist.barrier()
+    came = int((entries != -1).sum())
+    routed = routing("random", dist.get_rank(), 8, 8, 2, 1)
+    layout = begin_layout(routed, routed.float(), 16, torch.float32, context).finish()
+    rows, _ = ops.dispatch(x, layout, context)
+    out, _ = ops.combine(rows, layout, context, order="ascending")
+    context.check()
+    return words, came, torch.equal(out, 2 * x)
+
+
+def refused_without_a_host_sync(case):
+    """A step of fixed sizes whose map no list holds, behind one that fits, as a host calls it that is ahead of the
+    device: how many values came, and the error of the next look."""
+    from ditron_train.runtime.errors import DitronError
+
+    topk = {"wide": 3, "padded": 4}[case]
+    context, rank = get_ep_context(dist.group.WORLD, torch.device("cpu"), 8, topk), dist.get_rank()
+    fits = (torch.arange(8) < 4)[:, None].expand(8, 8)
+    if case == "wide":
+        routed, sizes = _routed_to_all(topk=topk), dict(capacity_factor=4.0)
+        fits = fits & (torch.arange(8) < topk)
+    else:  # rank 1 has 40 entries and places for 32; all experts together have room for what there is
+        routed, sizes = (torch.arange(8) < 5 * rank)[:, None].expand(8, 8), dict(expert_capacity=4)
+    begin_layout(fits, fits.float(), 16, torch.float32, context, **sizes).finish()
+    with lists_in_used_memory(), mock.patch.object(context, "check"):
+        layout = begin_layout(routed, routed.float(), 16, torch.float32, context, **sizes).finish()
+        with poisoned_memory():
+            rows, _ = ops.dispatch(torch.ones(8, 16), layout, context)
+        came = int((~rows.isnan()).sum())
+        fused.gemm_combine(rows, layout, context, [torch.ones(16, 16)] * 4, order="ascending")
+        ops.combine(rows, layout, context, order="ascending")
+    try:
+        context.check()
+    except DitronError as error:
+        return came, str(error)
+    return came, None
 
 
 @poisoned_memory()

@@ -18,6 +18,7 @@ from tests.support.processes import run_workers, run_workers_once  # noqa: E402
     "case, name, words",
     [
         ("wide_token", "NotSupportedError", "a token has 3 experts, top-k is 2"),
+        ("wide_padding", "NotSupportedError", "a routing map has 12 entries beyond top-k, padding allows 2"),
         ("routing_type", "NotSupportedError", "bool"),
         ("routing_shape", "NotSupportedError", r"\(3, 5\)"),
         ("probs_shape", "NotSupportedError", "differs"),

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_ep import changing_counts, fixed_capacity, layout_and_movement, overflowing_capacity, uneven_columns  # noqa: E402
+from bodies_ep import (  # noqa: E402
+    changing_counts,
+    fixed_capacity,
+    layout_and_movement,
+    overflowing_capacity,
+    refused_without_a_host_sync,
+    uneven_columns,
+    wide_token_ahead,
+)
 
 from tests.support.processes import run_workers  # noqa: E402
 
@@ -64,3 +72,22 @@ def test_overflow_is_an_error_that_names_expert_rank_and_setting():
     for text in run_workers(2, overflowing_capacity):
         assert "16 rows for slot 1 of rank 1, room for 10" in text and "DITRON_EP_CAPACITY" in text
     run_workers(2, changing_counts, 1, 10, 3, 8)  # the workers are still good
+
+
+def test_of_a_token_wider_than_topk_nothing_is_sent_ahead():
+    """Its entries are more than their list has places: what lies behind would travel."""
+    for words, came, is_right in run_workers(2, wide_token_ahead):
+        assert "a token has 8 experts, top-k is 2" in words and came == 0 and is_right
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("wide", "experts of a token: 8 on rank 1, at most 3"),
+        ("padded", "rows of all tokens: 40 on rank 1, at most 32"),
+    ],
+)
+def test_what_no_list_holds_is_an_error_without_a_host_sync_too(case, words):
+    """No row is written in the place of another token's, and nobody waits for one."""
+    for came, error in run_workers(2, refused_without_a_host_sync, case):
+        assert came == 0 and words in error
