@@ -63,7 +63,7 @@ class FusedConfig:
     """Launch constants of the grouped GEMM with combine behind it. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs that return rows instead of computing.
+        num_senders: Programs that return rows instead of computing; of few programs half.
         place_elements: Elements of a tile on its way to its place.
     """
 
@@ -140,16 +140,16 @@ class EPContext(OpContext):
 
     def senders(self, op: str, hidden: int) -> int:
         """Programs that push over the links in a ``dispatch`` or ``combine``: as a tuning table says, else
-        ``move.num_senders``."""
+        ``move.num_senders``; at most half of all, for the others place what arrives."""
+        most = max(self.move.num_programs // 2, 1)
         if self.tried_senders is not None:
-            return self.tried_senders
+            return min(self.tried_senders, most)
         key = (os.environ.get("DITRON_TUNING"), op, hidden)
         if key not in self._senders:
             name = move_class(self.shape.num_experts, self.shape.topk, hidden)
             found = tuned_count(device_name(self.device), op, self.world_size, name, "senders")
-            most = max(self.move.num_programs // 2, 1)
-            self._senders[key] = self.move.num_senders if found is None else min(found, most)
-        return self._senders[key]
+            self._senders[key] = self.move.num_senders if found is None else found
+        return min(self._senders[key], most)
 
     def leave_room(self) -> None:
         """Leaves multiprocessors to a collective of NCCL's, of other ranks on another stream.

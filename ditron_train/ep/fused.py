@@ -104,7 +104,7 @@ def gemm_combine(
     sizes = sum_sizes(context, layout, order, hidden, context.fused.place_elements, with_grads=with_grads)
     config, programs = operands.config, num_programs(context)
     sizes = sizes._replace(
-        NUM_SENDERS=0 if programs == 1 else context.fused.num_senders,
+        NUM_SENDERS=min(context.fused.num_senders, programs // 2),
         TILE_COUNT=config.num_warps if context.target.startswith("sm_") else 1,
     )
     if few is not None:

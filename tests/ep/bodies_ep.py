@@ -415,10 +415,8 @@ def fused_forms(
 
 
 def fused_forms_by_one_program(*case):
-    """Programs run one after another, the first to its end: the others find no multiprocessor."""
-    _, _, num_experts, topk, *_ = case
-    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
-    context.fused.num_senders = 0
+    """Programs run one after another, the first to its end: the others find no multiprocessor. They are fewer than
+    senders should be."""
     with mock.patch.object(fused, "num_programs", lambda context: 3):
         fused_forms(*case)
 

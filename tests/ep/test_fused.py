@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import compiling_alone, expert_functions, fused_forms, fused_forms_by_one_program  # noqa: E402
 
+from ditron_train.ep.context import EPContext, MoveConfig  # noqa: E402
 from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_step  # noqa: E402
 from ditron_train.ep.few_rows import NEVER  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
@@ -49,6 +51,19 @@ def test_experts_of_few_rows_are_multiplied_before(fewest):
 def test_a_program_without_a_multiprocessor_leaves_its_tiles_to_others():
     """NCCL may hold some until a peer has joined its collective, which waits for these tiles."""
     run_workers(2, fused_forms_by_one_program, "random", (40, 55), 4, 2, 32, 48, torch.bfloat16, "ascending", 5)
+
+
+@pytest.mark.parametrize(("num_programs", "senders"), [(132, 16), (20, 10), (2, 1)])
+def test_of_few_programs_half_place_what_arrives(monkeypatch, num_programs, senders):
+    """What a table says, or ``tune`` tries, is no exception; ``leave_room`` may come behind the first question."""
+    posed = SimpleNamespace(shape=SimpleNamespace(num_experts=8, topk=2), device=torch.device("cpu"), world_size=2)
+    posed.tried_senders, posed._senders, posed.move = None, {}, MoveConfig()
+    monkeypatch.setenv("DITRON_TUNING", "off")
+    assert EPContext.senders(posed, "dispatch", 64) == 16
+    posed.move.num_programs = num_programs
+    assert EPContext.senders(posed, "dispatch", 64) == senders
+    posed.tried_senders = 32
+    assert EPContext.senders(posed, "dispatch", 64) == min(32, num_programs // 2)
 
 
 def test_expert_functions_and_their_gradients():
