@@ -513,6 +513,26 @@ def combined_schedule(num_microbatches, **options):
     return wrong, [(d.ep_context is not None, d._pairs == frozenset()) for d in dispatchers]
 
 
+def slices_without_room(options, tokens_by_rank):
+    """``sliced_layers_agree`` where no buffer of the slices fits; how often one was asked for, and what was logged."""
+    from ditron_train.megatron.ep import expert_tensor
+    from ditron_train.runtime.errors import ArenaError
+
+    asked, before = [], expert_tensor.start
+
+    def refused(rows, context, sum_dtype):
+        asked.append(len(rows))
+        raise ArenaError(f"no room for {len(rows)} rows")
+
+    expert_tensor.start = refused
+    try:
+        with lines_logged() as lines:
+            sliced_layers_agree(options, tokens_by_rank, torch.bfloat16)
+    finally:
+        expert_tensor.start = before
+    return len(asked), [line for line in lines if "ep slices" in line]
+
+
 def gathered_layers_agree(options, num_tokens, dtype, steps=2):
     """Steps of a layer with the allgather dispatcher, native and ours; whether ours moved the tokens."""
     from ditron_train.megatron.ep.gathered_dispatcher import DitronMoEAllGatherTokenDispatcher

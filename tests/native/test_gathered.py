@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
-from ep_workers import gathered_layers_agree, slices_of_experts  # noqa: E402
+from ep_workers import gathered_layers_agree, slices_of_experts, slices_without_room  # noqa: E402
 from gathered_workers import (  # noqa: E402
     layers_are_exact,
     trial_of_an_evaluation,
@@ -88,6 +88,14 @@ def test_slices_of_experts_travel_by_the_fused_path(experts):
     options = {**SPLIT, "num_moe_experts": experts, "moe_router_topk": 2, "moe_router_dtype": "fp32"}
     calls = run_workers(4, slices_of_experts, options, (8, 5, 70, 9))
     assert calls == [2] * 4  # steps
+
+
+def test_slices_that_were_refused_are_not_asked_for_again():
+    """Each step has other numbers of rows, and new slices."""
+    options = {**SPLIT, "num_moe_experts": 8, "moe_router_topk": 2, "moe_router_dtype": "fp32"}
+    (asked, lines), *others = run_workers(4, slices_without_room, options, (8, 5, 70, 9))
+    assert asked == 1 and others == [(1, [])] * 3
+    assert len(lines) == 1 and "no room for" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,15 @@ from ditron_train.ep.gathered import SlicedLayout
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, scatter_rows, start
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.tp.context import get_tp_context
 
 #: A sum of two is the same in either order. Of more ranks NCCL may add in an order that depends on where in the buffer
 #: a row lies.
 _RANKS_IN_ANY_PLACE = 2
+#: Why rows of that width and these types, of a group's slices, are left to megatron-core for good. All its ranks met
+#: it alike; to ask again would cost each forward exchanges between hosts, and the buffer that was to grow.
+_refused: GroupCache[tuple[dist.ProcessGroup, torch.device, int, torch.dtype, torch.dtype], str] = GroupCache()
 
 
 def all_true(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -87,14 +91,16 @@ class ExpertSlices:
     def _begin(self, rows: torch.Tensor, sum_dtype: torch.dtype) -> GatheredCall | None:
         """The rows on their way, or None where megatron-core moves them; the same on every rank of the group."""
         of_experts = self._chunks.sum(1)
-        if len(of_experts) > _RANKS_IN_ANY_PLACE or int(of_experts.sum()) == 0:
+        kind = (self._group, self._device, rows.shape[1], rows.dtype, sum_dtype)
+        if len(of_experts) > _RANKS_IN_ANY_PLACE or int(of_experts.sum()) == 0 or kind in _refused:
             return None
         try:
             context = get_tp_context(self._group, self._device)
             layout = SlicedLayout(of_experts, self._device)
             started = start(_padded(rows.detach(), layout.num_tokens), context, sum_dtype)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
-            log_native("ep slices", str(error))
+            _refused[kind] = str(error)
+            log_native("ep slices", _refused[kind])
             return None
         return GatheredCall(layout, context, "ascending", sum_dtype, started)
 
