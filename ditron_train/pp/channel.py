@@ -21,6 +21,11 @@ FAULT_TIMEOUT, FAULT_MISMATCH = 1, 2
 _POLLS_BEFORE_SLEEP = 300
 
 
+def turns_of_stages(num_stages: int) -> int:
+    """How many deadlines a host waits where stages compile one behind the other, in forward and in backward."""
+    return 2 * num_stages
+
+
 class PipelineChannel(Channel):
     """The flags and the failure record of a pipeline group's messages; a failure of one rank is raised by all.
 
@@ -50,7 +55,7 @@ class PipelineChannel(Channel):
             self._with_gradients.clear()
         is_first = torch.is_grad_enabled() not in self._with_gradients
         self._with_gradients.add(torch.is_grad_enabled())
-        self.turns = 2 * num_stages if is_first else 1
+        self.turns = turns_of_stages(num_stages) if is_first else 1
 
     @property
     def host_timeout_s(self) -> float:

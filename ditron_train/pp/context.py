@@ -66,6 +66,8 @@ class PipelineContext:
         with_network: Make ``network`` although all neighbours are in reach: for messages larger than a slot.
         num_slots: Slots of each direction's ring (``DITRON_PP_SLOTS``).
         num_loans: Slots to lend, unless ``DITRON_PP_LOANS`` says how many; None: what 1F1B needs.
+        turns: How many deadlines ranks wait for each other where they come to make the context, or agree on new sizes
+            between nodes.
 
     Raises:
         NotSupportedError: A group of one rank, or a GPU without ``cuda-bindings``.
@@ -80,8 +82,10 @@ class PipelineContext:
         with_network: bool = False,
         num_slots: int | None = None,
         num_loans: int | None = None,
+        turns: int = 1,
     ) -> None:
         check_member(group)
+        self._turns = turns
         self.group, self.device = group, with_index(device)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if self.world_size < 2:
@@ -92,7 +96,7 @@ class PipelineContext:
         self.next_rank = (self.rank + 1) % self.world_size
         self.previous_rank = (self.rank - 1) % self.world_size
         settings = get_settings()
-        asked, nodes = paths.asked_by_all(group, settings, node_of_process())
+        asked, nodes = paths.asked_by_all(group, settings, node_of_process(), turns)
         self._nodes = [nodes.index(node) for node in nodes]
         self.first_of_crossings = first_of_crossings(self._nodes)
         self._inter_node_path = paths.inter_node_path(asked, settings.transport)
@@ -281,7 +285,7 @@ class PipelineContext:
     def _asked_by_all(self, num_bytes: int) -> list[int]:
         """What every rank of the group asks ``reserve`` for."""
         if not self.in_one_node:
-            return exchange(self.group, num_bytes)
+            return exchange(self.group, num_bytes, self._turns)
         assert self.channel is not None
         asked = self.channel.mailbox.agree(num_bytes, self.channel.host_timeout_s, self.channel.check)
         if any(value is None for value in asked):
@@ -346,11 +350,16 @@ _contexts: GroupCache[tuple[dist.ProcessGroup, str], PipelineContext] = GroupCac
 
 
 def get_pipeline_context(
-    group: dist.ProcessGroup, device: torch.device, *, with_network: bool = False, num_loans: int | None = None
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    with_network: bool = False,
+    num_loans: int | None = None,
+    turns: int = 1,
 ) -> PipelineContext:
     """The context of a pipeline group on a device; made at the first call, which is collective, and kept.
 
-    ``num_loans`` counts at that call.
+    ``num_loans`` and ``turns`` count at that call.
 
     Raises:
         NotSupportedError: The group's context exists without ``network`` and now needs one.
@@ -363,7 +372,9 @@ def get_pipeline_context(
         for stale in [other for other, held in _contexts.items() if held.closed]:
             del _contexts[stale]
         with torch.inference_mode(False):  # an evaluation may come before training
-            context = _contexts[key] = PipelineContext(group, device, with_network=with_network, num_loans=num_loans)
+            context = _contexts[key] = PipelineContext(
+                group, device, with_network=with_network, num_loans=num_loans, turns=turns
+            )
     if with_network and context.network is None:
         raise NotSupportedError(
             "this pipeline group was set up for messages of one size and cannot change to variable ones"

@@ -25,13 +25,13 @@ WORDS = {
 }
 
 
-def asked_by_all(group: dist.ProcessGroup, settings: Settings, node: tuple) -> tuple[str, list[tuple]]:
-    """``DITRON_PP_PATH`` of all ranks and their nodes, by group rank (collective).
+def asked_by_all(group: dist.ProcessGroup, settings: Settings, node: tuple, turns: int) -> tuple[str, list[tuple]]:
+    """``DITRON_PP_PATH`` of all ranks and their nodes, by group rank (collective); ``turns``: as ``exchange``'s.
 
     Raises:
         SettingError: The ranks do not ask for the same; on every rank alike.
     """
-    answers = exchange(group, (settings.pp_path, settings.transport, node))
+    answers = exchange(group, (settings.pp_path, settings.transport, node), turns)
     if len({entry[:2] for entry in answers}) > 1:
         raise SettingError(f"ranks differ in DITRON_PP_PATH or DITRON_TRANSPORT: {[entry[:2] for entry in answers]}")
     return settings.pp_path, [entry[2] for entry in answers]

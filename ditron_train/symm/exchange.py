@@ -95,14 +95,14 @@ class _Meeting:
         store, ranks = distributed_c10d._get_process_group_store(group), dist.get_process_group_ranks(group)
         return cls(store, dist.get_rank(group), ranks, getattr(group, "group_name", ""))
 
-    def exchange(self, value: object) -> list[Any]:
-        """``value`` of every rank, by group rank."""
+    def exchange(self, value: object, turns: int = 1) -> list[Any]:
+        """``value`` of every rank, by group rank; ``turns``: how many deadlines to wait."""
         word = to_plain(value)
-        outcome = self._next_outcome(word)
+        outcome = self._next_outcome(word, turns)
         while isinstance(outcome, _GivenUp):
             if not self._is_past(outcome):
                 raise self._timeout(outcome)
-            outcome = self._next_outcome(word)
+            outcome = self._next_outcome(word, turns)
         self._has_met = True
         self._forget(self._number - 1)  # all have read it: they are here
         return [from_plain(word) for word in outcome]
@@ -114,7 +114,7 @@ class _Meeting:
         self._number += 1
         self._settle(_GivenUp(self._rank, self._mark, self._rank, 0.0))
 
-    def _next_outcome(self, word: Any) -> list[bytes] | _GivenUp:
+    def _next_outcome(self, word: Any, turns: int) -> list[bytes] | _GivenUp:
         """Of the next exchange: what all ranks said, as it lies in the store, or who gave up."""
         self._number += 1
         begun_s = time.monotonic()
@@ -124,7 +124,7 @@ class _Meeting:
                 self.store.set(keys[self._rank], word)
                 if self.store.add(f"{self._number}/arrived", 1) >= self._world_size and self.store.check(keys):
                     return self._settle_with_all(keys)
-            timeout_s = max(get_settings().timeout_s, _LEAST_TIMEOUT_S)
+            timeout_s = turns * max(get_settings().timeout_s, _LEAST_TIMEOUT_S)
             if self._wait(begun_s + timeout_s):
                 return _read_outcome(self.store.get(f"{self._number}/outcome"))
             if not self._is_asker() and self._wait(time.monotonic() + _UNPUBLISHED_S):
@@ -222,21 +222,22 @@ def first_missing(store: dist.Store, keys: list[str]) -> int | None:
 _meetings: GroupCache[dist.ProcessGroup, _Meeting] = GroupCache()
 
 
-def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
+def exchange(group: dist.ProcessGroup, value: object, turns: int = 1) -> list[Any]:
     """Returns ``value`` of every rank, by group rank (collective, host side, blocking).
 
     Args:
         group: Whose ranks.
         value: Plain data, as ``symm.plain`` has it.
+        turns: How many deadlines to wait, where ranks come one behind the other; the same on every rank.
 
     Raises:
         DitronError: What is in the store was written by somebody else.
-        PeerTimeoutError: A rank did not come within ``DITRON_TIMEOUT_S``, 30 s at least; also on that rank, where it
-            comes later.
+        PeerTimeoutError: A rank did not come within ``turns`` times ``DITRON_TIMEOUT_S``, 30 s each at least; also on
+            that rank, where it comes later.
     """
     meeting = _meeting_of(group)
     try:
-        return meeting.exchange(value)
+        return meeting.exchange(value, turns)
     except PeerTimeoutError as error:
         note_error(error, group.group_name)
         raise

@@ -246,6 +246,51 @@ def slow_first_step(case: Case, late_s: float) -> bool:
         return all(map(torch.equal, native, ours))
 
 
+def first_stage_never_comes(across_nodes: bool) -> str:
+    """What the second of two stages says of a first stage that never sends: in the first step, or between nodes in
+    the first step with messages of another size. Deadlines are of 0.5 s."""
+    import os
+
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    import ditron_train.megatron
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.runtime.errors import PeerTimeoutError
+    from ditron_train.symm import exchange as agreements
+
+    os.environ["NCCL_HOSTID"] = str(dist.get_rank() * across_nodes)
+    least, said = agreements._LEAST_TIMEOUT_S, "no error"
+    try:
+        with model_parallel(pipeline_model_parallel_size=2):
+            ditron_train.megatron.apply(features="pp")
+            group = parallel_state.get_pipeline_model_parallel_group()
+
+            def send(length: int) -> None:
+                communicator = P2PCommunicator(group, _config(Case(2, 2), False, False))
+                if group.rank() == 0:
+                    communicator.send_forward(torch.ones(length, BATCH, 32), is_last_stage=False)
+                else:
+                    communicator.recv_forward((length, BATCH, 32), is_first_stage=False)
+
+            if across_nodes:
+                send(4)
+            dist.barrier()
+            agreements._LEAST_TIMEOUT_S, os.environ["DITRON_TIMEOUT_S"] = 0.5, "0.5"
+            try:
+                if group.rank() == 1:
+                    send(8)
+            except PeerTimeoutError as error:
+                said = str(error)
+            dist.barrier()
+            ditron_train.megatron.restore()
+    finally:
+        agreements._LEAST_TIMEOUT_S = least
+        del os.environ["NCCL_HOSTID"]
+        os.environ.pop("DITRON_TIMEOUT_S", None)
+    return said
+
+
 def falls_back(case: Case, change: dict[str, Any]) -> int:
     """A configuration that is not covered runs natively; returns the messages that ours sent."""
     import ditron_train.megatron

@@ -180,6 +180,13 @@ def test_stages_that_are_late_in_the_first_step_one_after_another():
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [(True, None)] * 3
 
 
+@pytest.mark.parametrize("across_nodes", [False, True], ids=["first_step", "new_size_between_nodes"])
+def test_stages_that_meet_on_the_host_wait_two_deadlines_a_stage(across_nodes):
+    """The first one comes when it has compiled its whole forward."""
+    _, said = run_workers(2, workers.first_stage_never_comes, across_nodes)
+    assert "an agreement of all ranks" in said and "rank 1 waited 2 s for rank 0" in said
+
+
 def test_a_kept_communicator_waits_for_long_in_its_first_step_only():
     assert run_workers(3, workers.deadlines, Case(3, 5), [True, False, False], True) == [[[6], [6], [1]]] * 3
 

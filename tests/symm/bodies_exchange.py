@@ -57,6 +57,16 @@ def a_rank_does_not_come() -> tuple[int, str] | None:
     return answer
 
 
+def a_rank_does_not_come_in_three_turns() -> tuple[int, str] | None:
+    """As ``a_rank_does_not_come``, where the others wait three deadlines."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    answer = None
+    if dist.get_rank() != 2:
+        answer = _timeout_of(lambda: module.exchange(group, "here", turns=3), 0.5)
+    dist.barrier()
+    return answer
+
+
 def a_rank_comes_too_late() -> tuple[int, float, list[str]]:
     """Who was missing, how long it took to hear that, and what all said when they met afterwards."""
     group = dist.new_group(list(range(dist.get_world_size())))

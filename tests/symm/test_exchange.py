@@ -25,6 +25,12 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert re.search("an agreement of all ranks on group .*: rank [01] waited 1 s for rank 2", first[1])
 
 
+def test_who_is_asked_to_wait_several_deadlines_does() -> None:
+    first, second, absent = run_workers(3, bodies.a_rank_does_not_come_in_three_turns)
+    assert first == second and first[0] == 2 and absent is None
+    assert re.search("rank [01] waited 1.5 s for rank 2", first[1])
+
+
 def test_who_comes_too_late_hears_that_the_others_have_given_up() -> None:
     *waited, late = run_workers(3, bodies.a_rank_comes_too_late)
     said = [f"rank {rank}" for rank in range(3)]

@@ -26,6 +26,7 @@ from ditron_train.megatron.compat import captures_iteration
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.policy import gate, log_native
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
+from ditron_train.pp.channel import turns_of_stages
 from ditron_train.pp.messages import Header, num_bytes_of
 from ditron_train.pp.spec import MESSAGE, MessageCall
 from ditron_train.runtime.device import replays_compiled_graphs
@@ -168,6 +169,17 @@ class DitronP2PCommunicator(P2PCommunicator):
             raise RuntimeError("tensor_shape (seq_length, micro_batch_size, hidden_size) must be given for a receive")
         return Header(tuple(tensor_shape), self.config.pipeline_dtype)
 
+    def _made_context(self) -> PipelineContext:
+        """The group's context (collective at its first call, to which stages come one behind the other: each when its
+        whole first forward is compiled)."""
+        return get_pipeline_context(
+            self.pp_group,
+            current_device(),
+            with_network=self._variable_shapes,
+            num_loans=self._num_loans(),
+            turns=turns_of_stages(self.pp_group.size()),
+        )
+
     def _context(self, expected: Header | None, *sent: torch.Tensor | None) -> PipelineContext | None:
         """The group's context with room for this call's messages; None for the native path.
 
@@ -180,7 +192,7 @@ class DitronP2PCommunicator(P2PCommunicator):
         if not first:
             if self._reason is not None:
                 return None
-            context = get_pipeline_context(self.pp_group, current_device(), with_network=self._variable_shapes)
+            context = self._made_context()
             if self._step_is_over and context.channel is not None:  # every stage has compiled what it needs
                 context.channel.turns = 1
             if context.slot_bytes:  # else it was closed and made anew, on all ranks
@@ -190,9 +202,7 @@ class DitronP2PCommunicator(P2PCommunicator):
         self._reason = why_not_group(self.pp_group, self.config)
         if self._reason is None:
             try:
-                context = get_pipeline_context(
-                    self.pp_group, current_device(), with_network=self._variable_shapes, num_loans=self._num_loans()
-                )
+                context = self._made_context()
                 self._reason = _agree_on_size(context, num_bytes, self._variable_shapes)
                 if self._reason is None:
                     return context
