@@ -191,6 +191,12 @@ def test_a_kept_communicator_waits_for_long_in_its_first_step_only():
     assert run_workers(3, workers.deadlines, Case(3, 5), [True, False, False], True) == [[[6], [6], [1]]] * 3
 
 
+def test_a_kept_communicator_waits_for_long_in_its_first_evaluation_too():
+    """It is not told where an evaluation ends: the second one, right behind it, has the same deadlines."""
+    steps = [False, False, True, True, False, True]
+    assert run_workers(3, workers.deadlines, Case(3, 5), steps, True) == [[[6], [1], [6], [6], [1], [1]]] * 3
+
+
 def test_the_first_step_with_gradients_and_the_first_without_wait_for_long():
     """Each has kernels of its own, which one stage behind the other compiles."""
     steps = [False, False, True, True, False]

@@ -74,6 +74,7 @@ class DitronP2PCommunicator(P2PCommunicator):
         self._reason: str | None = None
         self._open = [0, 0]  # activations to the next and from the previous stage whose gradients are still to go back
         self._step_is_over = False
+        self._with_gradients = False  # at the last call
 
     def _communicate(
         self,
@@ -180,6 +181,13 @@ class DitronP2PCommunicator(P2PCommunicator):
             turns=turns_of_stages(self.pp_group.size()),
         )
 
+    def _begins_step(self) -> bool:
+        """Whether a training step is known to be over before this call, or training and evaluation to alternate: of
+        two evaluations one behind the other nobody says where the first ends."""
+        begins = self._step_is_over or self._with_gradients != torch.is_grad_enabled()
+        self._step_is_over, self._with_gradients = False, torch.is_grad_enabled()
+        return begins
+
     def _context(self, expected: Header | None, *sent: torch.Tensor | None) -> PipelineContext | None:
         """The group's context with room for this call's messages; None for the native path.
 
@@ -189,12 +197,13 @@ class DitronP2PCommunicator(P2PCommunicator):
         for each other.
         """
         first, self._first_call = self._first_call, False
+        is_next_step = self._begins_step()
         if not first:
             if self._reason is not None:
                 return None
             context = self._made_context()
-            if self._step_is_over and context.channel is not None:  # every stage has compiled what it needs
-                context.channel.turns = 1
+            if is_next_step and context.channel is not None:
+                context.channel.begin_step(context.world_size, is_new=False)
             if context.slot_bytes:  # else it was closed and made anew, on all ranks
                 return context
         messages = [message for message in (expected, *sent) if message is not None]
