@@ -271,7 +271,7 @@ class Receiver(_End):
                 break
             self._unverified.popleft()
             sent = Header.from_words(words)
-            if sent != expected:
+            if not sent.is_taken_as(expected):
                 own = self.channel.arena.rank
                 how = " through the network" if sent.by_network else ""
                 group = self.channel.arena.group_name

@@ -20,6 +20,7 @@ BLOCK_WORDS = 16384  # 64 KiB in flight a program
 HEADER_LANES = 16
 
 _KIND_MISMATCH = tl.constexpr(layout.KIND_MISMATCH)
+_FIRST_AGREED = tl.constexpr(HEADER_LANES - 2)  # behind ``Header.to_words``: its ``agreed_words``
 
 
 @triton.jit(do_not_specialize=["signal", "epoch", "peer", "chunk"])
@@ -51,7 +52,7 @@ def await_message_kernel(
     TARGET: tl.constexpr,
 ):
     """``await_kernel``, then compares the header in front of the message, at address ``sent``, with the one at
-    ``expected``.
+    ``expected``: type and number of elements, the last words of both.
 
     A difference is recorded as a mismatch of ``message``, and both headers are kept in ``seen_ptr`` ``[2, LANES]``;
     after a wait that gave up, its record stands and the comparison says nothing.
@@ -67,7 +68,7 @@ def await_message_kernel(
     lanes = tl.arange(0, LANES)
     theirs = tl.load(tl.cast(sent, tl.int64).to(tl.pointer_type(tl.int64)) + lanes, volatile=True)
     mine = tl.load(tl.cast(expected, tl.int64).to(tl.pointer_type(tl.int64)) + lanes)
-    different = tl.sum((theirs != mine).to(tl.int32), axis=0)
+    different = tl.sum(((theirs != mine) & (lanes >= _FIRST_AGREED)).to(tl.int32), axis=0)
     if different > 0:
         tl.store(seen_ptr + lanes, theirs)
         tl.store(seen_ptr + LANES + lanes, mine)

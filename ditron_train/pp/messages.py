@@ -49,6 +49,15 @@ class Header:
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
+    def is_taken_as(self, expected: Header) -> bool:
+        """Whether a receiver of ``expected`` takes this message: as natively, in any shape of as many elements."""
+        kinds = (self.dtype, self.by_network), (expected.dtype, expected.by_network)
+        return kinds[0] == kinds[1] and math.prod(self.shape) == math.prod(expected.shape)
+
+    def agreed_words(self) -> list[int]:
+        """What ``is_taken_as`` compares of a message that does not go by the network, as two integers."""
+        return [DTYPES.index(self.dtype), math.prod(self.shape)]
+
     def to_words(self) -> list[int]:
         """The header as ``HEADER_WORDS - 2`` integers.
 
@@ -74,8 +83,8 @@ def disagreement(group: str, lane: int, message: int, sent: tuple[int, str], exp
     """The error's words where a rank sent one thing and another expected something else, each given with its rank."""
     return (
         f"pp on group {group}: rank {sent[0]} sent {sent[1]} as {LANE_NAMES[lane]} message {message}, rank "
-        f"{expected[0]} expected {expected[1]}; the stages of a pipeline must agree on the shape and type of what "
-        "they exchange"
+        f"{expected[0]} expected {expected[1]}; the stages of a pipeline must agree on the number and type of the "
+        "elements that they exchange"
     )
 
 

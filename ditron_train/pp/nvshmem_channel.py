@@ -132,7 +132,7 @@ class NvshmemChannel(Channel):
             if row == _MAX_HEADERS:
                 # The least recently used goes: its last use was enqueued thousands of messages ago.
                 row = self._rows.pop(next(iter(self._rows)))
-            self._headers[row, : len(words)] = torch.tensor(words)
+            self._headers[row] = torch.tensor([*words, *header.agreed_words()])
         self._rows[words] = row  # behind all others, which were not used since
         return self._headers.data_ptr() + row * HEADER_BYTES
 

@@ -106,7 +106,8 @@ def exchange(
 
     Args:
         context: Of the pipeline group; ``context.reserve`` must have made room for the messages.
-        recv_prev, recv_next: Header of what is expected.
+        recv_prev, recv_next: Header of what is expected; what the sender has in another shape, of as many elements,
+            is given this one.
         variable_shapes: Take the shape that the sender has instead of the expected one. Blocks the host until the
             sender has enqueued the message, but never syncs the device inside a node. The same on all stages.
         lend: Whether what is sent may stay in the slot at the receiver; otherwise the receiver copies it into memory

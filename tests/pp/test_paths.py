@@ -73,9 +73,12 @@ def test_a_dead_neighbour_becomes_an_error(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    "case, words", [("shape", "[4, 8] float32"), ("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")]
-)
+def test_as_many_elements_in_another_shape_arrive_in_the_shape_that_is_asked_for(path):
+    assert run_workers(2, on_path, path, "another_shape", 0) == [True] * 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case, words", [("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")])
 def test_neighbours_that_disagree_raise(path, case, words):
     outcomes = run_workers_once(2, on_path, path, "disagree", case)
     text = str(outcomes[1].value)
