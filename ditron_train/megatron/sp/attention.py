@@ -26,6 +26,7 @@ from ditron_train.megatron.compat import rope_arguments
 from ditron_train.megatron.shared.forward_override import calling, signed_as, why_not_stand_in
 from ditron_train.megatron.sp.dot_product_attention import DitronDotProductAttention
 from ditron_train.megatron.sp.exchange import AttentionShape
+from ditron_train.megatron.sp.hooks import forget_hooks, why_not_hooks_of_ranks
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.nodes import forget_nodes
 from ditron_train.megatron.sp.norms import norms_of, why_not_norms
@@ -67,7 +68,8 @@ class DitronSelfAttention(SelfAttention):
     def _route(self, hidden_states: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SPContext | None:
         linears, layers = linears_of(self.linear_proj), (self.linear_qkv, self.linear_proj)
         norms = norms_of(self)
-        reason = self._why_not_fused(args, kwargs) or linears.why_not(*layers, hidden_states)
+        reason = why_not_hooks_of_ranks(self)  # first, since all ranks have to come to it
+        reason = reason or self._why_not_fused(args, kwargs) or linears.why_not(*layers, hidden_states)
         reason = reason or linears.why_not_norms(norms)
         if reason is not None:
             log_native("sp projections", reason)
@@ -200,5 +202,6 @@ def class_map() -> dict[type, type]:
 def stop() -> None:
     """Forget what was decided about shapes, and with it the symmetric memory of this feature."""
     gate.forget("sp")
+    forget_hooks()
     forget_nodes()
     forget_tables()

@@ -16,6 +16,7 @@ import torch
 
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
 from ditron_train.megatron.sp.exchange import AttentionShape
+from ditron_train.megatron.sp.hooks import why_not_hooks_of_ranks
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.packed import why_not_packed
 from ditron_train.megatron.sp.spec import route_output
@@ -68,7 +69,9 @@ def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, p
     length = hidden_states.shape[0] * (attention.world_size if config.sequence_parallel else 1)
     if length % 2 or shape.num_heads % group.size() or shape.num_groups % group.size():
         return None  # the exchange says what is wrong
-    reason = None if packed is None else why_not_packed(packed)  # what is not covered may differ between ranks
+    reason = why_not_hooks_of_ranks(attention)  # first: what else is not covered may differ between ranks
+    if packed is not None:
+        reason = reason or why_not_packed(packed)
     reason = (
         reason
         or why_not_stand_in(core)

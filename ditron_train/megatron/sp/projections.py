@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 from ditron_train.megatron.plugin.patching import is_redirected
 from ditron_train.megatron.shared.forward_override import why_not_stand_in
 from ditron_train.megatron.sp.exchange import AttentionShape
+from ditron_train.megatron.sp.hooks import why_not_hooks_of_out, why_not_hooks_of_qkv
 from ditron_train.megatron.sp.spec import route_projections
 from ditron_train.sp import InputShards, LateWgrad, SPContext, output_projection, qkv_projection
 from ditron_train.sp.head_norms import Norms
@@ -117,7 +118,8 @@ class Projections(ABC):
             return f"the QKV projection is {type(qkv).__name__}"
         if overlaps_tensor_parallelism(qkv):
             return "the projections overlap with tensor parallel communication"
-        return self._why_not_qkv(qkv) or why_not_stand_in(qkv) or self._why_not_layer(qkv, x)
+        reason = self._why_not_qkv(qkv) or why_not_stand_in(qkv) or why_not_hooks_of_qkv(qkv)
+        return reason or self._why_not_layer(qkv, x)
 
     def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:
         """Why the output projection cannot be fused with its exchange, or None."""
@@ -125,7 +127,8 @@ class Projections(ABC):
             return f"the output projection is {type(out).__name__}"
         if overlaps_tensor_parallelism(out):
             return "the output projection overlaps with tensor parallel communication"
-        return self._why_not_out(out) or why_not_stand_in(out) or self._why_not_layer(out, x)
+        reason = self._why_not_out(out) or why_not_stand_in(out) or why_not_hooks_of_out(out)
+        return reason or self._why_not_layer(out, x)
 
     def why_not_norms(self, norms: Norms) -> str | None:
         """Why these norms of q and k keep these layers from being fused with the exchanges, or None."""

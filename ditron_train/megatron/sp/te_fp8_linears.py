@@ -15,6 +15,7 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from ditron_train.megatron.sp.coverage import why_not_fp8_norms, why_not_fp8_out, why_not_fp8_qkv
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.fp8_spec import FP8_PROJECTION, Fp8ProjectionCall
+from ditron_train.megatron.sp.hooks import why_not_hooks_of_out
 from ditron_train.megatron.sp.te_fp8_passes import qkv_in_heads
 from ditron_train.megatron.sp.te_linears import TELinears
 from ditron_train.megatron.tp.te_fp8 import scaling_of
@@ -33,7 +34,7 @@ class Fp8Linears(TELinears):
         """See `Projections`."""
         if "forward" in vars(out):
             return "the output projection has a forward of its own"
-        return self.why_not_front(qkv, x)
+        return self.why_not_front(qkv, x) or why_not_hooks_of_out(out)
 
     def why_not_norms(self, norms: Norms) -> str | None:
         """See `Projections`."""
