@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp.layouts import HeadsLayout
+from ditron_train.stream.cached_tensor import CachedTensor
 
 Reorder = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,10 +39,15 @@ class AllToAlls:
         self.world_size = dist.get_world_size(group)
         self._device = device
         self._stream = _reorder_stream(device)
-        ranks = torch.arange(self.world_size, device=device)
-        #: Chunk that lies at each place after the exchange: every rank's two, rank by rank.
-        self.chunks = torch.stack((ranks, 2 * self.world_size - 1 - ranks), dim=1).flatten()
-        self._places = torch.argsort(self.chunks)
+        with torch.inference_mode(False):  # training comes to them, too
+            ranks = torch.arange(self.world_size, device=device)
+            chunks = torch.stack((ranks, 2 * self.world_size - 1 - ranks), dim=1).flatten()
+            self._chunks, self._places = CachedTensor(chunks), CachedTensor(torch.argsort(chunks))
+
+    @property
+    def chunks(self) -> torch.Tensor:
+        """Chunk that lies at each place after the exchange: every rank's two, rank by rank."""
+        return self._chunks.get()
 
     def to_heads(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """[s / W, b, h, d] of every part -> [s, b, h / W, d]."""
@@ -50,7 +58,7 @@ class AllToAlls:
 
         def reorder(x: torch.Tensor) -> torch.Tensor:
             _, s, b, h, d = x.shape
-            return x.view(2 * world, s // 2, b, h, d).index_select(0, self._places).view(world * s, b, h, d)
+            return x.view(2 * world, s // 2, b, h, d).index_select(0, self._places.get()).view(world * s, b, h, d)
 
         return self._pipelined(parts, pack, reorder)
 
@@ -114,6 +122,20 @@ class AllToAlls:
         grouped = heads.view(*heads.shape[:2], layout.num_groups, sum(layout.widths))
         parts = torch.split(grouped, list(layout.widths), dim=3)
         return [part.reshape(*heads.shape[:2], -1, head_dim) for part, head_dim in zip(parts, layout.head_dims)]
+
+
+_kept: GroupCache[tuple[dist.ProcessGroup, torch.device], AllToAlls] = GroupCache()
+
+
+def all_to_alls_of(group: dist.ProcessGroup, device: torch.device) -> AllToAlls:
+    """The all-to-alls of a group on a device, made at the first call and kept; in a CUDA graph's capture made anew,
+    since what a capture makes is filled by replays."""
+    if (group, device) in _kept:
+        return _kept[group, device]
+    made = AllToAlls(group, device)
+    if not is_capturing(device):
+        _kept[group, device] = made
+    return made
 
 
 @outside_compile

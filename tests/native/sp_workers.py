@@ -400,6 +400,24 @@ def refused_calls():
     return errors
 
 
+def tables_of_native_exchanges():
+    """How many exchanges by all-to-alls of the group were set up in two steps of two layers."""
+    from ditron_train.sp import native
+
+    made, init = [], native.AllToAlls.__init__
+
+    def counted(self, *arguments):
+        made.append(arguments)
+        init(self, *arguments)
+
+    with groups(2), without("projections", "output", "exchange"):
+        model = build(2)
+        with mock.patch.object(native.AllToAlls, "__init__", counted):
+            for _ in range(2):
+                run(model, 2, 16)
+    return len(made)
+
+
 def bytes_of_layers():
     """Symmetric memory of the group with one layer and with three."""
     from ditron_train.policy import gate

@@ -147,6 +147,10 @@ def test_calls_that_native_refuses_are_refused_with_the_same_words_on_every_rank
     assert errors[0].keys() == words.keys() and all(text in errors[0][name] for name, text in words.items()), errors[0]
 
 
+def test_native_exchanges_make_their_tables_once():
+    assert run_workers(2, sp_workers.tables_of_native_exchanges) == [1, 1]
+
+
 def test_layers_share_one_set_of_buffers():
     for one, three in run_workers(2, sp_workers.bytes_of_layers):
         assert len(one) == 1 and one == three

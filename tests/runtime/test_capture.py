@@ -126,3 +126,19 @@ def test_native_exchanges_take_nothing_from_the_host(monkeypatch, world_size):
 
     monkeypatch.setattr(torch, "tensor", refuse)
     assert native.AllToAlls(None, CPU).chunks.tolist() == expected
+
+
+def test_native_exchanges_make_their_tables_once_but_for_a_graph(captured, monkeypatch):
+    from ditron_train.sp import native
+
+    monkeypatch.setattr(native.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(native, "_kept", {})
+    with torch.inference_mode():  # an evaluation may come first
+        kept = native.all_to_alls_of(None, CPU)
+    assert native.all_to_alls_of(None, CPU) is kept and not kept.chunks.is_inference()
+    monkeypatch.setattr(native, "_kept", {})
+    captured(native)
+    made = native.all_to_alls_of(None, CPU)
+    assert native.all_to_alls_of(None, CPU) is not made and torch.equal(made.chunks, kept.chunks)
+    monkeypatch.setattr(native, "_kept", {(None, CPU): kept})
+    assert native.all_to_alls_of(None, CPU) is kept, "it was there before the capture"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ditron_train.megatron.sp.nodes import NodesContext
 from ditron_train.sp import HeadsLayout, SPContext, heads_exchange, output_layout, qkv_layout, sequence_exchange
-from ditron_train.sp.native import AllToAlls, exchange_natively
+from ditron_train.sp.native import all_to_alls_of, exchange_natively
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Exchange:
             if isinstance(self._context, NodesContext):
                 return self._context.to_heads(parts, layout, self._row_table)
             return heads_exchange(parts, context=self._context, layout=layout, row_table=self._row_table)
-        return exchange_natively(AllToAlls(self._group, parts[0].device), True, *parts)
+        return exchange_natively(all_to_alls_of(self._group, parts[0].device), True, *parts)
 
     def to_sequence(self, attended: torch.Tensor) -> torch.Tensor:
         """[s, b, heads / W * d] -> [s / W, b, heads * d]."""
@@ -67,5 +67,5 @@ class Exchange:
                 return self._context.to_sequence(attended, layout, self._row_table).flatten(-2)
             (result,) = sequence_exchange((attended,), context=self._context, layout=layout, row_table=self._row_table)
             return result.flatten(-2)
-        (result,) = exchange_natively(AllToAlls(self._group, attended.device), False, attended)
+        (result,) = exchange_natively(all_to_alls_of(self._group, attended.device), False, attended)
         return result.flatten(2)
