@@ -38,10 +38,14 @@ class _Held(TorchDispatchMode):
 
 
 def _shapes_of(spec: OpSpec) -> list[Shape]:
-    """Its own; of a linear layer some more, whose operands and results differ in size."""
+    """Its own; of linear layers and experts some more, whose operands and results differ in size."""
     shapes = list(spec.shapes(dist.get_world_size(), False))
     if set(shapes[0].sizes) == set("mnk"):
         shapes += [Shape("more", dict(zip("mnk", mnk))) for mnk in ((512, 256, 256), (256, 512, 256), (256, 256, 512))]
+    if spec.name == "ep gathered_experts":
+        first = shapes[0]
+        for more in ({"tokens_per_rank": 96}, {"hidden": 64}, {"ffn_hidden": 192}, {"num_experts": 32}, {"topk": 4}):
+            shapes.append(Shape("more", {**first.sizes, **more}, first.options))
     return shapes
 
 

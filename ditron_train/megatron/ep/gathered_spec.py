@@ -123,6 +123,13 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
     def inputs(self, call: ExpertsCall) -> Sequence[torch.Tensor]:
         return call.x, *call.firsts, *call.seconds
 
+    def held_bytes(self, call: ExpertsCall) -> int:
+        """See `OpSpec`, as counted (``tests/policy/bodies_memory.py``), and the data that reveals: gradients of all
+        weights by both paths, and the rows of this rank's experts many times."""
+        (n, k), num_rows = call.firsts[0].shape, int(call.local_map.sum())
+        of_weights = 4 * sum(one.nbytes for one in (*call.firsts, *call.seconds))
+        return of_weights + num_rows * (6 * k + 4 * n) * call.x.element_size() + 10 * call.x.nbytes
+
     def grads(self, call: ExpertsCall) -> Sequence[torch.Tensor]:
         return (call.grad,)
 
