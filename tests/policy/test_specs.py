@@ -12,7 +12,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_memory import held_and_said  # noqa: E402
+from bodies_held import held_and_said  # noqa: E402
 from bodies_specs import (  # noqa: E402
     ask_failing_gate,
     ask_gate,

@@ -124,7 +124,7 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         return call.x, *call.firsts, *call.seconds
 
     def held_bytes(self, call: ExpertsCall) -> int:
-        """See `OpSpec`, as counted (``tests/policy/bodies_memory.py``), and the data that reveals: gradients of all
+        """See `OpSpec`, as counted (``tests/policy/bodies_held.py``), and the data that reveals: gradients of all
         weights by both paths, and the rows of this rank's experts many times."""
         (n, k), num_rows = call.firsts[0].shape, int(call.local_map.sum())
         of_weights = 4 * sum(one.nbytes for one in (*call.firsts, *call.seconds))

@@ -43,7 +43,7 @@ _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 #: How often a comparison holds what all ranks' rows are of the input, the weight, and all rows of the product: as
-#: counted (``tests/policy/bodies_memory.py``), and the data that reveals.
+#: counted (``tests/policy/bodies_held.py``), and the data that reveals.
 _HELD: dict[Kind, tuple[int, int, int]] = {"column": (8, 4, 5), "row": (5, 8, 6)}
 
 
