@@ -84,7 +84,6 @@ def decide(
     sums: torch.dtype | None = None,
     also: Sequence[tuple[Run, Run]] = (),
     host_counts: bool = False,
-    needed_bytes: int = 0,
     is_told: bool = True,
 ) -> Decision:
     """The decision for `key` (collective over `group`; a host sync the first time).
@@ -99,14 +98,12 @@ def decide(
         sums: Type that native adds up over the ranks by NCCL's reduce-scatter, if it does.
         also: More of native and ours, on other data: compared, not timed.
         host_counts: Whether what ours takes the host longer to launch is added to its time.
-        needed_bytes: Of a GPU's memory, which every rank has to have free for a comparison.
         is_told: Whether the log says what is the fused path's; not of a part of what will run.
 
     Raises:
         SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in
             another order; on every rank alike.
-        ArenaError, NotSupportedError: `ours` cannot run here, or a rank has too little memory to compare; on every
-            rank alike.
+        ArenaError, NotSupportedError: `ours` cannot run here; on every rank alike.
     """
     mode, plan = get_settings().policy, _plan()
     order = None
@@ -129,8 +126,8 @@ def decide(
             decision = Decision(False, str(order.reason), None, None, None)
         else:
             asked: dict[str, Any] = dict(timed=mode != "bits", needs_bits=mode != "fast")
-            asked |= dict(host_counts=host_counts, needed_bytes=needed_bytes)
-            decision = _judge(mode, probe(native, ours, group=group, device=device, also=also, **asked))
+            asked |= dict(host_counts=host_counts, also=also)
+            decision = _judge(mode, probe(native, ours, group=group, device=device, **asked))
     # What stays native is logged by who asked, with reasons that are not the policy's.
     if decision.use_ditron and is_told:
         log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")

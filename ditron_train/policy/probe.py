@@ -218,7 +218,6 @@ def probe(
     needs_bits: bool = True,
     also: Sequence[tuple[Run, Run]] = (),
     host_counts: bool = False,
-    needed_bytes: int | None = None,
 ) -> Observation:
     """Runs both (collective over `group`) and returns what all ranks saw; times only if `timed`.
 
@@ -228,17 +227,13 @@ def probe(
         needs_bits: Whether ours is of no use where its bits differ, whatever its time: it is timed once then.
         also: More of native and ours, on other data: compared, not timed.
         host_counts: Whether what ours takes the host longer to launch is added to its time.
-        needed_bytes: Of a GPU's memory, which every rank has to have free; None, on all ranks: nobody asks.
 
     Raises:
-        NotSupportedError: A rank has not; on every rank alike.
         Whatever `ours` raises, on every rank alike.
     """
     if not compares(device):
         ours()
         return Observation(None, None, None)
-    if needed_bytes is not None and device.type == "cuda":
-        check_memory(needed_bytes, device, group)
     equal = all([_compare(*pair, device) for pair in ((native, ours), *also)])  # all of them: they are collective
     if timed:
         observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, host_counts))

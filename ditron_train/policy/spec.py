@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy.decide import Decision, decide
-from ditron_train.policy.probe import Run
+from ditron_train.policy.probe import Run, check_memory
+from ditron_train.runtime.settings import get_settings
 
 Call = TypeVar("Call")
 Context = TypeVar("Context")
@@ -198,18 +199,20 @@ class OpSpec(ABC, Generic[Call, Context]):
 
     def decide(self, call: Call, context: Context) -> Decision:
         """The policy's decision (collective)."""
-        trial, group = self.trial(call, context), self.group(call)
+        group, device = self.group(call), self.device(call)
         assert group is not None, f"{self.name} decides by itself"
+        if device.type == "cuda" and get_settings().policy != "force":  # in front of what a trial makes
+            check_memory(self.held_bytes(call), device, group)
+        trial = self.trial(call, context)
         return decide(
             trial.words,
             trial.megatron,
             trial.fused,
             group=group,
-            device=self.device(call),
+            device=device,
             sums=trial.summed,
             also=trial.also,
             host_counts=trial.host_counts,
-            needed_bytes=self.held_bytes(call),
             is_told=not self.is_part(call),
         )
 

@@ -29,7 +29,8 @@ def _destroy(groups: list[weakref.ref[dist.ProcessGroup]]) -> None:
                 dist.destroy_process_group(group)
 
 
-#: By the group that they were made for: destroyed once that is, or their threads and sockets would stay.
+#: Groups of gloo's, by the group that they were made for: destroyed once that is, or their threads and sockets would
+#: stay. Others are not: destroying NCCL's waits for its peers.
 _made: GroupCache[dist.ProcessGroup, list[weakref.ref[dist.ProcessGroup]]] = GroupCache(_destroy)
 
 
@@ -69,7 +70,8 @@ def make_group(
     if connect_s is not None:
         distributed_c10d._set_pg_timeout(timeout, group)
     distributed_c10d._world.pg_group_ranks[group] = {global_rank: place for place, global_rank in enumerate(ranks)}
-    _made[parent] = [*_made.get(parent, []), weakref.ref(group)]
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        _made[parent] = [*_made.get(parent, []), weakref.ref(group)]
     return belongs_to(group, parent)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -80,8 +81,10 @@ def _told(is_newer: bool) -> list[tuple[list[int], int, tuple[int, ...], str]]:
                 with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
                     job_start.announce(["tp"])
                     job_start.meet()
-                    for host_group in batches._host_groups.values():  # Megatron changes the deadlines of these
-                        assert host_group() in parallel_state._global_process_group_list
+                    with mock.patch("torch.cuda.synchronize", lambda: None):
+                        parallel_state.update_pg_timeout(timedelta(seconds=77))
+                    for host_group in batches._host_groups.values():
+                        assert host_group()._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
                     data = iter([(torch.full((2, 8), step), 3 * step) for step in range(3)])
                     found = [utils.get_batch_on_this_tp_rank(data if dist.get_rank() == 0 else None) for _ in range(3)]
         assert backends == ["gloo"] * (dist.get_world_size() > 1)

@@ -68,6 +68,12 @@ def test_experts_that_are_computed_otherwise_stay_megatrons(changes: dict, words
     assert words in str(compat.why_not_experts(_experts(**changes)))
 
 
+def test_a_layer_of_one_grouped_weight_is_known_by_itself() -> None:
+    """In FP8 it is asked about before its weights, which are no longer there one by one."""
+    layer = SimpleNamespace(single_grouped_weight=True, weight0=None)
+    assert compat.why_not_grouped_layer(layer) == "the experts share one grouped weight"
+
+
 def test_a_grouped_gemm_that_a_variable_asks_for_stays_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Since 2.17; what 2.20 was told when the layer was made counts more."""
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "1")
@@ -175,7 +181,7 @@ def test_a_gradient_that_fsdp_keeps_wider_is_written_as_newer_layers_do(
 def test_a_failed_op_never_reaches_the_weights_by_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """``--optimizer-cuda-graph`` replays the step, and torch's hooks do not run then."""
     import ditron_train.megatron as plugin
-    from ditron_train import symm
+    from ditron_train.megatron.plugin import failures
 
     class OptimizerCudaGraphWrapper:
         steps = 0
@@ -193,7 +199,7 @@ def test_a_failed_op_never_reaches_the_weights_by_a_captured_step(monkeypatch: p
     try:
         plugin.apply(features="pp")
         assert step() == 1
-        monkeypatch.setattr(symm, "check_all", fail)
+        monkeypatch.setattr(failures, "check_all", fail)
         with pytest.raises(NotSupportedError, match="an op failed"):
             step()
     finally:

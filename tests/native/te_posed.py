@@ -21,7 +21,7 @@ def pose_transformer_engine(attention):
     for name in ("", ".pytorch", ".pytorch.attention", ".pytorch.attention.dot_product_attention",
                  ".pytorch.attention.dot_product_attention.utils", ".pytorch.cpp_extensions", ".pytorch.cpu_offload",
                  ".pytorch.export", ".pytorch.fp8", ".pytorch.module", ".pytorch.module._common",
-                 ".pytorch.module.base"):  # fmt: skip
+                 ".pytorch.module.base", ".pytorch.module.layernorm_linear"):  # fmt: skip
         sys.modules["transformer_engine" + name] = functools.reduce(getattr, name.split(".")[1:], library)
     for name in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"):
         setattr(native, name, type(name, (torch.nn.Module,), {}))

@@ -300,7 +300,7 @@ import megatron.core.extensions.transformer_engine as native
 
 for name in ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.cpu_offload", ".pytorch.distributed",
              ".pytorch.export", ".pytorch.fp8",
-             ".pytorch.module", ".pytorch.module._common", ".pytorch.module.base"):
+             ".pytorch.module", ".pytorch.module._common", ".pytorch.module.base", ".pytorch.module.layernorm_linear"):
     sys.modules["transformer_engine" + name] = MagicMock()
 for module, name in (("cpu_offload", "is_cpu_offload_enabled"), ("export", "is_in_onnx_export_mode")):
     setattr(sys.modules["transformer_engine.pytorch." + module], name, lambda: False)
@@ -327,6 +327,8 @@ for name in (
     "TELayerNormColumnParallelLinear",
     "TERowParallelLinear",
     "TEDotProductAttention",
+    "TEColumnParallelGroupedLinear",
+    "TERowParallelGroupedLinear",
 ):
     setattr(native, name, type(name, (Layer,), {}))
 from ditron_train.megatron.tp import te_layers as tp_te
@@ -366,6 +368,35 @@ layer.tp_size, layer.sequence_parallel = 2, True
 assert TELinears().why_not_out(layer, 1) is None, "a reduce-scatter adds up"
 """
 
+
+_ONE_WEIGHT_OF_EXPERTS = """
+import torch
+
+for name in ("_torch", ".pytorch.tensor", ".pytorch.tensor.float8_tensor", ".pytorch.module.grouped_linear"):
+    sys.modules["transformer_engine" + name] = MagicMock()
+grouped = sys.modules["transformer_engine.pytorch.module.grouped_linear"]
+grouped.GroupedLinear = type("Layer", (), {"__module__": "posed"})
+from ditron_train.megatron.ep import te_experts
+from ditron_train.runtime.logs import decisions
+
+te_experts.experts_group = lambda: "a group"
+layer = te_experts.DitronTEColumnParallelGroupedLinear()
+layer.weight0, layer.single_grouped_weight = None, True  # as it leaves them, from 2.14 on
+assert te_experts._products_at_once(layer, torch.zeros(4, 4)) == frozenset()
+assert any(line.endswith("native, the experts share one grouped weight") for line in decisions()), decisions()
+"""
+
+_NORM_OF_ANOTHER = """
+import torch
+
+# As Megatron 0.19 does behind our import.
+tp_te.te_layernorm_linear.apply_normalization = lambda x, *options: (2 * x, None, None)
+layer.layer_norm_weight, layer.layer_norm_bias = torch.ones(4), None
+layer.fwd_ln_sm_margin = layer.bwd_ln_sm_margin = layer.inf_ln_sm_margin = 0
+layer.eps, layer.normalization, layer.zero_centered_gamma = 1e-5, "RMSNorm", False
+with torch.no_grad():
+    assert torch.equal(tp_te.normalised(layer, torch.ones(3, 4)), torch.full((3, 4), 2.0))
+"""
 
 _FP8_IN_MEGATRONS_GRAPH = """
 import torch
@@ -435,8 +466,16 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
 
 @pytest.mark.parametrize(
     "body",
-    [_NORM_RETURNED, _COMMUNICATION_OF_ANOTHER, _SYMMETRIC, _FP8_IN_MEGATRONS_GRAPH, _FP8_ASKED_ONCE],
-    ids=["norm", "shared_experts", "symmetric", "fp8_in_a_graph", "fp8_asked_once"],
+    [
+        _NORM_RETURNED,
+        _COMMUNICATION_OF_ANOTHER,
+        _SYMMETRIC,
+        _ONE_WEIGHT_OF_EXPERTS,
+        f"layer = Layer(){_NORM_OF_ANOTHER}",
+        _FP8_IN_MEGATRONS_GRAPH,
+        _FP8_ASKED_ONCE,
+    ],
+    ids=["norm", "shared_experts", "symmetric", "one_weight", "norm_of_another", "fp8_in_a_graph", "fp8_asked_once"],
 )
 def test_what_transformer_engine_does_that_ours_do_not_runs_natively(body):
     """Of its layers, only what is asked here stands for them."""

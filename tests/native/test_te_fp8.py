@@ -108,10 +108,10 @@ def test_code_that_calls_others_is_left_alone(change, words, minor):
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_what_the_policy_compares(kind, scaling, minor):
     first, second = workers.run(workers.spec_on_cpu, kind, scaling, minor)
-    words, size, alignment = (", block", 8, 128) if scaling == "block" else ("", 1, 16)
+    words, size, alignment = ("BlockScaling", 8, 128) if scaling == "block" else ("CurrentScaling", 1, 16)
     sizes = f"{32 * size}x{64 * size} {48 * size}x{64 * size}"
     assert first == second
-    assert first[0].startswith(f"tp {kind} fp8 {sizes} gradients E5M2{words}: [") and "frozen" in first[1]
+    assert first[0].startswith(f"tp {kind} fp8 {sizes} gradients E5M2, Float8{words}: [") and "frozen" in first[1]
     assert ("bias" in first[1]) == (kind == "column")
     assert f"multiples of {alignment}" in first[2]
 

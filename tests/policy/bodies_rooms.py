@@ -232,7 +232,6 @@ def probe_on_cpu(
     needs_bits: bool = True,
     also=(),
     host_counts=False,
-    needed_bytes=None,
 ) -> Observation:
     """``probe`` where GPUs would be: bits count, and the host's times."""
     equal = all([same_bits(one(), other()) for one, other in ((native, ours), *also)])

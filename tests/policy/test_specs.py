@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_held import held_and_said  # noqa: E402
 from bodies_specs import (  # noqa: E402
+    DoubledGather,
     ask_failing_gate,
     ask_gate,
     ask_gate_of_another_version,
@@ -25,6 +26,8 @@ from bodies_specs import (  # noqa: E402
     same_bits,
 )
 
+from ditron_train.policy import spec as spec_module  # noqa: E402
+from ditron_train.runtime.errors import NotSupportedError  # noqa: E402
 from ditron_train.tools.results import read_results  # noqa: E402
 from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
@@ -45,6 +48,26 @@ def test_the_gate_decides_about_it_once_a_shape() -> None:
 def test_a_gpu_on_which_it_cannot_be_tried_is_native(error: Exception) -> None:
     words = f"the fused path cannot run here: {type(error).__name__}: {error}"
     assert run_workers(2, ask_failing_gate, error) == [words] * 2
+
+
+@pytest.mark.parametrize("policy, asks", [("strict", True), ("fast", True), ("bits", True), ("force", False)])
+def test_memory_is_asked_for_in_front_of_what_a_comparison_makes(monkeypatch, policy: str, asks: bool) -> None:
+    """A rank that ran out of memory while it makes data would leave the others in a collective."""
+    asked: list[object] = []
+    spec = DoubledGather()
+
+    def check_memory(num_bytes: int, device: torch.device, group: object) -> None:
+        asked.append((num_bytes, device.type, group))
+        raise NotSupportedError("a rank has too little")
+
+    monkeypatch.setenv("DITRON_POLICY", policy)
+    monkeypatch.setattr(spec_module, "check_memory", check_memory)
+    for name, value in (("group", "a group"), ("device", torch.device("cuda", 0)), ("held_bytes", 77)):
+        monkeypatch.setattr(spec, name, lambda call, value=value: value, raising=False)
+    monkeypatch.setattr(spec, "trial", lambda call, context: pytest.fail("it made data"), raising=False)
+    with pytest.raises(NotSupportedError if asks else pytest.fail.Exception):
+        spec.decide(None, None)
+    assert asked == [(77, "cuda", "a group")] * asks
 
 
 def test_code_for_another_version_of_a_library_is_native() -> None:

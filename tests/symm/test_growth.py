@@ -65,7 +65,8 @@ def _run(clock: _Clock, world_size: int, absent: int | None = None) -> tuple[Cou
         barrier.wait()
         meeting.store = _Counted(meeting.store._store, later, lock)
         if rank == absent:
-            while later["add"] < world_size - 1:
+            limit_s = time.monotonic() + 100
+            while later["add"] < world_size - 1 and time.monotonic() < limit_s:
                 time.sleep(0.01)
             clock.set_s = 1e6
             return None

@@ -13,6 +13,7 @@ from ditron_train.megatron.compat.config import (
     why_not_arguments,
     why_not_dispatcher,
     why_not_experts,
+    why_not_grouped_layer,
     why_not_weight,
 )
 from ditron_train.megatron.compat.muon import (
@@ -43,6 +44,7 @@ __all__ = [
     "why_not_arguments",
     "why_not_dispatcher",
     "why_not_experts",
+    "why_not_grouped_layer",
     "why_not_layer_wise",
     "why_not_weight",
     "write_wgrad",

@@ -102,16 +102,17 @@ def why_not_experts(experts: torch.nn.Module) -> str | None:
         return "Transformer Engine's operation fuser computes the experts"
     if getattr(config, "moe_use_grouped_tensor", False):
         return "moe_use_grouped_tensor pads the experts' rows"
-    for name in ("linear_fc1", "linear_fc2"):
-        linear = getattr(experts, name, None)
-        if getattr(linear, "single_grouped_weight", False):
-            return "the experts share one grouped weight"
-        if _multiplies_at_once(linear):
-            return "Transformer Engine multiplies by cuBLAS's grouped GEMM, whose bits may be others"
-        reason = why_not_weight(getattr(linear, "weight0", None))
-        if reason is not None:
-            return reason
-    return None
+    reasons = (why_not_grouped_layer(getattr(experts, name, None)) for name in ("linear_fc1", "linear_fc2"))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def why_not_grouped_layer(linear: Any) -> str | None:
+    """The same of one of their linear layers."""
+    if getattr(linear, "single_grouped_weight", False):
+        return "the experts share one grouped weight"
+    if _multiplies_at_once(linear):
+        return "Transformer Engine multiplies by cuBLAS's grouped GEMM, whose bits may be others"
+    return why_not_weight(getattr(linear, "weight0", None))
 
 
 def why_not_dispatcher(dispatcher: Any) -> str | None:

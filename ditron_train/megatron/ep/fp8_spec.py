@@ -125,6 +125,10 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
 
         return lambda: run(False), lambda: run(True)
 
+    def held_bytes(self, call: Fp8ExpertsCall) -> int:
+        """See `OpSpec`: three sets of weights, as wide as they are tried, with their transposes, and of rows."""
+        return 6 * _MOST_TRIED * call.weight.numel() + 6 * _MOST_BYTES
+
     def inputs(self, call: Fp8ExpertsCall) -> Sequence[torch.Tensor]:
         return call.x, call.weight
 

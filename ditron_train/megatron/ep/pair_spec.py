@@ -69,6 +69,9 @@ class PairSpec(OpSpec[PairCall, Any]):
     def words(self, call: PairCall, context: Any) -> str:
         return f"ep {self.pair} {call.runs.words}"
 
+    def held_bytes(self, call: PairCall) -> int:
+        return call.runs.held_bytes
+
     def inputs(self, call: PairCall) -> Sequence[torch.Tensor]:
         """See `OpSpec`: made by the layer's `_PairRuns`."""
         return ()
@@ -226,6 +229,16 @@ class _PairRuns:
         own_bits = is_wide and pairs_of.own_wgrad_has_native_bits(*weight.shape)
         if own_bits or get_settings().policy == "force":
             self.pairs.append("own_wgrad")
+
+    @property
+    def held_bytes(self) -> int:
+        """What comparing a pair holds: rows of even routing with what is made of them, and gradients of the second
+        weights by both paths."""
+        first, second = self._experts.linear_fc1, self._experts.linear_fc2
+        num_rows = self._layout.num_tokens * self._context.shape.topk
+        columns = 4 * self._like.shape[-1] + 3 * (first.weight0.shape[0] + second.weight0.shape[1])
+        of_weights = 3 * second.num_gemms * second.weight0.nbytes if "own_wgrad" in self.pairs else 0
+        return num_rows * columns * self._like.element_size() + of_weights
 
     @functools.cached_property
     def _data(self) -> tuple[Layout, dict[Pair, Callable[[ExpertCall], list[Any]]], list[int], str]:

@@ -22,6 +22,7 @@ from ditron_train.ep.fused import layout_tiles
 from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.group_linear import group_linear
 from ditron_train.ep.row_tiles import RowTiles
+from ditron_train.megatron.compat import why_not_grouped_layer
 from ditron_train.megatron.ep.coverage import why_not_fp8_options, why_not_fp8_recipe
 from ditron_train.megatron.ep.experts import (
     DitronTEGroupedMLP,
@@ -69,7 +70,7 @@ def _products_at_once(linear: Any, x: torch.Tensor) -> AtOnce:
     group = experts_group()
     if group is None:
         return frozenset()
-    reason = _why_not_fp8(linear)
+    reason = why_not_grouped_layer(linear) or _why_not_fp8(linear, x.device)
     if reason is not None:
         log_native(LOG_NAME, reason)
         return frozenset()
@@ -80,8 +81,8 @@ def _products_at_once(linear: Any, x: torch.Tensor) -> AtOnce:
     return frozenset((call.product, fewest_rows_of(call)) for call in chosen)
 
 
-def _why_not_fp8(linear: Any) -> str | None:
-    is_captured = FP8GlobalStateManager.fp8_graph_capturing() or is_capturing(linear.weight0.device)
+def _why_not_fp8(linear: Any, device: torch.device) -> str | None:
+    is_captured = FP8GlobalStateManager.fp8_graph_capturing() or is_capturing(device)
     if FP8GlobalStateManager.is_fp8_calibration() or is_captured:
         return "FP8 is calibrated or captured"
     recipe = FP8GlobalStateManager.get_fp8_recipe()
@@ -97,7 +98,7 @@ def _why_not_fp8(linear: Any) -> str | None:
     reason = why_not_fp8_options(is_plain=is_plain)
     if reason is not None:
         return reason
-    if torch.is_autocast_enabled(linear.weight0.device.type):
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     return why_not_code()
 

@@ -15,6 +15,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -109,9 +110,6 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         except (ArenaError, PeerTimeoutError) as error:
             log_native("batch numbers", str(error))
         _host_groups[group] = None if host_group is None else weakref.ref(host_group)
-        megatrons = getattr(parallel_state, "_global_process_group_list", None)
-        if host_group is not None and megatrons is not None:  # update_pg_timeout sets the deadlines of those in it
-            megatrons.append(host_group)
     return _known_host_group(group)
 
 
@@ -147,6 +145,21 @@ def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
     return get_batch_on_this_tp_rank
 
 
+def _with_hosts(update: Callable[..., None]) -> Callable[..., None]:
+    """``update_pg_timeout``, by which Megatron sets the deadlines of its groups
+    (``--distributed-timeout-seconds-after-init``), for those of hosts, too."""
+
+    @functools.wraps(update)
+    def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -> None:
+        update(timeout, pg)
+        for group in list(_host_groups):
+            host_group = _known_host_group(group)
+            if host_group is not None and pg in (None, group):
+                dist.distributed_c10d._set_pg_timeout(timeout, host_group)
+
+    return update_pg_timeout
+
+
 def start() -> None:
     """From now on Megatron-LM's training does so, if this process has imported it; on all ranks alike (collective over
     Megatron's tensor parallel group, where that is new)."""
@@ -170,6 +183,7 @@ def start() -> None:
         ours = told_by_hosts(native)
         for package in ("megatron", "__main__"):  # the script has imported it by name
             patching.replace_symbol(native, ours, package=package)
+        patching.replace_symbol(parallel_state.update_pg_timeout, _with_hosts(parallel_state.update_pg_timeout))
         log_once("batch numbers", "numbers of a microbatch go from host to host")
 
 

@@ -78,6 +78,7 @@ class Fp8ProjectionSpec(OpSpec[Fp8ProjectionCall, SPContext]):
             call.like.dtype,
             call.like.device,
             call.has_bias,
+            torch.are_deterministic_algorithms_enabled(),
         )
 
     def why_not(self, call: Fp8ProjectionCall) -> str | None:
@@ -116,6 +117,11 @@ class Fp8ProjectionSpec(OpSpec[Fp8ProjectionCall, SPContext]):
             for one in made
         )
         return Trial(self.words(call, context), *first, None, more)
+
+    def held_bytes(self, call: Fp8ProjectionCall) -> int:
+        """See `OpSpec`: as of tensor parallel layers in FP8, with parts that are sent and put in order."""
+        (n, k), rows = call.weight.shape, math.prod(call.rows)
+        return 10 * rows * k + 12 * n * k + 12 * rows * n
 
     def inputs(self, call: Fp8ProjectionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `OpSpec`."""

@@ -106,6 +106,7 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             call.scaling,
             call.recipe,
             call.has_bias,
+            torch.are_deterministic_algorithms_enabled(),
         )
 
     def check_ranks_agree(self, call: Fp8Call) -> None:
@@ -155,6 +156,13 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
 
     def where(self, call: Fp8Call) -> str:
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
+
+    def held_bytes(self, call: Fp8Call) -> int:
+        """See `OpSpec`, as counted: operands of two sets of data with their transposes, and what is gathered,
+        multiplied and summed of all ranks' rows by both paths, in FP8 and in 16 bits."""
+        (n, k), rows = call.weight.shape, call.x.shape[:-1].numel()
+        rows *= dist.get_world_size(call.group) if self.kind == "column" else 1
+        return 8 * rows * k + 10 * n * k + 8 * rows * n
 
     def inputs(self, call: Fp8Call) -> tuple[torch.Tensor, torch.Tensor]:
         return call.x, call.weight

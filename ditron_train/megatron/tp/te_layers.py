@@ -17,7 +17,7 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
 )
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-from transformer_engine.pytorch.module._common import apply_normalization
+from transformer_engine.pytorch.module import layernorm_linear as te_layernorm_linear
 
 from ditron_train.megatron.shared.te_wgrad import bias_in_product, wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
@@ -44,7 +44,8 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any, sm_margin: int
     ) -> torch.Tensor:
-        out, mean, inverse_deviation = apply_normalization(
+        # By its name there: from 0.19 on Megatron puts another one in its place where batches shall not matter.
+        out, mean, inverse_deviation = te_layernorm_linear.apply_normalization(
             x, None, weight, bias, layer.eps, None, x.dtype, layer.normalization, sm_margin, layer.zero_centered_gamma
         )
         ctx.save_for_backward(x, weight, mean, inverse_deviation)
