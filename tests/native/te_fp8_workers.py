@@ -224,7 +224,8 @@ def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products
 
 
 def amax_asked_from_cpp() -> list[float]:
-    """What C++ gets from the group of a quantizer outside of a pass, in one, and in one without a context."""
+    """What C++ gets from the group of a quantizer outside of a pass, in one, in one without a context, and of a group
+    of this rank alone in a pass of all."""
     _classes()
     from ditron_train.megatron.tp.te_passes import AmaxGroup, Pass, passing
     from ditron_train.tp import get_tp_context
@@ -239,6 +240,10 @@ def amax_asked_from_cpp() -> list[float]:
         with passing(one):
             found.append(ops.wait_tensor(ops.all_reduce(torch.tensor([1.0 + rank]), "max", "amaxes")).item())
     assert asked.call_count == 1
+    alone = AmaxGroup([dist.new_group([one]) for one in range(dist.get_world_size())][rank])
+    torch._C._distributed_c10d._register_process_group(f"amaxes of {rank}", alone)
+    with passing(active):
+        found.append(ops.wait_tensor(ops.all_reduce(torch.tensor([1.0 + rank]), "max", f"amaxes of {rank}")).item())
     return found
 
 

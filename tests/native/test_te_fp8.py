@@ -72,7 +72,7 @@ def test_products_are_known_again_by_all_that_they_depend_on():
 
 
 def test_the_amax_of_all_ranks_is_asked_for_by_the_pass_from_cpp():
-    assert workers.run(workers.amax_asked_from_cpp) == [[2.0, 2.0, 2.0]] * 2
+    assert workers.run(workers.amax_asked_from_cpp) == [[2.0, 2.0, 2.0, 1.0], [2.0, 2.0, 2.0, 2.0]]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -127,7 +127,7 @@ class Fp8ExpertsSpec(OpSpec[Fp8ExpertsCall, object]):
 
     def held_bytes(self, call: Fp8ExpertsCall) -> int:
         """See `OpSpec`: three sets of weights, as wide as they are tried, with their transposes, and of rows."""
-        return 6 * _MOST_TRIED * call.weight.numel() + 6 * _MOST_BYTES
+        return 6 * _MOST_TRIED * call.weight.numel() + 4 * _MOST_BYTES
 
     def inputs(self, call: Fp8ExpertsCall) -> Sequence[torch.Tensor]:
         return call.x, call.weight

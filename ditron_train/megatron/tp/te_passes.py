@@ -49,10 +49,11 @@ class Pass:
         """This rank's rows of the sum over ranks, and what to wait for."""
         return te_distributed.reduce_scatter_along_first_dim(partial, group, async_op)
 
-    def reduce_amax(self, amax: torch.Tensor) -> bool:
-        """Makes ``amax`` the largest of the tensor parallel ranks; False: native has to."""
+    def reduce_amax(self, amax: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Makes ``amax`` the largest of the ranks of ``group``; False: native has to, as for another layer's group,
+        whose forward is computed again while this pass reads what it has saved."""
         context: TPContext | None = getattr(self, "_context", None)  # of Ulysses' projections there is none
-        if context is None or amax.numel() != 1 or amax.dtype != torch.float32:
+        if context is None or context.group is not group or amax.numel() != 1 or amax.dtype != torch.float32:
             return False
         largest_of_ranks(amax, context=context)
         return True
@@ -186,7 +187,7 @@ class AmaxGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """See ``ProcessGroup``; a quantizer asks for the maximum."""
         active = _active.get()
-        if active is not None and len(tensors) == 1 and active.reduce_amax(tensors[0]):
+        if active is not None and len(tensors) == 1 and active.reduce_amax(tensors[0], self._group):
             return _DONE
         return self._group.allreduce(tensors, opts)
 
