@@ -272,9 +272,9 @@ def exchange_counts(
     )
     tl.store(tables.sources + ranks[:, None] * S.SLOTS + local[None, :], from_ranks)
     tl.store(tables.limits + 4, ((tl.load(dispatch_tickets) >> TICKET_UNIT_LOG2) + 1).to(tl.int32))
-    _refuse_wide(tables, messages, channel.control, counts, place_capacity, most_experts, S, HAS_CAPACITY)
     capacities = (row_capacity, slot_capacity, place_capacity)
     _set_limits(tables.limits, messages, channel.control, rank, totals, dests, capacities, S, HAS_CAPACITY)
+    _refuse_wide(tables, messages, channel.control, counts, place_capacity, most_experts, S, HAS_CAPACITY)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_places", "rank"])
