@@ -156,9 +156,10 @@ def _sp_call(group, factor=1):
     return lambda: context.to_heads(parts, layout, None)
 
 
-def moe_layer(rails):
+def moe_layer(rails, link_mbit=None):
     """Whether megatron-core's MoE layer moves its tokens by rails under ``DITRON_EP_RAILS=rails``, with times compared
-    on the CPU, too, and why not; its bits are native's."""
+    on the CPU, too, and why not; its bits are native's. By the host's clock, or by what passes the node's link at the
+    rate of ``link_mbit``."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
     import ep_workers as workers
 
@@ -170,7 +171,7 @@ def moe_layer(rails):
     options = {"params_dtype": torch.float32, "num_moe_experts": 8, "moe_router_topk": 8, "hidden_size": 256}
     torch.use_deterministic_algorithms(True)
     try:
-        with workers.groups(**workers.sizes_of(options)), comparing_on_cpu():
+        with workers.groups(**workers.sizes_of(options)), comparing_on_cpu(), _clock_of_link(link_mbit):
             native, ours = workers.build(options, False), workers.build(options, True)
             generator = torch.Generator().manual_seed(dist.get_rank())
             x, grad = (torch.randn(16, 1, options["hidden_size"], generator=generator) for _ in range(2))
@@ -180,6 +181,28 @@ def moe_layer(rails):
     finally:
         torch.use_deterministic_algorithms(False)
         del os.environ["DITRON_EP_RAILS"]
+
+
+@contextlib.contextmanager
+def _clock_of_link(link_mbit):
+    """Times a call by the bytes that leave the node meanwhile, if ``link_mbit`` is a rate: however busy the machine
+    is, they are the same."""
+
+    def times_us(run, device, group, launches_us):
+        dist.barrier(group)
+        before = _bytes_sent()
+        run()
+        dist.barrier(group)
+        return [(_bytes_sent() - before) * 8 / link_mbit]
+
+    with mock.patch("ditron_train.policy.probe.times_us", times_us) if link_mbit else contextlib.nullcontext():
+        yield
+
+
+def _bytes_sent():
+    """By this node, over its link."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("eth0:"))
 
 
 def tp_linears(ranks, batch, dtype):
