@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from ditron_train.runtime.errors import PeerTimeoutError
 from ditron_train.symm import exchange as module
 from ditron_train.tp import TPContext
+from tests.support.patience import Lateness
 
 CPU = torch.device("cpu")
 
@@ -67,28 +68,33 @@ def a_rank_does_not_come_in_three_turns() -> tuple[int, str] | None:
     return answer
 
 
-def a_rank_comes_too_late() -> tuple[int, float, list[str]]:
-    """Who was missing, how long it took to hear that, and what all said when they met afterwards."""
+def a_rank_comes_too_late() -> tuple[int, float, float, list[str]]:
+    """Who was missing, how long it took to hear that, how much of it a busy machine took, and what all said when they
+    met afterwards."""
     group = dist.new_group(list(range(dist.get_world_size())))
     if dist.get_rank() == 2:
         dist.barrier()
-    start_s = time.monotonic()
-    missing, _ = _timeout_of(lambda: module.exchange(group, "nobody hears this"), 3.0)
-    seconds = time.monotonic() - start_s
+    with Lateness() as lateness:
+        start_s = time.monotonic()
+        missing, _ = _timeout_of(lambda: module.exchange(group, "nobody hears this"), 3.0)
+        seconds = time.monotonic() - start_s
     if dist.get_rank() != 2:
         dist.barrier()
-    return missing, seconds, module.exchange(group, f"rank {dist.get_rank()}")
+    return missing, seconds, lateness.seconds, module.exchange(group, f"rank {dist.get_rank()}")
 
 
-def a_step_that_meets_nobody() -> tuple[int, float] | None:
-    """Who was missing from a step that all ranks do together, and how long it took to say so."""
+def a_step_that_meets_nobody() -> tuple[int, float, float] | None:
+    """Who was missing from a step that all ranks do together, how long it took to say so, and how much of that a busy
+    machine took."""
     group, answer = dist.new_group(list(range(dist.get_world_size()))), None
     if dist.get_rank() != 2:
-        start_s = time.monotonic()
-        missing, _ = _timeout_of(
-            lambda: module.on_all_ranks(group, "meeting", lambda: module.exchange(group, "here")), 2.5
-        )
-        answer = missing, time.monotonic() - start_s
+        with Lateness() as lateness:
+            start_s = time.monotonic()
+            missing, _ = _timeout_of(
+                lambda: module.on_all_ranks(group, "meeting", lambda: module.exchange(group, "here")), 2.5
+            )
+            seconds = time.monotonic() - start_s
+        answer = missing, seconds, lateness.seconds
     dist.barrier()
     return answer
 
