@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,12 +19,16 @@ from ditron_train.ep.row_tiles import RowTiles, group_launch
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
-from ditron_train.runtime.device import kernel_target, num_sms
+from ditron_train.runtime.device import is_capturing, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.sizes import next_power_of_2
+from ditron_train.stream.events import current_stream
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _MAX_STRIDE_BYTES = 1 << 40
+#: Tables of each kind that no captured graph reads: a layer has some four; buffers of sharded gradients move at each
+#: step.
+_MOST_TABLES = 4096
 _TO_DESCRIPTOR, _TO_ADDED, _TO_WRITTEN = 0, 1, 2  # of ``group_wgrad_kernel``
 # A wider tile's old values and sums do not fit the registers of a program (tests/compile).
 _INTO_CONFIG = GemmConfig(128, 128, 64, 8, 4)
@@ -63,14 +67,38 @@ def reach_of(addresses: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
     return distances, unit
 
 
-@cache  # never let go of: a captured CUDA graph, and a launch on another stream, know only the address
-def _places(distances: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(distances, dtype=torch.int32, device=device)
+class _Tables:
+    """Small tables on a device, by their values: launches know their addresses alone.
+
+    What a capture has met is kept for good, since replays read it. Of the others those that were used last are kept,
+    and the memory of one that goes is reused only behind the streams that it was used on.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._recent: OrderedDict[tuple[tuple[int, ...], torch.device], tuple[torch.Tensor, Any]] = OrderedDict()
+        self._captured: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+
+    def __call__(self, values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        key = values, device
+        if key in self._captured:
+            return self._captured[key]
+        stream = current_stream(device) if device.type == "cuda" else None
+        table, used_on = self._recent.pop(key, (None, stream))
+        if table is None:
+            table = torch.tensor(values, dtype=self._dtype, device=device)
+        if is_capturing(device):
+            self._captured[key] = table
+            return table
+        if stream is not None and used_on != stream:
+            table.record_stream(stream)
+        self._recent[key] = table, stream
+        if len(self._recent) > _MOST_TABLES:
+            self._recent.popitem(last=False)
+        return table
 
 
-@cache  # likewise
-def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+_places, _addresses = _Tables(torch.int32), _Tables(torch.int64)
 
 
 def are_whole(columns: Sequence[int], dtype: torch.dtype) -> bool:

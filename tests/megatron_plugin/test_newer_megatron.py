@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,10 +75,18 @@ def test_a_layer_of_one_grouped_weight_is_known_by_itself() -> None:
 
 
 def test_a_grouped_gemm_that_a_variable_asks_for_stays_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since 2.17; what 2.20 was told when the layer was made counts more."""
+    """Since 2.17, which has a way for it; what 2.20 was told when the layer was made counts more."""
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "1")
-    assert "cuBLAS's grouped GEMM" in str(compat.why_not_experts(_experts()))
+    assert compat.why_not_experts(_experts()) is None
     assert compat.why_not_experts(_experts(linear={"use_grouped_tensor": False})) is None
+    module = ModuleType("posed_grouped_linear")
+    module._GroupedLinear = SimpleNamespace(_is_grouped_tensor_path_supported=None)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    of_library = type("GroupedLinear", (), {"__module__": module.__name__})
+    layer = type("TEGroupedLinear", (of_library,), {})()
+    assert "cuBLAS's grouped GEMM" in str(compat.why_not_grouped_layer(layer))
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "0")
+    assert compat.why_not_grouped_layer(layer) is None
 
 
 def test_a_dispatcher_that_adds_in_another_order_is_refused() -> None:
@@ -103,6 +111,7 @@ def test_a_weight_of_several_ranks_is_refused() -> None:
     assert compat.why_not_weight(SimpleNamespace(gtp_remat_size=1)) is None
     assert "4 ranks" in str(compat.why_not_weight(SimpleNamespace(gtp_remat_size=4)))
     assert "by ranks" in str(compat.why_not_weight(SimpleNamespace(is_gtp_weight_remat=True)))
+    assert "by ranks" in str(compat.why_not_weight(SimpleNamespace(is_distributed_weight=True)))
 
 
 def test_arguments_of_muon_by_the_names_of_any_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,29 @@ def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours
         torch.use_deterministic_algorithms(False)
 
 
+def inputs_of_shared_experts(options):
+    """Through which steps the gradient of the shared experts comes to the layer's input: natively, by ours."""
+    found = []
+    with groups(**sizes_of(options)):
+        for is_ours in (False, True):
+            layer, steps = build(options, is_ours), []
+            begin = layer.shared_experts.pre_forward_comm
+
+            def seen(given, begin=begin, steps=steps):
+                node = given.grad_fn
+                while type(node).__name__ != "MulBackward0":
+                    steps.append(type(node).__name__)
+                    node = node.next_functions[0][0]
+                return begin(given)
+
+            layer.shared_experts.pre_forward_comm = seen
+            x = torch.randn(8, 1, BASE["hidden_size"], requires_grad=True)
+            layer(x * 2)
+            assert (getattr(layer.token_dispatcher, "ep_context", None) is not None) is is_ours
+            found.append(steps)
+    return found
+
+
 def policy_is_asked_once(options=None):
     """The policy's run of both dispatchers, of which the interpreter compares nothing; its answer is kept."""
     from ditron_train.policy import gate

@@ -19,6 +19,7 @@ from ep_workers import (  # noqa: E402
     experts_wrapped_after_their_capacity,
     falls_back_when_memory_is_capped,
     groups_of_layers,
+    inputs_of_shared_experts,
     layers_agree,
     layers_agree_over_two_nodes,
     memory_ends_between_two_forwards,
@@ -68,6 +69,11 @@ CASES = {
         {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True},
         (8, 8),
         torch.float32,
+    ),
+    "shared_experts_gated": (
+        {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True, "moe_shared_expert_gate": True},
+        (8, 8),
+        torch.bfloat16,
     ),
     "recompute": ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, (8, 8), torch.bfloat16),
     "squared_relu_bias": (
@@ -192,6 +198,7 @@ def test_a_capacity_whose_products_never_have_native_bits(monkeypatch, caplog):
 
     monkeypatch.setattr(logs, "_seen", {})
     monkeypatch.setattr(capacity, "fewest_rows_of_layer", lambda *_: NEVER)
+    monkeypatch.setattr(capacity, "exchange", lambda group, mine: [mine])
     monkeypatch.setattr("ditron_train.megatron.ep.spec.fewest_rows_before", lambda context: None)
     caplog.set_level(logging.INFO, logger="ditron_train")
     for policy, factor in (("strict", None), ("bits", None), ("fast", 2.0), ("force", 2.0)):
@@ -380,6 +387,13 @@ def test_tokens_of_more_experts_than_topk_go_over_to_native_on_all_nodes(num_exp
     found = run_workers(4, native_over_two_nodes, *arguments, env={"DITRON_POLICY": "force"})
     reason = f"expert parallel: a token has {width} experts, top-k is 2"
     assert found == [(reason, [f"ep: native dispatcher, {reason}"])] + [(reason, [])] * 3
+
+
+def test_gradients_of_shared_experts_meet_those_of_the_routed_where_they_do_natively():
+    """Sums of three or more gradients depend on who meets whom first: both paths take the same view of the tokens."""
+    options = {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True}
+    for native, ours in run_workers(2, inputs_of_shared_experts, options):
+        assert native == ours == ["ViewBackward0", "ViewBackward0"]
 
 
 @pytest.mark.parametrize("over_nodes", [False, True], ids=["one_node", "rails"])

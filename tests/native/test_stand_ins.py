@@ -44,6 +44,9 @@ def _gather(module, args):
         weight.data.copy_(late)
 
 
+_gather.__module__ = "megatron.core.distributed.param_and_grad_buffer"  # which has such hooks
+
+
 def _experts(**options):
     from ditron_train.megatron.ep.experts import DitronTEGroupedMLP
 
@@ -196,7 +199,7 @@ def test_experts_of_few_rows_keep_their_native_product_alone(monkeypatch, rows, 
         assert bool((out == 7.0).all())
 
 
-@pytest.mark.parametrize("wrapped", ["layer", "experts", "recipe"])
+@pytest.mark.parametrize("wrapped", ["layer", "experts", "recipe", "hook", "hook of a layer", "debugging"])
 def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wrapped):
     """What was decided for them stands: were it still followed, a wrapper would get tokens for rows and an ExpertCall
     for counts."""
@@ -217,11 +220,40 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
         layer.experts = torch.nn.Sequential(layer.experts)
     elif wrapped == "layer":
         layer.experts.linear_fc1 = torch.nn.Sequential(layer.experts.linear_fc1)
+    elif wrapped == "hook":
+        layer.experts.register_full_backward_hook(lambda *given: None)
+    elif wrapped == "hook of a layer":
+        layer.experts.linear_fc2.register_forward_hook(lambda *given: None)
+    elif wrapped == "debugging":
+        layer.experts.linear_fc1.is_debug_iter = lambda: True
     else:
         layer.experts.linear_fc2.te_quant_params = object()
     assert dispatcher._expert_call(torch.zeros(1)) is None
     dispatcher._capacity.look_at(dispatcher._experts)
     assert dispatcher._capacity.factor is None
+
+
+def _wrapped_on_one_rank():
+    """What every rank says of experts that rank 1 alone has wrapped, and of a capacity that these refuse."""
+    import torch.distributed as dist
+
+    from ditron_train.megatron.ep import experts as ep_experts
+    from ditron_train.megatron.ep.capacity import FixedCapacity
+
+    experts, capacity = _experts(), FixedCapacity(2.0)
+    ep_experts.why_not_fused = lambda experts, device: ep_experts.why_not_called(experts)
+    said = [ep_experts.why_not_fused_on_ranks(experts, torch.device("cpu"), dist.group.WORLD)]
+    if dist.get_rank() == 1:
+        experts.linear_fc1.register_forward_hook(print)
+        capacity.look_at(experts)
+    said.append(ep_experts.why_not_fused_on_ranks(experts, torch.device("cpu"), dist.group.WORLD))
+    capacity.measure(experts, torch.zeros(1), dist.group.WORLD)
+    return said, capacity.factor
+
+
+def test_experts_that_one_rank_has_wrapped_are_fused_on_no_rank():
+    """The messages of a fused movement are others: ranks that differ would end the job."""
+    assert run_workers(2, _wrapped_on_one_rank) == [([None, "hooks on the experts look at their rows"], None)] * 2
 
 
 def _adapters(kind):

@@ -27,17 +27,30 @@ def captured(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_tables_that_launches_read_are_kept_for_good():
-    from ditron_train.ep.group_gemm import _places
     from ditron_train.gemm.configs import GemmConfig
     from ditron_train.optim.products import _triangle
 
     config = GemmConfig(32, 32, 32, 4, 1, group_m=3)
-    first = _places((0, 3), CPU), _triangle(64, config, 2, CPU)[0]
-    for number in range(1100):
-        _places((0, 4 + number), CPU)
+    first = _triangle(64, config, 2, CPU)[0]
     for number in range(300):
         _triangle(32, config, 3 + number, CPU)
-    assert _places((0, 3), CPU) is first[0] and _triangle(64, config, 2, CPU)[0] is first[1]
+    assert _triangle(64, config, 2, CPU)[0] is first
+
+
+def test_tables_of_experts_are_kept_where_a_capture_has_met_them_else_the_last(captured, monkeypatch):
+    from ditron_train.ep import group_gemm
+
+    monkeypatch.setattr(group_gemm, "_MOST_TABLES", 4)
+    tables = group_gemm._Tables(torch.int32)
+    known, dropped, last = (tables((0, number), CPU) for number in range(3))
+    with monkeypatch.context() as during:
+        during.setattr(group_gemm, "is_capturing", lambda device: True)
+        assert tables((0, 0), CPU) is known
+        new = tables((0, 9), CPU)
+    for number in range(20, 40):
+        assert tables((0, 2), CPU) is last and tables((0, number), CPU).tolist() == [0, number]
+    assert len(tables._recent) == 4
+    assert tables((0, 0), CPU) is known and tables((0, 9), CPU) is new and tables((0, 1), CPU) is not dropped
 
 
 def test_a_captured_op_of_experts_keeps_the_buffers_that_grow_later(captured):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -89,10 +90,15 @@ def rope_arguments(packed: Any) -> dict[str, Any]:
 
 
 def _multiplies_at_once(linear: Any) -> bool:
-    """Whether a grouped layer of Transformer Engine's calls one GEMM for all experts: since 2.17 where its variable
-    asks for it, since 2.20 also by its own argument."""
+    """Whether a grouped layer of Transformer Engine's calls one GEMM for all experts: from 2.17 to 2.19 where its
+    variable asks for it, since 2.20 by an argument that the variable sets."""
     asked = getattr(linear, "use_grouped_tensor", None)
-    return os.environ.get("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "0") != "0" if asked is None else bool(asked)
+    if asked is not None:
+        return bool(asked)
+    if os.environ.get("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "0") == "0":
+        return False
+    functions = (getattr(sys.modules.get(one.__module__), "_GroupedLinear", None) for one in type(linear).__mro__)
+    return any(hasattr(function, "_is_grouped_tensor_path_supported") for function in functions)
 
 
 def why_not_experts(experts: torch.nn.Module) -> str | None:
@@ -128,7 +134,8 @@ def why_not_weight(weight: Any) -> str | None:
     size = getattr(weight, "gtp_remat_size", 1)
     if size > 1 or getattr(weight, "is_gtp_weight_remat", False):
         return f"its weight is shared by {f'{size} ' if size > 1 else ''}ranks (generalized tensor parallelism)"
-    return None
+    # Transformer Engine's own mark since 2.20, whoever shares weights.
+    return "its weight is shared by ranks" if getattr(weight, "is_distributed_weight", False) else None
 
 
 def why_not_arguments(x: torch.Tensor, arguments: Mapping[str, Any]) -> str | None:

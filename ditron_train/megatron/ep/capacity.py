@@ -16,6 +16,7 @@ from ditron_train.megatron.ep.pair_spec import fewest_rows_of_layer
 from ditron_train.megatron.ep.spec import warns_of_few_rows
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.exchange import exchange
 
 
 class FixedCapacity:
@@ -27,6 +28,8 @@ class FixedCapacity:
 
     def __init__(self, factor: float | None = None) -> None:
         self.factor = factor
+        self._reason: str | None = None  # why there is none although it was asked for
+        self._is_agreed = False
         self._fewest_rows: int | None = None  # of an expert, for its products to have native bits
         self._has_warned = False
 
@@ -50,6 +53,10 @@ class FixedCapacity:
         else:
             self._give_up(reason)
 
+    def drop(self) -> None:
+        """Exact sizes from now on, whatever the setting asks for; on all ranks alike."""
+        self.factor = self._reason = None
+
     def look_at(self, experts: Any) -> None:
         """Exact sizes from now on where an adapter has wrapped experts since their capacity was decided: it is called
         with counts that the host does not have, and with rows behind the last one that nobody has written."""
@@ -59,7 +66,13 @@ class FixedCapacity:
 
     def measure(self, experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> None:
         """From how many rows of an expert on our products of rows ``like`` these have native bits, since with a fixed
-        capacity all are ours; exact sizes where they never have (collective the first time)."""
+        capacity all are ours; exact sizes where they never have, or where another rank has them (collective the first
+        time)."""
+        if not self._is_agreed and (self.factor is not None or self._reason is not None):
+            self._is_agreed = True
+            reasons = [reason for reason in exchange(group, self._reason) if reason is not None]
+            if reasons and self.factor is not None:
+                self._give_up(reasons[0])
         if self.factor is None or self._fewest_rows is not None:
             return
         self._fewest_rows = fewest_rows_of_layer(experts, like, group)
@@ -72,5 +85,5 @@ class FixedCapacity:
             self._has_warned = warns_of_few_rows(context, self._fewest_rows or 0)
 
     def _give_up(self, reason: str) -> None:
-        self.factor = None
+        self.factor, self._reason = None, reason
         log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")

@@ -41,7 +41,7 @@ from ditron_train.megatron.ep.coverage import (
     why_not_tensors,
 )
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
-from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused
+from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused_on_ranks
 from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, with_limits
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall
@@ -193,7 +193,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
                     return kept
                 context = context_of_layer(self, device)
                 if isinstance(context, RailContext):
-                    self._capacity.factor, self._pairs = None, frozenset()  # exact sizes, movement apart
+                    self._capacity.drop()  # exact sizes, movement apart
+                    self._pairs = frozenset()
                 else:
                     self._kept_context = context
                 return context
@@ -246,7 +247,8 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         except ArenaError as error:  # of a fixed capacity; raised by every rank of the expert parallel group alike
             self._no_room = str(error)
         if self.shared_experts is not None:
-            self.shared_experts.pre_forward_comm(hidden_states)
+            # The same view as natively, so what they give back is added up before the routed tokens' gradient comes.
+            self.shared_experts.pre_forward_comm(tokens.view(self.hidden_shape))
         return (tokens.clone(), probs.clone()) if self._apart else (tokens, probs)
 
     def token_dispatch(
@@ -309,7 +311,7 @@ class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
         if not (HAVE_TE and self._experts is not None and hidden_states.device.type == "cuda"):
             return frozenset()
-        reason = why_not_fused(self._experts, hidden_states.device)
+        reason = why_not_fused_on_ranks(self._experts, hidden_states.device, self.ep_group)
         if reason is not None:
             self._log_apart(reason)
             return frozenset()

@@ -26,11 +26,13 @@ from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.megatron.compat import activate_experts, why_not_experts
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
+from ditron_train.megatron.shared.module_hooks import has_hooks
 from ditron_train.megatron.shared.wgrad import gradient_in_main_grad, main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.transformer_engine import grouped_gemm
+from ditron_train.symm.exchange import exchange
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("ditron_train_experts_group", default=None)
 
@@ -242,8 +244,8 @@ class DitronTEGroupedMLP(TEGroupedMLP):
 def why_not_called(experts: torch.nn.Module) -> str | None:
     """Why these experts are given rows and counts on the host, as natively, or None.
 
-    To be asked at every call: an adapter or a quantizer may come to stand in the place of the experts, or of one of
-    their layers, long after the layer was built."""
+    To be asked at every call: an adapter, a quantizer or a hook may come to the experts, or to one of their layers,
+    long after the layer was built."""
     if not isinstance(experts, DitronTEGroupedMLP):
         return f"{type(experts).__name__} computes expert by expert"
     reason = why_not_experts(experts)
@@ -254,7 +256,13 @@ def why_not_called(experts: torch.nn.Module) -> str | None:
         reason = why_not_stand_in(module)
         if reason is not None:
             return reason
-    return "the experts are quantised" if any(linear.te_quant_params is not None for linear in linears) else None
+        if has_hooks(module):
+            return "hooks on the experts look at their rows"
+    if any(linear.te_quant_params is not None for linear in linears):
+        return "the experts are quantised"
+    # Grouped layers have it since Transformer Engine 2.11; each step says anew whether it is on.
+    is_debugged = any(linear.is_debug_iter() for linear in linears if hasattr(linear, "is_debug_iter"))
+    return "Transformer Engine's debugging is on" if is_debugged else None
 
 
 def why_not_options(config: Any, *more: str) -> str | None:
@@ -288,3 +296,9 @@ def why_not_fused(experts: Any, device: torch.device) -> str | None:
     ):
         return "the activation has no fused form natively"
     return None
+
+
+def why_not_fused_on_ranks(experts: Any, device: torch.device, group: dist.ProcessGroup) -> str | None:
+    """The same, of any rank of ``group`` (collective): one may have wrapped its experts, or hooks on them, alone."""
+    said = exchange(group, why_not_fused(experts, device))
+    return next((reason for reason in said if reason is not None), None)

@@ -12,7 +12,7 @@ from ditron_train.ep.few_rows import NEVER, OTHER_BITS, fewest_rows_here
 from ditron_train.ep.gathered import RowLayout
 from ditron_train.ep.group_gemm import are_whole
 from ditron_train.ep.orders import SumOrder
-from ditron_train.megatron.ep.experts import why_not_called, why_not_fused
+from ditron_train.megatron.ep.experts import why_not_called, why_not_fused_on_ranks
 from ditron_train.megatron.ep.few_rows import products_of
 from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS, ExpertsCall
 from ditron_train.megatron.shared.values import own_or_normal
@@ -45,7 +45,7 @@ def fuses_here(
     """
     if not (HAVE_TE and experts is not None and hidden_states.is_cuda):
         return False
-    reason = why_not_fused(experts, hidden_states.device)
+    reason = why_not_fused_on_ranks(experts, hidden_states.device, context.group)
     if reason is None:
         first, second = (
             [own_or_normal(getattr(linear, f"weight{index}"), index) for index in range(linear.num_gemms)]

@@ -3,18 +3,14 @@ the other is of all rows and this rank's heads, which is not what a hook sees na
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ditron_train.megatron.shared.module_hooks import has_hooks
 from ditron_train.symm.exchange import exchange
 
-#: Modules whose hooks bring parameters, or note that a layer was called; what else of Megatron's has hooks logs or
-#: changes activations.
-_LIBRARIES = ("megatron.core.distributed.", "megatron_fsdp.", "torch.distributed.", "transformer_engine.")
 _OF_QKV = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")  # that see q, k and v or their gradient
 _OF_OUT = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")  # that see the attended values or their gradient
 
@@ -24,12 +20,12 @@ _differ: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDicti
 
 def why_not_hooks_of_qkv(qkv: Any) -> str | None:
     """Why the QKV projection is not fused with its exchange for the sake of hooks on it, or None."""
-    return "hooks on the QKV projection look at q, k and v" if _has_hooks(qkv, _OF_QKV) else None
+    return "hooks on the QKV projection look at q, k and v" if has_hooks(qkv, _OF_QKV) else None
 
 
 def why_not_hooks_of_out(out: Any) -> str | None:
     """Why the output projection is not fused with its exchange for the sake of hooks on it, or None."""
-    return "hooks on the output projection look at its input" if _has_hooks(out, _OF_OUT) else None
+    return "hooks on the output projection look at its input" if has_hooks(out, _OF_OUT) else None
 
 
 def why_not_hooks_of_ranks(attention: Any) -> str | None:
@@ -37,7 +33,7 @@ def why_not_hooks_of_ranks(attention: Any) -> str | None:
     alone logs, or None; collective at its first call."""
     differ = _differ.get(attention)
     if differ is None:
-        mine = _has_hooks(getattr(attention, "linear_qkv", None), _OF_QKV), _has_hooks(attention.linear_proj, _OF_OUT)
+        mine = has_hooks(getattr(attention, "linear_qkv", None), _OF_QKV), has_hooks(attention.linear_proj, _OF_OUT)
         said = exchange(attention.core_attention.exchange_group, mine)
         differ = _differ[attention] = len(set(said)) > 1
     return "some ranks have hooks on the projections, others have none" if differ else None
@@ -46,15 +42,3 @@ def why_not_hooks_of_ranks(attention: Any) -> str | None:
 def forget_hooks() -> None:
     """Ask all ranks again."""
     _differ.clear()
-
-
-def _has_hooks(layer: Any, kinds: tuple[str, ...]) -> bool:
-    """Whether somebody else than a library has registered hooks of these kinds."""
-    of_layer = () if layer is None else (getattr(layer, kind, None) for kind in kinds)
-    return any(hooks and not all(map(_is_of_library, hooks.values())) for hooks in of_layer)
-
-
-def _is_of_library(hook: Callable[..., Any]) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)

@@ -1,0 +1,26 @@
+"""Whether hooks look at what goes into a module and comes out of it: where the fused path stands in for the module,
+that may be something else than natively."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+#: Modules whose hooks bring parameters, or note that a layer was called; what else of Megatron's has hooks logs or
+#: changes activations.
+_LIBRARIES = ("megatron.core.distributed.", "megatron_fsdp.", "torch.distributed.", "transformer_engine.")
+#: The kinds of hooks that a module keeps.
+ALL_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def has_hooks(layer: Any, kinds: tuple[str, ...] = ALL_KINDS) -> bool:
+    """Whether somebody else than a library has registered hooks of these kinds on ``layer``; None has none."""
+    of_layer = () if layer is None else (getattr(layer, kind, None) for kind in kinds)
+    return any(hooks and not all(map(_is_of_library, hooks.values())) for hooks in of_layer)
+
+
+def _is_of_library(hook: Callable[..., Any]) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)
