@@ -227,8 +227,8 @@ def version_warnings(versions: dict[str, str | None] | None = None) -> list[str]
     if newer:
         listed = ", ".join(f"{library} (tried: {_entry(library.split()[0]).specifier})" for library in newer)
         sentences.append(
-            f"newer than what was tried: {listed}; a self-check decides whether the fused paths run, "
-            "DITRON_VERSIONS=strict refuses it"
+            f"newer than what was tried: {listed}; what fails a self-check or is built otherwise runs by Megatron's "
+            "path, DITRON_VERSIONS=strict refuses it"
         )
     return sentences + installed_twice("torch", "triton") if versions is None else sentences
 

@@ -430,6 +430,17 @@ with torch.no_grad():
     assert torch.equal(tp_te.normalised(layer, torch.ones(3, 4)), torch.full((3, 4), 2.0))
 """
 
+_RENAMED = """
+import torch
+
+layer, x = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4)
+assert routes.why_not_covered(layer, x) is None
+states.is_fp8_calibration = None  # called, it is a TypeError
+words = "this version of Transformer Engine is built otherwise (TypeError: 'NoneType' object is not callable)"
+assert routes.why_not_covered(layer, x) == words
+assert routes.answer_in_fp8(layer, "column", x) is None
+"""
+
 _FP8_IN_MEGATRONS_GRAPH = """
 import torch
 
@@ -500,6 +511,7 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
     "body",
     [
         _NORM_RETURNED,
+        _RENAMED,
         _COMMUNICATION_OF_ANOTHER,
         _SYMMETRIC,
         _ONE_WEIGHT_OF_EXPERTS,
@@ -507,7 +519,16 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         _FP8_IN_MEGATRONS_GRAPH,
         _FP8_ASKED_ONCE,
     ],
-    ids=["norm", "shared_experts", "symmetric", "one_weight", "norm_of_another", "fp8_in_a_graph", "fp8_asked_once"],
+    ids=[
+        "norm",
+        "renamed",
+        "shared_experts",
+        "symmetric",
+        "one_weight",
+        "norm_of_another",
+        "fp8_in_a_graph",
+        "fp8_once",
+    ],
 )
 def test_what_transformer_engine_does_that_ours_do_not_runs_natively(body):
     """Of its layers, only what is asked here stands for them."""

@@ -14,6 +14,7 @@ from ditron_train.megatron.ep.coverage import why_not_beside
 from ditron_train.megatron.ep.experts import why_not_called
 from ditron_train.megatron.ep.pair_spec import fewest_rows_of_layer
 from ditron_train.megatron.ep.spec import warns_of_few_rows
+from ditron_train.megatron.shared.interfaces import INTERFACE_ERRORS, why_otherwise
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
@@ -44,9 +45,7 @@ class FixedCapacity:
         if reason is None and not HAVE_TE:
             reason = "Transformer Engine is not installed"
         if reason is None:
-            from ditron_train.megatron.ep.te_experts import why_not_capacity
-
-            reason = why_not_capacity(experts)
+            reason = _why_not_experts(experts)
         if reason is None:
             self.factor = factor
             log_once(f"ep capacity {factor}", f"ep: room for {factor:g} times the rows of even routing, no host sync")
@@ -87,3 +86,12 @@ class FixedCapacity:
     def _give_up(self, reason: str) -> None:
         self.factor, self._reason = None, reason
         log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
+
+
+def _why_not_experts(experts: Any) -> str | None:
+    try:
+        from ditron_train.megatron.ep.te_experts import why_not_capacity
+
+        return why_not_capacity(experts)
+    except INTERFACE_ERRORS as error:
+        return why_otherwise("Transformer Engine", error)

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from ditron_train.megatron.ep.coverage import why_not_kind
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 from ditron_train.megatron.ep.gathered_dispatcher import DitronMoEAllGatherTokenDispatcher
+from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.policy import gate, log_native
 
 _DISPATCHERS: dict[type, Any] = {
@@ -63,10 +64,14 @@ def class_map() -> dict[type, type]:
     """The native classes and ours; Transformer Engine's grouped layers are among them where it is installed."""
     classes: dict[type, type] = {**_DISPATCHERS, MoELayer: DitronMoELayer}
     if HAVE_TE:
-        from ditron_train.megatron.ep import te_experts
-
-        classes.update(te_experts.class_map())
+        classes.update(classes_of_te("ep", _classes_of_te))
     return classes
+
+
+def _classes_of_te() -> dict[type, type]:
+    from ditron_train.megatron.ep import te_experts
+
+    return te_experts.class_map()
 
 
 def stop() -> None:

@@ -25,7 +25,8 @@ from ditron_train.megatron.plugin import failures, patching
 from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, WGRAD, Options, parse_features
 from ditron_train.megatron.plugin.record_steps import record_steps
 from ditron_train.megatron.plugin.specs import count_replacements, is_spec, rewrite_spec
-from ditron_train.policy import add_switch, check_plan, forget_plans
+from ditron_train.megatron.shared.interfaces import INTERFACE_ERRORS, why_otherwise
+from ditron_train.policy import add_switch, check_plan, forget_plans, log_native
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings, unknown_variables
@@ -104,19 +105,28 @@ def apply_options(options: Options, spec: Any = None) -> Any:
         check_table()
     for name in unknown_variables():
         log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
-    modules = {name: _start(FEATURE_MODULES[name]) for name in options.overlapping}
+    modules = {name: module for name in options.overlapping if (module := _feature(name)) is not None}
     _start(FEATURE_MODULES[WGRAD])  # only a job that Megatron would refuse sees a difference
     failures.start()
-    _start("ditron_train.megatron.plugin.job_start").announce(options.overlapping)
+    _start("ditron_train.megatron.plugin.job_start").announce(tuple(modules))
     if spec is not None:
         classes = {native: ours for module in modules.values() for native, ours in _classes(module).items()}
-        names, number = ", ".join(options.overlapping), count_replacements(spec, classes)
+        names, number = ", ".join(modules), count_replacements(spec, classes)
         level = logging.INFO if number else logging.WARNING
         log_once(f"spec {names} {number}", f"{names}: {number} modules of the layer spec replaced", level=level)
         return rewrite_spec(spec, classes)
     for name, module in modules.items():
         _patch(name, module)
     return None
+
+
+def _feature(name: str) -> ModuleType | None:
+    """The feature, switched on; None where this Megatron-core lacks what it is written with."""
+    try:
+        return _start(FEATURE_MODULES[name])
+    except INTERFACE_ERRORS as error:
+        log_native(name, why_otherwise("Megatron-core, or of what it needs,", error))
+        return None
 
 
 def _start(name: str) -> ModuleType:

@@ -24,6 +24,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from ditron_train.megatron.compat import rope_arguments
 from ditron_train.megatron.shared.forward_override import calling, signed_as, why_not_stand_in
+from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.sp.dot_product_attention import DitronDotProductAttention
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.hooks import forget_hooks, why_not_hooks_of_ranks
@@ -193,10 +194,14 @@ def class_map() -> dict[type, type]:
         DotProductAttention: DitronDotProductAttention,
     }
     if HAVE_TE:
-        from ditron_train.megatron.sp import te_attention
-
-        classes.update(te_attention.class_map())
+        classes.update(classes_of_te("sp", _classes_of_te))
     return classes
+
+
+def _classes_of_te() -> dict[type, type]:
+    from ditron_train.megatron.sp import te_attention
+
+    return te_attention.class_map()
 
 
 def stop() -> None:

@@ -9,14 +9,24 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ditron_train.megatron.compat import why_not_weight
+from ditron_train.megatron.shared.interfaces import INTERFACE_ERRORS, why_otherwise
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.sp.projections import Projections
+from ditron_train.policy import log_native
 
 
 def linears_of(layer: Any) -> Projections:
     """``LocalLinears``, or for Transformer Engine's layers ``TELinears``, in FP8 ``Fp8Linears``."""
     if isinstance(layer, RowParallelLinear) or not HAVE_TE:
         return LocalLinears()
+    try:
+        return _linears_of_te()
+    except INTERFACE_ERRORS as error:  # its layers are none of the local kinds: Megatron's path
+        log_native("sp (TE)", why_otherwise("Transformer Engine", error))
+        return LocalLinears()
+
+
+def _linears_of_te() -> Projections:
     from ditron_train.megatron.sp.te_linears import TELinears, computes_in_fp8
 
     if not computes_in_fp8():

@@ -14,6 +14,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ditron_train.megatron.compat import why_not_arguments, why_not_weight
+from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.policy import gate, log_native
@@ -104,10 +105,14 @@ def class_map() -> dict[type, type]:
         RowParallelLinear: DitronRowParallelLinear,
     }
     if HAVE_TE:
-        from ditron_train.megatron.tp import te_layers
-
-        classes.update(te_layers.class_map())
+        classes.update(classes_of_te("tp", _classes_of_te))
     return classes
+
+
+def _classes_of_te() -> dict[type, type]:
+    from ditron_train.megatron.tp import te_layers
+
+    return te_layers.class_map()
 
 
 def stop() -> None:

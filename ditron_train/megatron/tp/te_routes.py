@@ -15,6 +15,7 @@ from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
+from ditron_train.megatron.shared.interfaces import INTERFACE_ERRORS, why_otherwise
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_coverage import OFFLOADED, why_not_delayed, why_not_options, why_not_parameters
 from ditron_train.megatron.tp.te_fp8 import scaling_of, why_not_code, why_not_recipe
@@ -38,13 +39,16 @@ def why_not_now(layer: Any, x: torch.Tensor) -> str | None:
 
 def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
     """What Transformer Engine would do in this call that the op does not do, or would not do that it does."""
-    if (
-        FP8GlobalStateManager.is_fp8_enabled()
-        or FP8GlobalStateManager.is_fp8_calibration()
-        or layer.primary_weights_in_fp8
-    ):
-        return "the layer computes in FP8"
-    return why_not_now(layer, x)
+    try:
+        if (
+            FP8GlobalStateManager.is_fp8_enabled()
+            or FP8GlobalStateManager.is_fp8_calibration()
+            or layer.primary_weights_in_fp8
+        ):
+            return "the layer computes in FP8"
+        return why_not_now(layer, x)
+    except INTERFACE_ERRORS as error:
+        return why_otherwise("Transformer Engine", error)
 
 
 def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
@@ -100,6 +104,15 @@ def answer_in_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
     Raises:
         MismatchError: The ranks' calls differ in shapes, types or recipes.
     """
+    try:
+        return _answer(layer, kind, x)
+    except INTERFACE_ERRORS as error:
+        log_native(f"tp {kind} (TE, FP8)", why_otherwise("Transformer Engine", error))
+        return None
+
+
+def _answer(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
+    """The same, where Transformer Engine is built as it was."""
     if _is_unusual(x):
         log_native(f"tp {kind} (TE, FP8)", str(why_not_fp8(layer, x)))
         return None

@@ -1,0 +1,36 @@
+"""What becomes of a library that is built otherwise than its interface says here: Megatron's path, with one log line.
+
+Versions beside those that were tried may lack a name or take other arguments. Ranks have the same library, so each of
+them finds the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ditron_train.policy import log_native
+from ditron_train.runtime.settings import get_settings
+
+#: What code raises that meets another interface than the one that it was written for.
+INTERFACE_ERRORS = (ImportError, AttributeError, TypeError)
+
+
+def why_otherwise(library: str, error: Exception) -> str:
+    """Why what met ``error`` runs by Megatron's path.
+
+    Raises:
+        Exception: ``error`` itself under ``force``.
+    """
+    if get_settings().policy == "force":
+        raise error
+    return f"this version of {library} is built otherwise ({type(error).__name__}: {error})"
+
+
+def classes_of_te(feature: str, class_map: Callable[[], dict[type, type]]) -> dict[type, type]:
+    """Transformer Engine's classes that ``feature`` replaces and ours, which ``class_map`` imports; none where the
+    version has other names than these are written with."""
+    try:
+        return class_map()
+    except INTERFACE_ERRORS as error:
+        log_native(f"{feature} (TE)", why_otherwise("Transformer Engine", error))
+        return {}
