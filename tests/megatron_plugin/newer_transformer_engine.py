@@ -1,5 +1,7 @@
-"""Run by itself: the features on beside a Transformer Engine that lacks the names in ``sys.argv`` (MODULE:NAME); what the
-log says, and what is replaced. Everything else of it is posed: names without a content."""
+"""Run by itself: the features on beside a Transformer Engine that lacks the names in ``sys.argv`` (MODULE:NAME).
+
+The log says what is replaced. Everything else of it is posed: names without a content.
+"""
 
 from __future__ import annotations
 
