@@ -88,6 +88,14 @@ class Job:
         known = "fp8_format" in self.words and recipe in get_args(Recipe)
         return recipe if known else None  # type: ignore[return-value]
 
+    @property
+    def is_layer_wise(self) -> bool:
+        """Whether replicas share out Muon's matrices, and their state, as whole ones: ``dist_muon``, or from
+        megatron-core 0.18 on ``muon`` with ``--use-distributed-optimizer``."""
+        return self.optimizer == "dist_muon" or (
+            "muon" in self.optimizer and "use_distributed_optimizer" in self.flags
+        )
+
     def data_parallel(self, world_size: int) -> int:
         """Replicas.
 

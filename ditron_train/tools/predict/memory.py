@@ -5,6 +5,7 @@ from __future__ import annotations
 from ditron_train.tools.predict.megatron_arguments import Job
 
 _WEIGHT, _GRADIENT, _STATE = 2, 4, 12  # bf16; fp32 main_grad; fp32 parameter and two moments
+_MUON_STATE = 8  # of its matrices: fp32 parameter and one momentum
 # Values of 2 bytes that a layer keeps of a token for its backward, in units of the hidden size: inputs of the two
 # norms and of the two column layers, the attention's output, two residual sums.
 _KEPT_VECTORS = 8
@@ -55,9 +56,10 @@ def memory_bytes(job: Job, world_size: int) -> dict[str, float]:
     replicas = job.data_parallel(world_size) * job.cp
     parameters = parameters_of(job)
     number = sum(parameters.values())
-    shards = replicas if "use_distributed_optimizer" in job.flags else 1
-    states = _STATE * (number - parameters["experts"]) / shards
-    states += _STATE * parameters["experts"] / (job.expert_replicas(world_size) if shards > 1 else 1)
+    shards = replicas if "use_distributed_optimizer" in job.flags or job.is_layer_wise else 1
+    of_matrices = _MUON_STATE if "muon" in job.optimizer else _STATE
+    states = (of_matrices * parameters["layers"] + _STATE * parameters["vocabulary"]) / shards
+    states += of_matrices * parameters["experts"] / (job.expert_replicas(world_size) if shards > 1 else 1)
     in_flight: float = min(job.pp, job.microbatches(world_size))
     if job.chunks > 1:
         in_flight = in_flight * (1 + (job.pp - 1) / (job.pp * job.chunks))

@@ -58,7 +58,7 @@ def optimizer_products(job: Job, cluster: Cluster, features: Set[str]) -> tuple[
 def _dealt_out(job: Job, cluster: Cluster) -> tuple[list[tuple[int, int]], Span]:
     """Muon's matrices, and the ranks that share them out."""
     replicas = job.data_parallel(cluster.world_size) * job.cp
-    span = cluster.span(replicas, job.tp) if job.optimizer == "dist_muon" else one_node(1)
+    span = cluster.span(replicas, job.tp) if job.is_layer_wise else one_node(1)
     return _matrices(job) * (job.num_layers // job.pp), span
 
 

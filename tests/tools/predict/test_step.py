@@ -153,6 +153,26 @@ def test_a_distributed_optimizer_shares_its_state() -> None:
     assert memory_bytes(alone, 8)["optimizer"] == pytest.approx(4 * memory_bytes(shared, 8)["optimizer"])
 
 
+@pytest.mark.parametrize("words", ["", "--num-experts 8 --moe-ffn-hidden-size 14336 --expert-model-parallel-size 2"])
+def test_both_spellings_of_muon_over_replicas_are_one_job(words: str) -> None:
+    words = f"{words} --tensor-model-parallel-size 2 --optimizer"
+    old, new = job(f"{words} dist_muon"), job(f"{words} muon --use-distributed-optimizer")
+    assert predict_step(old, cluster()) == predict_step(new, cluster())
+    assert memory_bytes(old, 8) == memory_bytes(new, 8)
+    alone = job(f"{words} muon")
+    assert predict_step(alone, cluster()).native["optimizer"] > predict_step(old, cluster()).native["optimizer"]
+    assert memory_bytes(alone, 8)["optimizer"] > memory_bytes(old, 8)["optimizer"]
+
+
+def test_muons_matrices_have_one_momentum() -> None:
+    words = "--vocab-size 128 --make-vocab-size-divisible-by 1"
+    adam, muon = (
+        memory_bytes(job(words), 1)["optimizer"],
+        memory_bytes(job(f"{words} --optimizer muon"), 1)["optimizer"],
+    )
+    assert muon == pytest.approx(adam * 8 / 12, rel=1e-3)  # a small vocabulary has both of Adam's
+
+
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_every_profile_of_the_package_predicts(name: str) -> None:
     step = predict_step(job("--tensor-model-parallel-size 8"), Cluster(profile_named(name), 1, 8, None))
