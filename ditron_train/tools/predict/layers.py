@@ -54,6 +54,7 @@ class Groups:
     ``ulysses``: Whether context parallel ranks exchange heads, rather than pass keys and values on in a ring.
     ``deterministic``: under Megatron's deterministic mode, in which torch fills every new tensor, too.
     ``fp8``: The recipe of linear layers and experts.
+    ``moves_tokens``: Whether ``ep`` has something to do in layers with experts.
     """
 
     tp: Span = field(default_factory=lambda: one_node(1))
@@ -63,6 +64,7 @@ class Groups:
     ulysses: bool = True
     deterministic: bool = False
     fp8: Recipe | None = None
+    moves_tokens: bool = True
 
     @property
     def fuses_heads(self) -> bool:
@@ -196,7 +198,7 @@ def layer_parts(
             backward=backward, fp8=groups.fp8, deterministic=groups.deterministic,
         )  # fmt: skip
         num_rows = sum(load.rows)
-        parts["experts"] = layer if "ep" in features else layer.natively()
+        parts["experts"] = layer if "ep" in features and groups.moves_tokens else layer.natively()
     else:
         for name, kind in (("fc1", "column"), ("fc2", "row")):
             one = _linear(kind, tokens, model.matrices[name], groups, machine, rates, backward)  # type: ignore[arg-type]

@@ -96,6 +96,12 @@ class Job:
             "muon" in self.optimizer and "use_distributed_optimizer" in self.flags
         )
 
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether tokens go to experts of other ranks by a dispatcher that ``--ditron ep`` takes over."""
+        kind = self.words.get("moe_token_dispatcher_type", "allgather")
+        return kind != "flex" and self.ep * (self.expert_slices if kind == "allgather" else 1) > 1
+
     def data_parallel(self, world_size: int) -> int:
         """Replicas.
 

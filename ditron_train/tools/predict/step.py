@@ -95,6 +95,7 @@ def _groups(job: Job, cluster: Cluster) -> Groups:
         ulysses=job.words.get("cp_comm_type") == "a2a",
         deterministic="deterministic_mode" in job.flags,
         fp8=job.fp8,
+        moves_tokens=job.moves_tokens,
     )
 
 

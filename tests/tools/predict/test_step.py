@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from ditron_train.cli import main
+from ditron_train.megatron.plugin.arguments import Options
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import network_named, profile_named, read_profile, shipped_profiles
 from ditron_train.tools.predict.cluster import Cluster
+from ditron_train.tools.predict.layers import FEATURES
 from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import memory_bytes
 from ditron_train.tools.predict.otherwise import estimated_otherwise
@@ -62,6 +64,34 @@ def test_a_feature_that_is_off_runs_by_megatrons_path() -> None:
 def test_what_to_switch_on(words: str, best: str) -> None:
     useful = useful_features(job(words), cluster())
     assert next(iter(useful)) == best and all(gain > 1 for gain in useful.values())
+
+
+EXPERTS = "--num-experts 16 --moe-ffn-hidden-size 2048 --moe-token-dispatcher-type"
+
+
+@pytest.mark.parametrize("words", ["", f"{EXPERTS} alltoall", f"{EXPERTS} allgather --optimizer sgd"])
+def test_what_the_job_itself_would_call_idle_gains_nothing(words: str) -> None:
+    alone = job(words)
+    sizes = {"tp": alone.tp, "sp": alone.cp, "ep": alone.ep, "pp": alone.pp}
+    idle = Options((*sizes, "muon"), sizes=sizes, optimizer=alone.optimizer).idle()
+    assert {line.partition(":")[0] for line in idle} == FEATURES
+    for feature in FEATURES:
+        assert predict_step(alone, cluster(), {feature}).speedup == 1.0
+    assert useful_features(alone, cluster()) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "gains"),
+    [
+        ("alltoall --expert-model-parallel-size 4", True),
+        ("alltoall --tensor-model-parallel-size 4", False),  # which splits every expert, and EP is 1
+        ("allgather --tensor-model-parallel-size 4", True),
+        ("allgather --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1", False),
+        ("flex --expert-model-parallel-size 4", False),
+    ],
+)
+def test_ep_gains_where_it_moves_tokens(words: str, gains: bool) -> None:
+    assert (predict_step(job(f"{EXPERTS} {words}"), cluster(), {"ep"}).speedup > 1) == gains
 
 
 def test_ulysses_alone_gains_by_sp() -> None:
