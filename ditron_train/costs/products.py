@@ -83,7 +83,7 @@ def grouped_us(
 
 
 def attention_us(
-    num_tokens: int, num_heads: int, channels: int, rates: MachineRates, *, batch: int = 1, backward: bool = False
+    num_tokens: int, num_heads: float, channels: int, rates: MachineRates, *, batch: int = 1, backward: bool = False
 ) -> float:
     """Causal attention over sequences of ``num_tokens``, without scores in memory."""
     flops = 2.0 * num_tokens**2 * num_heads * channels * batch

@@ -142,7 +142,7 @@ def attention_block(
     """QKV projection, attention, output projection: one pass of a microbatch."""
     tokens = model.tokens // groups.cp.ranks
     matrices = model.matrices
-    heads = model.heads // (groups.tp.ranks * groups.cp.ranks)
+    heads = model.heads / (groups.tp.ranks * groups.cp.ranks)  # a ring's ranks share out their work, not the heads
     core_us = attention_us(
         model.seq_length, heads, model.channels, rates, batch=model.micro_batch_size, backward=backward
     )

@@ -21,11 +21,13 @@ _NUMBERS = (
     "num_virtual_stages_per_pipeline_rank", "num_experts", "moe_ffn_hidden_size", "moe_router_topk",
     "expert_tensor_parallel_size",
 )  # fmt: skip
+_LEVELS = "hierarchical_context_parallel_sizes"
 _WORDS = (
     "optimizer", "cp_comm_type", "recompute_granularity", "transformer_impl", "position_embedding_type", "fp8_format",
     "fp8_recipe", "moe_token_dispatcher_type", "ditron", "cuda_graph_impl", "cuda_graph_scope",
+    _LEVELS,
 )  # fmt: skip
-_LISTS = ("cuda_graph_scope",)  # words of several values
+_LISTS = ("cuda_graph_scope", _LEVELS)  # words of several values
 _FLAGS = (
     "swiglu", "group_query_attention", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
     "overlap_param_gather", "untie_embeddings_and_output_weights", "bf16", "fp16", "no_overlap_p2p_communication",
@@ -87,6 +89,15 @@ class Job:
         recipe = self.words.get("fp8_recipe")
         known = "fp8_format" in self.words and recipe in get_args(Recipe)
         return recipe if known else None  # type: ignore[return-value]
+
+    @property
+    def head_ranks(self) -> int:
+        """Context parallel ranks that share out an attention's heads: all by Ulysses, the inner level of ``a2a+p2p``,
+        one where keys and values go round."""
+        kind = self.words.get("cp_comm_type")
+        if kind == "a2a+p2p":
+            return int(self.words.get(_LEVELS, "1").split()[0])
+        return self.cp if kind == "a2a" else 1
 
     @property
     def is_layer_wise(self) -> bool:
@@ -167,6 +178,8 @@ def parse_job(words: Sequence[str]) -> Job:
         if name in _NUMBERS:
             known[name] = _number(name, values)
         elif name in _WORDS and values:
+            if name == _LEVELS:
+                values = [str(_number(name, [value])) for value in values]
             known[name] = said[name] = " ".join(values) if name in _LISTS else values[0]
         elif name in _FLAGS:
             flags.add(name)

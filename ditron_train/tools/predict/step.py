@@ -130,8 +130,9 @@ def _check(job: Job, cluster: Cluster) -> None:
             f"{model.experts or 'no'} experts of {replicas * job.tp} ranks: EP {job.ep} with experts split over "
             f"{job.expert_slices} does not divide"
         )
-    if model.heads % (job.tp * job.cp) or (model.ffn or 0) % job.tp:
-        raise SettingError(f"{model.heads} heads and FFN {model.ffn} do not divide over TP {job.tp} x CP {job.cp}")
+    if model.heads % (job.tp * job.head_ranks) or (model.ffn or 0) % job.tp:
+        over = f"TP {job.tp}" + (f" x CP {job.head_ranks}" if job.head_ranks > 1 else "")
+        raise SettingError(f"{model.heads} heads and FFN {model.ffn} do not divide over {over}")
     if model.tokens % (job.cp * (job.tp if "sequence_parallel" in job.flags else 1)):
         raise SettingError(f"{model.tokens} tokens do not divide over TP {job.tp} x CP {job.cp}")
 

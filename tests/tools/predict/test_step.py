@@ -167,6 +167,27 @@ def test_groups_that_do_not_divide_are_refused(words: str) -> None:
         predict_step(job(words), cluster())
 
 
+RING = "--num-attention-heads 32 --tensor-model-parallel-size 8 --context-parallel-size 8 --cp-comm-type"
+
+
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a+p2p --hierarchical-context-parallel-sizes 4 2"])
+def test_a_ring_needs_no_head_for_each_rank(kind: str) -> None:
+    more, fewer = (
+        predict_step(job(f"{RING} {kind} {words}"), cluster(8)) for words in ("", "--num-attention-heads 64")
+    )
+    assert 0 < more.native["attention"] < 2 * fewer.native["attention"]
+    inside = f"{RING.replace('size 8 --context', 'size 4 --context')} p2p"
+    assert predict_step(job(inside), cluster(4)).native["attention"] > more.native["attention"]
+
+
+def test_ulysses_needs_a_head_for_each_rank() -> None:
+    for kind in ("a2a", "a2a+p2p --hierarchical-context-parallel-sizes 8 1"):
+        with pytest.raises(SettingError, match="32 heads and FFN 28672 do not divide over TP 8 x CP 8"):
+            predict_step(job(f"{RING} {kind}"), cluster(8))
+    with pytest.raises(SettingError, match="--hierarchical-context-parallel-sizes takes one number, not two"):
+        job(f"{RING} a2a+p2p --hierarchical-context-parallel-sizes two 4")
+
+
 @pytest.mark.parametrize(("tp", "used_gib"), [(2, 62.7), (4, 33.2)])
 def test_memory_is_what_the_committed_steps_used(tp: int, used_gib: float) -> None:
     """docs/measurements/index.md: six layers of LLaMA-70B."""
