@@ -32,6 +32,7 @@ _FLAGS = (
     "swiglu", "group_query_attention", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
     "overlap_param_gather", "untie_embeddings_and_output_weights", "bf16", "fp16", "no_overlap_p2p_communication",
     "deterministic_mode", "no_gradient_accumulation_fusion", "fp8_param_gather",
+    "use_tp_pp_dp_mapping",
 )  # fmt: skip
 _DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
@@ -112,6 +113,25 @@ class Job:
         """Whether tokens go to experts of other ranks by a dispatcher that ``--ditron ep`` takes over."""
         kind = self.words.get("moe_token_dispatcher_type", "allgather")
         return kind != "flex" and self.ep * (self.expert_slices if kind == "allgather" else 1) > 1
+
+    @property
+    def replica_stride(self) -> int:
+        """Between ranks that hold the same dense weights. Stages are farthest apart, but for those of
+        ``--use-tp-pp-dp-mapping``, which replicas lie around."""
+        return self.tp * self._inner_stages
+
+    @property
+    def expert_stride(self) -> int:
+        """Between ranks that hold the same experts."""
+        return self.ep * self.expert_slices * self._inner_stages
+
+    @property
+    def _inner_stages(self) -> int:
+        return self.pp if "use_tp_pp_dp_mapping" in self.flags else 1
+
+    def stage_stride(self, world_size: int) -> int:
+        """Between ranks of neighbouring stages."""
+        return self.tp * self.cp if self._inner_stages > 1 else world_size // self.pp
 
     def data_parallel(self, world_size: int) -> int:
         """Replicas.

@@ -143,11 +143,11 @@ def _pipelined(
     """Bubbles of a pipeline whose longest stage takes ``stage`` and the others ``inner``, and what its messages take
     natively and with ours, where nothing covers them."""
     microbatches = job.microbatches(cluster.world_size)
-    network = cluster.network if cluster.span(job.pp, job.tp * job.cp).nodes > 1 else None
+    across = cluster.span(job.pp, job.stage_stride(cluster.world_size)).nodes > 1
     num_bytes = _ITEMSIZE * job.model.tokens / job.cp * job.model.hidden
     if groups.sequence_parallel:
         num_bytes /= job.tp
-    message = sent(num_bytes, job.pp, cluster.profile.rates, network=network)
+    message = sent(num_bytes, job.pp, cluster.profile.rates, network=cluster.network if across else None)
     message = message if "pp" in features else message.natively()
     step = pipeline_step(
         stage, message, microbatches=microbatches, stages=job.pp, chunks=job.chunks,

@@ -22,11 +22,11 @@ def gradient_sums(job: Job, cluster: Cluster, parameters: Mapping[str, float]) -
         return Estimate.alike(0.0)
     rates = cluster.profile.rates
     dense = parameters["layers"] + parameters["vocabulary"]
-    span = cluster.span(replicas, job.tp)
+    span = cluster.span(replicas, job.replica_stride)
     exchange_us = 2 * ring_us(4 * dense, span, rates)  # an all-reduce; or scattered, and weights gathered
     expert_replicas = job.expert_replicas(cluster.world_size)
     if parameters["experts"] and expert_replicas > 1:
-        span = cluster.span(expert_replicas, job.ep * job.expert_slices)
+        span = cluster.span(expert_replicas, job.expert_stride)
         exchange_us += 2 * ring_us(4 * parameters["experts"], span, rates)
     exposed = rates.nccl_share if "overlap_grad_reduce" in job.flags else 1.0
     return Estimate(exposed * exchange_us, exposed * exchange_us, 0.0, exchange_us)
@@ -58,7 +58,7 @@ def optimizer_products(job: Job, cluster: Cluster, features: Set[str]) -> tuple[
 def _dealt_out(job: Job, cluster: Cluster) -> tuple[list[tuple[int, int]], Span]:
     """Muon's matrices, and the ranks that share them out."""
     replicas = job.data_parallel(cluster.world_size) * job.cp
-    span = cluster.span(replicas, job.tp) if job.is_layer_wise else one_node(1)
+    span = cluster.span(replicas, job.replica_stride) if job.is_layer_wise else one_node(1)
     return _matrices(job) * (job.num_layers // job.pp), span
 
 

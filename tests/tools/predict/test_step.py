@@ -144,6 +144,22 @@ def test_more_stages_have_bubbles_that_virtual_stages_shorten() -> None:
     assert "bubbles" not in predict_step(job(""), cluster()).native
 
 
+def test_stages_are_farthest_apart_but_where_replicas_lie_around_them() -> None:
+    """On two nodes of eight, four stages of four ranks: with the mapping the four replicas are on both nodes."""
+    usual, mapped = "--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 4 --use-tp-pp-dp-mapping"
+    for words, slower, as_ever in ((usual, "exchanges", "gradients"), (mapped, "gradients", "exchanges")):
+        quick, slow = (
+            predict_step(job(words), Cluster(H200, 2, 8, network_named(rate))).native for rate in ("400", "4")
+        )
+        assert slow[slower] > 1.5 * quick[slower] and slow[as_ever] == quick[as_ever]
+
+
+@pytest.mark.parametrize("words", ["", "--use-tp-pp-dp-mapping"])
+def test_the_order_of_ranks_is_nothing_to_one_node(words: str) -> None:
+    stages = job(f"--pipeline-model-parallel-size 4 {words}")
+    assert predict_step(stages, cluster()) == predict_step(stages, Cluster(H200, 1, 8, network_named("4")))
+
+
 def test_a_job_grows_to_128_gpus_with_its_batch() -> None:
     sizes = scaled(job("--tensor-model-parallel-size 8"), cluster())
     found = dict(sizes)
