@@ -93,13 +93,9 @@ def _derive(values: dict[str, Any], given: dict[str, Any]) -> None:
     values["kv_channels"] = given.get("kv_channels") or hidden // heads
     gated = bool(given.get("swiglu") or given.get("quick_geglu"))
     values["gated_linear_unit"] = gated
-    if given.get("swiglu"):
-        values["activation_func"] = F.silu
-        values["bias_activation_fusion"] = not given.get("no_bias_swiglu_fusion")
-    elif given.get("quick_geglu"):
-        from megatron.core.fusions.fused_bias_geglu import quick_gelu
-
-        values["activation_func"] = quick_gelu
+    no_fusion = ("no_bias_swiglu_fusion",) if given.get("swiglu") else ("no_bias_gelu_fusion", "disable_bias_linear")
+    values["bias_activation_fusion"] = not any(given.get(name) for name in no_fusion)
+    values["activation_func"] = _activation(given) or values["activation_func"]
     comm_type = values["cp_comm_type"] or "p2p"
     values["cp_comm_type"] = comm_type[0] if isinstance(comm_type, list) and len(comm_type) == 1 else comm_type
     levels = values["hierarchical_context_parallel_sizes"]
@@ -121,6 +117,15 @@ def _derive(values: dict[str, Any], given: dict[str, Any]) -> None:
     chunks = given.get("num_virtual_stages_per_pipeline_rank")
     values["virtual_pipeline_model_parallel_size"] = chunks
     values["moe_router_padding_for_quantization"] |= bool(values.get("moe_router_padding_for_fp8"))
+
+
+def _activation(given: dict[str, Any]) -> Any:
+    """The function that is asked for; None: the configuration's own."""
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    by_argument = {"swiglu": F.silu, "squared_relu": squared_relu, "quick_geglu": quick_gelu}
+    return next((function for name, function in by_argument.items() if given.get(name)), None)
 
 
 def is_te(config: Any) -> bool:

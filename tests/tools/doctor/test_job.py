@@ -328,6 +328,31 @@ def test_the_jobs_own_policy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "where its bits are native's, compared at its first call" in text and "faster" not in text
 
 
+@pytest.mark.parametrize(
+    ("words", "is_fused_natively"),
+    [
+        ("--swiglu --disable-bias-linear", True),
+        ("--swiglu --disable-bias-linear --no-bias-swiglu-fusion", False),
+        ("--swiglu --no-bias-gelu-fusion", True),
+        ("", True),
+        ("--no-bias-gelu-fusion", False),
+        ("--disable-bias-linear", False),
+        ("--squared-relu", True),
+        ("--squared-relu --disable-bias-linear", False),
+        ("--quick-geglu --disable-bias-linear", False),
+    ],
+)
+def test_an_activation_is_fused_as_megatron_fuses_it(words: str, is_fused_natively: bool) -> None:
+    from megatron.core.activations import squared_relu
+
+    base = EP.replace("--swiglu ", "").replace("--disable-bias-linear ", "")
+    config = config_of(f"{base} {words}".split())
+    assert config.bias_activation_fusion == is_fused_natively
+    assert (config.activation_func is squared_relu) == ("squared" in words)
+    if "--disable-bias-linear" in words:
+        assert reasons(f"{base} {words}")[FUSED] is None
+
+
 def test_a_feature_that_was_not_asked_for_is_not_named() -> None:
     assert examine_job(f"{TP} --ditron tp").idle == []
     assert any(line.startswith("wgrad:") for line in examine_job(f"{TP} --ditron wgrad").idle)
