@@ -33,6 +33,8 @@ _ARGUMENTS_DEFAULTS = {
     "bias_activation_fusion": True,
     "pipeline_dtype": torch.bfloat16,
     "muon_tp_mode": "blockwise",
+    "muon_coefficient_type": "quintic",
+    "muon_use_syrk": False,
     "optimizer": "adam",
     "moe_token_dispatcher_type": "allgather",
     "hierarchical_context_parallel_sizes": None,
@@ -108,12 +110,16 @@ def _derive(values: dict[str, Any], given: dict[str, Any]) -> None:
     for name, implementation in _OLD_GRAPHS.items():
         if given.get(name):
             values["cuda_graph_impl"] = implementation
+    if given.get("cuda_graph_scope") and not given.get("cuda_graph_modules"):
+        values["cuda_graph_modules"] = None  # the newer name's default says nothing beside the old name
     for name in ("recompute_modules", "offload_modules"):
         value = values.get(name) or []
         values[name] = value if isinstance(value, list) else [value]
     values["expert_tensor_parallel_size"] = (
         given.get("expert_tensor_parallel_size") or values["tensor_model_parallel_size"]
     )
+    tp = values["tensor_model_parallel_size"]
+    values["gtp_weight_remat_size"] = given.get("tensor_parallel_num_weight_shards", tp) // tp
     chunks = given.get("num_virtual_stages_per_pipeline_rank")
     values["virtual_pipeline_model_parallel_size"] = chunks
     values["moe_router_padding_for_quantization"] |= bool(values.get("moe_router_padding_for_fp8"))

@@ -10,12 +10,15 @@ import torch
 
 from ditron_train.tools.predict.megatron_arguments import Job
 
-__all__ = ["DEVICE", "Matrix", "kinds_of", "matrices_of", "tensor"]
+__all__ = ["DEVICE", "Matrix", "has_sparse_attention", "kinds_of", "matrices_of", "tensor"]
 
 DEVICE = torch.device("cuda", 0)  # one that no machine needs to have: tensors have no memory
 
 #: Name, kind, whole N and K of a tensor parallel layer, and whether it adds a bias itself.
 Matrix = tuple[str, Literal["column", "row"], int, int, bool]
+
+
+_LATENT = "+D"  # letters of attentions with --multi-latent-attention, D of those over a part of the keys
 
 
 def _some(frequency: Any) -> bool:
@@ -24,21 +27,27 @@ def _some(frequency: Any) -> bool:
 
 
 def kinds_of(job: Job, config: Any) -> set[str]:
-    """What the model's layers are, as a hybrid model's letters say: * attention, - MLP, E experts, M Mamba, G gated
-    delta net."""
+    """What the model's layers are, as a hybrid model's letters say: * attention (any), - MLP, E experts, M Mamba, G
+    gated delta net."""
     if config.hybrid_pattern is not None:
-        return set(config.hybrid_pattern)
+        return {"*" if kind in _LATENT else kind for kind in config.hybrid_pattern}
     if config.is_hybrid_model:
         shares = {"*": config.hybrid_attention_ratio, "-": config.hybrid_mlp_ratio}
         return {"M", *(kind for kind, share in shares.items() if share)}
     kinds = {"*"} if job.model.experts is None else {"*", "E"}
     if job.model.experts is None or _some(config.moe_layer_freq):
         kinds.add("-")
-    if config.experimental_attention_variant == "gated_delta_net":
+    if config.experimental_attention_variant in ("gated_delta_net", "gdn", "gdn2"):
         kinds.add("G")
         if config.linear_attention_freq is None or not _some(config.linear_attention_freq):
             kinds.remove("*")
     return kinds
+
+
+def has_sparse_attention(config: Any) -> bool:
+    """Whether every attention is one over a part of the keys (DSA)."""
+    letters = set(config.hybrid_pattern or "")
+    return config.experimental_attention_variant == "dsa" or "D" in letters and letters.isdisjoint("*+")
 
 
 def _of_states(config: Any, kinds: set[str]) -> Iterator[Matrix]:
@@ -53,7 +62,8 @@ def _of_states(config: Any, kinds: set[str]) -> Iterator[Matrix]:
     if "G" in kinds:
         keys, heads = config.linear_key_head_dim * config.linear_num_key_heads, config.linear_num_value_heads
         values = config.linear_value_head_dim * heads
-        yield "gated delta net: in_proj", "column", 2 * (keys + values + heads), hidden, False
+        gates = 2 * keys + values if config.experimental_attention_variant == "gdn2" else 2 * heads
+        yield "gated delta net: in_proj", "column", 2 * (keys + values) + gates, hidden, False
         yield "gated delta net: out_proj", "row", hidden, values, False
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.torch_norm import L2Norm
 
-from ditron_train.megatron.compat import captured_parts
+from ditron_train.megatron.compat import captured_parts, why_not_weight
 from ditron_train.megatron.pp.communicator import why_not_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
@@ -46,7 +46,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp.head_norms import Norms
 from ditron_train.tools.doctor.job_config import is_te, recipe_of
 from ditron_train.tools.doctor.job_experts import experts_of
-from ditron_train.tools.doctor.job_layers import kinds_of, matrices_of, tensor
+from ditron_train.tools.doctor.job_layers import has_sparse_attention, kinds_of, matrices_of, tensor
 from ditron_train.tools.predict.megatron_arguments import Job
 
 __all__ = ["Part", "parts_of"]
@@ -99,6 +99,13 @@ def parts_of(feature: str, job: Job, config: Any) -> list[Part]:
     return [Part(feature, name, reason) for name, reason in found(job, config)]
 
 
+def _weight(*sizes: int, config: Any) -> torch.Tensor:
+    """One of a tensor parallel layer."""
+    weight = tensor(*sizes, dtype=config.params_dtype)
+    weight.gtp_remat_size = config.gtp_weight_remat_size  # type: ignore[attr-defined]
+    return weight
+
+
 def _linear_layer(kind: str, config: Any, weight: torch.Tensor, *, adds_bias: bool, is_ours: bool = True) -> Any:
     """Attributes of a tensor parallel linear layer, local or Transformer Engine's."""
     size = config.tensor_model_parallel_size
@@ -139,10 +146,10 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
     tp, sequence = job.tp, job.model.seq_length // job.cp
     for name, kind, n, k, adds_bias in matrices_of(job, config):
         own = (n // tp, k) if kind == "column" else (n, k // tp)
-        weight = tensor(*own, dtype=config.params_dtype)
+        weight = _weight(*own, config=config)
         rows = sequence // tp if kind == "column" and config.sequence_parallel else sequence
         x = tensor(rows, job.model.micro_batch_size, own[1], dtype=config.params_dtype)
-        reason = None
+        reason = why_not_weight(weight)
         if is_te(config) and name != "output_layer":
             layer = _linear_layer(kind, config, weight, adds_bias=adds_bias)
             if name.startswith("shared") and config.moe_shared_expert_overlap:
@@ -228,7 +235,7 @@ def _why_not_exchanged(kind: str, ranks: int, config: Any) -> str | None:
         reason = why_not_levels(config.hierarchical_context_parallel_sizes)
         if not is_te(config):
             reason = "Megatron's local attention has no a2a+p2p"
-    if reason is None and config.experimental_attention_variant == "dsa":
+    if reason is None and has_sparse_attention(config):
         reason = "the attention of dsa is not Transformer Engine's"
     if reason is None and config.hybrid_context_parallel:
         reason = "the context parallel group changes from batch to batch"
@@ -258,7 +265,7 @@ def _attention_of(kind: str, job: Job, config: Any) -> Iterator[tuple[str, str |
         return
     x = tensor(rows[0], rows[1], config.hidden_size, dtype=config.params_dtype)
     qkv, out = (
-        tensor(*sizes, dtype=config.params_dtype)
+        _weight(*sizes, config=config)
         for sizes in (
             ((model.heads + 2 * model.groups) * model.channels // tp, config.hidden_size),
             (config.hidden_size, model.heads * value_dim // tp),
@@ -314,4 +321,7 @@ def _pipeline(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
 def _optimizer(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
     from ditron_train.megatron.muon.optimizer import why_not_muon
 
-    yield "Newton-Schulz steps of matrices", why_not_muon(config.muon_tp_mode, "quintic")
+    reason = why_not_muon(config.muon_tp_mode, config.muon_coefficient_type)
+    if reason is None and config.muon_use_syrk:
+        reason = "use_syrk=True is not covered"
+    yield "Newton-Schulz steps of matrices", reason or why_not_weight(_weight(1, 1, config=config))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from typing import Any
 
 import pytest
+from megatron.core.transformer import transformer_config
 from rich.console import Console
 
 from ditron_train.runtime.errors import SettingError
@@ -22,6 +25,16 @@ QKV, PROJ = "attention: linear_qkv", "attention: linear_proj"
 QKV_A2A, OUT_A2A = "attention: QKV projection with its exchange", "attention: output projection with its exchange"
 MOVED, FUSED = "experts: dispatch and combine", "experts: GEMMs in one kernel with them"
 PRODUCTS = "experts: products in FP8 as one kernel"
+
+
+@pytest.fixture(params=["0.16", "newer"])
+def either_megatron(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's configuration as it is installed, and with the field that newer versions have for captured parts."""
+    if request.param == "newer":
+        real = transformer_config.MLATransformerConfig
+        fields = [("cuda_graph_modules", Any, dataclasses.field(default="full"))]
+        newer = dataclasses.make_dataclass("Newer", fields, bases=(real,))
+        monkeypatch.setattr(transformer_config, "MLATransformerConfig", newer)
 
 
 def reasons(words: str) -> dict[str, str | None]:
@@ -221,6 +234,13 @@ MAMBA = (
 QWEN = f"{DENSE} --disable-bias-linear --qk-layernorm --attention-dropout 0 --context-parallel-size 8 --ditron sp"
 A2A_P2P = f"{QWEN} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes"
 MLA_SP = f"{DEEPSEEK.replace('--qk-layernorm', '')} --attention-dropout 0 --context-parallel-size 2 --cp-comm-type a2a"
+HYBRID_SP = (
+    "pretrain_mamba.py --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16 --disable-bias-linear "
+    "--context-parallel-size 2 --cp-comm-type a2a --attention-dropout 0 --ditron sp --multi-latent-attention "
+    "--q-lora-rank 512 --hybrid-layer-pattern"
+)
+TE_GRAPHS = "--cuda-graph-impl transformer_engine"
+NEWTON_SCHULZ = "Newton-Schulz steps of matrices"
 UP = {"attention: linear_q_up_proj", "attention: linear_kv_up_proj"}
 MLP = {"MLP: linear_fc1", "MLP: linear_fc2"}
 SHARED = {"shared experts: linear_fc1", "shared experts: linear_fc2"}
@@ -273,11 +293,21 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
             {},
         ),
         (f"{MAMBA} --hybrid-layer-pattern 'M-M-|M-M-/MM'", {IN_PROJ, OUT_PROJ, *MLP, HEAD}, {}),
+        *(
+            (
+                f"{TP} --experimental-attention-variant {variant} --linear-attention-freq 4",
+                {"gated delta net: in_proj", "gated delta net: out_proj", QKV, PROJ, *MLP, HEAD},
+                {},
+            )
+            for variant in ("gated_delta_net", "gdn", "gdn2")
+        ),
         (
-            f"{TP} --experimental-attention-variant gated_delta_net --linear-attention-freq 4",
-            {"gated delta net: in_proj", "gated delta net: out_proj", QKV, PROJ, *MLP, HEAD},
+            f"{MAMBA} --multi-latent-attention --q-lora-rank 512 --hybrid-layer-pattern M+M- --ditron tp",
+            {IN_PROJ, OUT_PROJ, *UP, PROJ, *MLP, HEAD},
             {},
         ),
+        (f"{HYBRID_SP} M+M-", {EXCHANGES, OUT_A2A}, {QKV_A2A: "multi-latent attention"}),
+        (f"{HYBRID_SP} MDM-", set(), {EXCHANGES: "the attention of dsa"}),
         (f"{TP} --fp4-format e2m1", {HEAD}, dict.fromkeys(LINEARS, "NVFP4BlockScaling")),
         (
             f"{FP8} --fp8-recipe mxfp8 --first-last-layers-bf16",
@@ -291,6 +321,28 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
         ),
         (f"{TP} --cpu-offloading-num-layers 2", {HEAD}, dict.fromkeys(LINEARS, "offloaded")),
         (f"{EP} --enable-cuda-graph", set(), {MOVED: "captured in a CUDA graph"}),
+        (f"{EP} {TE_GRAPHS} --cuda-graph-scope attn moe_router", {MOVED, FUSED}, {}),
+        (f"{EP} {TE_GRAPHS} --cuda-graph-modules attn moe_router", {MOVED, FUSED}, {}),
+        (f"{EP} {TE_GRAPHS} --cuda-graph-scope moe_router moe_preprocess", set(), {MOVED: "captured in a CUDA graph"}),
+        (f"{EP} {TE_GRAPHS}", set(), {MOVED: "captured in a CUDA graph"}),
+        *(
+            (f"{DENSE} --optimizer muon {option} --ditron muon", set(), {NEWTON_SCHULZ: says})
+            for option, says in (
+                ("--muon-use-syrk", "use_syrk=True"),
+                ("--muon-coefficient-type aol", "coefficients 'aol'"),
+                ("--tensor-parallel-num-weight-shards 2", "shared by 2 ranks"),
+            )
+        ),
+        (f"{DENSE} --optimizer muon --muon-coefficient-type simple --ditron muon", {NEWTON_SCHULZ}, {}),
+        *(
+            (
+                f"{TP} --tensor-parallel-num-weight-shards 4 --transformer-impl {impl} --ditron tp",
+                set(),
+                dict.fromkeys((*LINEARS, HEAD), "its weight is shared by 2 ranks"),
+            )
+            for impl in ("transformer_engine", "local")
+        ),
+        (f"{TP} --tensor-parallel-num-weight-shards 2 --ditron tp", {*LINEARS, HEAD}, {}),
         (f"{EP} --moe-layer-freq '[1]*8'", {MOVED, FUSED}, {}),
         (
             "pretrain_t5.py --encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768 "
@@ -300,6 +352,7 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
         ),
     ],
 )
+@pytest.mark.usefixtures("either_megatron")
 def test_jobs_of_very_different_kinds(words: str, ours: set[str], native: dict[str, str]) -> None:
     found = reasons(words)
     assert {name for name, reason in found.items() if reason is None} == ours
