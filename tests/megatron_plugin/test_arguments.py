@@ -98,6 +98,19 @@ def test_what_has_no_effect_is_said():
         ]
 
 
+def test_mlps_of_the_operation_fuser_are_said_to_be_native():
+    args = _parser().parse_args(["--ditron", "tp"])
+    assert options_from_args(args).idle() == []
+    args.use_transformer_engine_op_fuser = True
+    (line,) = options_from_args(args).idle()
+    assert line.startswith("--use-transformer-engine-op-fuser:") and "computes the MLPs" in line
+    for name, value in (("num_experts", 8), ("hybrid_layer_pattern", "M-"), ("transformer_impl", "local")):
+        changed = argparse.Namespace(**{**vars(args), name: value})
+        assert options_from_args(changed).idle() == []
+    args.ditron = ("pp",)
+    assert options_from_args(args).idle() == []
+
+
 def test_adding_twice_changes_nothing_and_help_names_every_feature(capsys):
     parser = add_ditron_args(_parser())
     with pytest.raises(SystemExit):

@@ -63,6 +63,7 @@ class Options:
         has_rings: Whether an attention exchanges over parts of the context parallel group (``a2a+p2p``).
         optimizer: Megatron's, where its arguments tell.
         fuses_wgrad: Whether they ask for gradient accumulation fusion.
+        fuses_mlp: Whether they give the MLPs to Transformer Engine's operation fuser, which calls no linear layer.
         record: Folder in which every training step is noted, or None.
         record_trace: The step of which a trace is kept there, and the rank, or None.
     """
@@ -77,6 +78,7 @@ class Options:
     has_rings: bool = False
     optimizer: str | None = None
     fuses_wgrad: bool = False
+    fuses_mlp: bool = False
     record: str | None = None
     record_trace: TraceRequest | None = None
 
@@ -113,6 +115,11 @@ class Options:
         ]
         if "muon" in self.features and self.optimizer not in (None, "muon", "dist_muon"):
             words.append(f"muon: nothing to accelerate where --optimizer is {self.optimizer}")
+        if "tp" in self.features and self.fuses_mlp:
+            words.append(
+                "--use-transformer-engine-op-fuser: from Megatron-LM 0.19 on Transformer Engine's operation fuser "
+                "computes the MLPs, and tp does not"
+            )
         return words
 
 
@@ -229,9 +236,22 @@ def options_from_args(args: Any) -> Options:
         has_rings="a2a+p2p" in (getattr(args, "cp_comm_type", None) or ()),
         optimizer=getattr(args, "optimizer", None),
         fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),
+        fuses_mlp=_fuses_mlp(args),
         record_trace=None if trace is None else parse_trace_request(trace),
         **{name: getattr(args, f"ditron_{name}", None) for name in words},
     )
+
+
+def _fuses_mlp(args: Any) -> bool:
+    """As Megatron-LM builds layers: the fuser gets MLPs of models whose layers are all of one kind."""
+    others = (
+        "num_experts",
+        "experimental_attention_variant",
+        "hybrid_layer_pattern",
+        "heterogeneous_layers_config_path",
+    )
+    has_others = any(getattr(args, name, None) for name in others) or getattr(args, "transformer_impl", "") == "local"
+    return bool(getattr(args, "use_transformer_engine_op_fuser", False)) and not has_others
 
 
 def options_from_argv(argv: Sequence[str]) -> Options:

@@ -155,13 +155,22 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
             if name.startswith("shared") and config.moe_shared_expert_overlap:
                 layer.parallel_mode = None
             wide = config.fp32_residual_connection and name in _NORMED
-            reason = _why_not_te(layer, x.float() if wide else x, config)
+            reason = _why_not_mlp(name, job, config) or _why_not_te(layer, x.float() if wide else x, config)
             if recipe_of(config) is not None:
                 has_blocks = config.fp8_recipe == "blockwise"
                 reason = _why_not_captured(name, config) or reason
                 yield name, reason or why_not_fp8_sizes(kind, x, weight, tp, has_blocks=has_blocks)
                 continue
         yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _ranks(tp)))
+
+
+def _why_not_mlp(name: str, job: Job, config: Any) -> str | None:
+    """Megatron-LM gives the operation fuser the MLPs of models with one kind of layer: it calls no linear layer."""
+    has_kinds = job.model.experts is not None or config.hybrid_pattern is not None or config.is_hybrid_model
+    has_kinds = has_kinds or config.experimental_attention_variant is not None
+    if has_kinds or not (name.startswith("MLP:") and getattr(config, "use_transformer_engine_op_fuser", False)):
+        return None
+    return "Transformer Engine's operation fuser computes the MLP"
 
 
 def _why_not_captured(name: str, config: Any) -> str | None:

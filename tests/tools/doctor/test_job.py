@@ -239,6 +239,7 @@ HYBRID_SP = (
     "--context-parallel-size 2 --cp-comm-type a2a --attention-dropout 0 --ditron sp --multi-latent-attention "
     "--q-lora-rank 512 --hybrid-layer-pattern"
 )
+OP_FUSER = "--use-transformer-engine-op-fuser"
 TE_GRAPHS = "--cuda-graph-impl transformer_engine"
 NEWTON_SCHULZ = "Newton-Schulz steps of matrices"
 UP = {"attention: linear_q_up_proj", "attention: linear_kv_up_proj"}
@@ -343,6 +344,9 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
             for impl in ("transformer_engine", "local")
         ),
         (f"{TP} --tensor-parallel-num-weight-shards 2 --ditron tp", {*LINEARS, HEAD}, {}),
+        (f"{TP} {OP_FUSER} --ditron tp", {QKV, PROJ, HEAD}, dict.fromkeys(MLP, "operation fuser computes the MLP")),
+        (f"{TP} {OP_FUSER} --transformer-impl local --ditron tp", {*LINEARS, HEAD}, {}),
+        (f"{TP} {OP_FUSER} --num-experts 8 --moe-layer-freq 2 --ditron tp", {*LINEARS, HEAD}, {}),
         (f"{EP} --moe-layer-freq '[1]*8'", {MOVED, FUSED}, {}),
         (
             "pretrain_t5.py --encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768 "
