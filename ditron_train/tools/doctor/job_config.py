@@ -36,6 +36,8 @@ _ARGUMENTS_DEFAULTS = {
     "muon_coefficient_type": "quintic",
     "muon_use_syrk": False,
     "optimizer": "adam",
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
     "moe_token_dispatcher_type": "allgather",
     "hierarchical_context_parallel_sizes": None,
     "hybrid_attention_ratio": 0.0,

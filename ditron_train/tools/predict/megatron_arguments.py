@@ -58,7 +58,7 @@ class Job:
 
     Attributes:
         model: One layer of it.
-        num_layers: All.
+        num_layers: All; stages may have more or fewer than others.
         global_batch: Sequences of a step; None: one microbatch of each replica.
         tp, pp, cp, ep: Parallel sizes.
         chunks: Virtual stages of a rank.
@@ -205,9 +205,9 @@ def parse_job(words: Sequence[str]) -> Job:
             flags.add(name)
         else:
             ignored.append("--" + name.replace("_", "-"))
-    pattern = hybrid_pattern(words)
+    names, pattern = {name for name, _ in words_by_name(words)}, hybrid_pattern(words)
     if pattern is not None:
-        known.setdefault("num_layers", len(pattern.replace("|", "")))
+        known["num_layers"] = _number("num_layers", [str(len(pattern.replace("|", "")))])
     missing = ["--" + name.replace("_", "-") for name in _NEEDED if name not in known]
     if missing:
         raise SettingError(f"the job's arguments lack {', '.join(missing)}")
@@ -220,7 +220,7 @@ def parse_job(words: Sequence[str]) -> Job:
         pp=pp,
         cp=known["context_parallel_size"],
         ep=known["expert_model_parallel_size"],
-        chunks=_chunks(known, pp, is_even=_UNEVEN.isdisjoint(name for name, _ in words_by_name(words))),
+        chunks=_chunks(known, pp, pattern or "", is_even=_UNEVEN.isdisjoint(names)),
         optimizer=known["optimizer"],
         flags=frozenset(flags),
         words={name: known[name] for name in (*_WORDS,) if name in known},
@@ -267,14 +267,20 @@ def _model(known: dict[str, Any], flags: set[str], tp: int) -> ModelSizes:
 
 
 def hybrid_pattern(words: Sequence[str]) -> str | None:
-    """The kinds of a hybrid model's layers, a letter each, without those of multi-token prediction; or None."""
+    """The kinds of a hybrid model's layers, a letter each, with ``|`` between stages where these are said, and without
+    those of multi-token prediction; or None."""
     for name, values in words_by_name(words):
         if name in ("hybrid_layer_pattern", "hybrid_override_pattern") and values:
             return values[0].split("/")[0]
     return None
 
 
-def _chunks(known: dict[str, Any], pp: int, *, is_even: bool) -> int:
+def _chunks(known: dict[str, Any], pp: int, pattern: str, *, is_even: bool) -> int:
+    segments = pattern.count("|") + 1
+    if segments > 1:
+        if segments % pp:
+            raise SettingError(f"{segments} segments of the hybrid pattern do not divide over {pp} stages")
+        return segments // pp
     if is_even and known["num_layers"] % pp:
         raise SettingError(f"{known['num_layers']} layers do not divide over {pp} stages")
     if "num_virtual_stages_per_pipeline_rank" in known:

@@ -21,6 +21,7 @@ EP = (
     f"{DENSE} --disable-bias-linear --expert-model-parallel-size 4 --num-experts 8 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --ditron ep"
 )
+LORA = "--q-lora-rank 1536 --kv-lora-rank 512"
 QKV, PROJ = "attention: linear_qkv", "attention: linear_proj"
 QKV_A2A, OUT_A2A = "attention: QKV projection with its exchange", "attention: output projection with its exchange"
 MOVED, FUSED = "experts: dispatch and combine", "experts: GEMMs in one kernel with them"
@@ -207,7 +208,7 @@ def test_features_that_have_nothing_to_do_are_named() -> None:
 
 def test_every_layer_of_a_model_with_shared_experts_and_latent_attention_is_asked() -> None:
     words = (
-        f"{TP} --multi-latent-attention --num-experts 8 --moe-layer-freq ([0]*1+[1]*7) "
+        f"{TP} --multi-latent-attention {LORA} --num-experts 8 --moe-layer-freq ([0]*1+[1]*7) "
         "--moe-shared-expert-intermediate-size 2048 --moe-shared-expert-overlap --ditron tp"
     )
     found = reasons(words.replace("(", "'(").replace(")", ")'"))
@@ -219,7 +220,7 @@ def test_every_layer_of_a_model_with_shared_experts_and_latent_attention_is_aske
 
 DEEPSEEK = (
     "pretrain_gpt.py --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
-    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    f"--multi-latent-attention {LORA} --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
     "--v-head-dim 128 --qk-layernorm --seq-length 4096 --num-experts 256 --moe-layer-freq '([0]*3+[1]*58)' "
     "--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8 "
     "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --mtp-num-layers 1 --bf16 "
@@ -294,6 +295,11 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
             {},
         ),
         (f"{MAMBA} --hybrid-layer-pattern 'M-M-|M-M-/MM'", {IN_PROJ, OUT_PROJ, *MLP, HEAD}, {}),
+        (
+            f"{MAMBA} --hybrid-layer-pattern 'M*M-|M*M-M' --pipeline-model-parallel-size 2",
+            {IN_PROJ, OUT_PROJ, QKV, PROJ, *MLP, HEAD, STAGES},
+            {},
+        ),
         *(
             (
                 f"{TP} --experimental-attention-variant {variant} --linear-attention-freq 4",
@@ -303,7 +309,7 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
             for variant in ("gated_delta_net", "gdn", "gdn2")
         ),
         (
-            f"{MAMBA} --multi-latent-attention --q-lora-rank 512 --hybrid-layer-pattern M+M- --ditron tp",
+            f"{MAMBA} --multi-latent-attention {LORA} --hybrid-layer-pattern M+M- --ditron tp",
             {IN_PROJ, OUT_PROJ, *UP, PROJ, *MLP, HEAD},
             {},
         ),
@@ -408,6 +414,16 @@ def test_an_activation_is_fused_as_megatron_fuses_it(words: str, is_fused_native
     assert (config.activation_func is squared_relu) == ("squared" in words)
     if "--disable-bias-linear" in words:
         assert reasons(f"{base} {words}")[FUSED] is None
+
+
+def test_latent_attention_has_megatrons_default_ranks() -> None:
+    config = config_of(f"{TP} --multi-latent-attention".split())
+    assert (config.q_lora_rank, config.kv_lora_rank) == (None, 32)
+    found = reasons(f"{TP} --multi-latent-attention")
+    assert "attention: linear_q_proj" in found
+    assert "at most 32 features" in (found["attention: linear_kv_up_proj"] or "")
+    config = config_of(f"{TP} --multi-latent-attention {LORA}".split())
+    assert (config.q_lora_rank, config.kv_lora_rank) == (1536, 512)
 
 
 def test_a_feature_that_was_not_asked_for_is_not_named() -> None:

@@ -7,6 +7,7 @@ import pytest
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.predict.megatron_arguments import parse_job
 
+PATTERN = "--hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --hybrid-layer-pattern".split()
 SIZES = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192".split()
 
 
@@ -58,11 +59,26 @@ def test_a_vocabulary_is_padded_for_its_ranks() -> None:
         ([*SIZES, "--num-experts", "8", "--moe-router-topk", "9"], "9 is more than --num-experts 8"),
         ([*SIZES, "--pipeline-model-parallel-size", "3"], "8 layers do not divide over 3 stages"),
         ([*SIZES, "--tensor-model-parallel-size", "5"], "do not divide"),
+        ([*PATTERN, "M-M-M", "--pipeline-model-parallel-size", "2"], "5 layers do not divide over 2 stages"),
+        ([*PATTERN, "M|M|M", "--pipeline-model-parallel-size", "2"], "3 segments of the hybrid pattern do not divide"),
+        ([*PATTERN, "/MM"], "--num-layers has to be from 1"),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], says: str) -> None:
     with pytest.raises(SettingError, match=says):
         parse_job(words)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers", "chunks"),
+    [("M*M-|M*M-M", 9, 1), ("M*M-|M*M-|M-M-|M-M*", 16, 2), ("M*M-M*M-", 8, 1), ("M-M-|M-M*-/MM/MM", 9, 1)],
+)
+def test_a_hybrid_pattern_says_layers_and_stages(pattern: str, layers: int, chunks: int) -> None:
+    for name in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+        words = [name, pattern, "--pipeline-model-parallel-size", "2"]
+        for sizes in (SIZES[2:], [*SIZES, "--num-layers", "64"]):  # which the pattern overrides
+            job = parse_job([*sizes, *words])
+            assert (job.num_layers, job.chunks) == (layers, chunks)
 
 
 def test_without_a_global_batch_each_replica_has_one_microbatch() -> None:
