@@ -33,7 +33,7 @@ class PipelineChannel(Channel):
 
     Attributes:
         flags_in_host: Whether they lie in the mailbox; ``in_host=False`` keeps them out of it.
-        turns: How many deadlines a host's wait for a message takes: one, but where ``begin_step`` says more.
+        turns: As of a ``Channel``; one, but where ``begin_step`` says more.
     """
 
     def __init__(self, arena: SymmetricArena, mailbox: Mailbox, *, in_host: bool = True) -> None:
@@ -44,13 +44,12 @@ class PipelineChannel(Channel):
             self.signals.local.zero_()  # a context of this group before may have left them set
             arena.quiesce()
         self._raised: DitronError | None = None
-        self.turns = 1
         self._with_gradients: set[bool] = set()  # of the steps with messages of the newest size
 
     def begin_step(self, num_stages: int, is_new: bool) -> None:
-        """Has hosts wait for longer in a step with messages of a new size: forward and backward come through all
-        stages, each of which may compile before it sends. The first step without gradients, or with them, has kernels
-        of its own, so it counts as new, too."""
+        """Has hosts and streams wait for longer in a step with messages of a new size: forward and backward come
+        through all stages, each of which may compile before it sends. The first step without gradients, or with them,
+        has kernels of its own, so it counts as new, too."""
         if is_new:
             self._with_gradients.clear()
         is_first = torch.is_grad_enabled() not in self._with_gradients
@@ -98,16 +97,14 @@ class PipelineChannel(Channel):
             copy_bytes(*copy, stream)
         self.notify(rank, index, epoch, stream)
 
-    def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
+    def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int = 1) -> None:
         """See ``Channel``; tells the other ranks of the node, unless one of them has failed before."""
-        self._record_timeout(1, peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch)
-
-    def _record_timeout(self, turns: int, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
-        """``turns``: how many deadlines the wait took."""
         if self.mailbox.failed:
             return
         self._post_timeout(peer, chunk, expected_epoch, seen_epoch, turns)
-        super().record_timeout(peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch)
+        super().record_timeout(
+            peer=peer, chunk=chunk, expected_epoch=expected_epoch, seen_epoch=seen_epoch, turns=turns
+        )
 
     def _post_timeout(self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int) -> None:
         """Names the rank that is really missing: all behind it wait, and each may be the first to give up."""
@@ -168,7 +165,7 @@ class PipelineChannel(Channel):
         while not ready():
             self.check()
             if time.monotonic() > deadline_s:
-                self._record_timeout(turns, peer=peer, chunk=chunk, expected_epoch=chunk + 1, seen_epoch=chunk)
+                self.record_timeout(peer=peer, chunk=chunk, expected_epoch=chunk + 1, seen_epoch=chunk, turns=turns)
                 self.check()
             polls += 1
             time.sleep(0.0 if polls < _POLLS_BEFORE_SLEEP else 0.0001)

@@ -60,8 +60,8 @@ def stream_wait(
     stream: torch.cuda.Stream | None = None,
     host_address: int | None = None,
 ) -> None:
-    """Holds the stream until the local flag at ``signal_address`` is ``epoch`` or later, at most the channel's
-    deadline.
+    """Holds the stream until the local flag at ``signal_address`` is ``epoch`` or later, at most as many deadlines as
+    the channel has ``turns`` now.
 
     ``peer`` and ``chunk`` name what is missing. On the CPU it blocks the caller. Enqueue the producing kernel of this
     process, if any, before the wait: with one hardware queue the wait would sit in front of it. ``host_address``:
@@ -88,12 +88,13 @@ def _flag(address: int) -> ctypes.c_int32:
 
 def _wait_on_cpu(channel: Channel, address: int, epoch: int, peer: int, chunk: int) -> None:
     flag = _flag(address)
-    deadline_s = time.monotonic() + channel.timeout_s
+    turns = channel.turns
+    deadline_s = time.monotonic() + turns * channel.timeout_s
     polls = 0
     while cyclic_difference(flag.value, epoch) < 0:
         channel.check()
         if time.monotonic() > deadline_s:
-            channel.record_timeout(peer=peer, chunk=chunk, expected_epoch=epoch, seen_epoch=flag.value)
+            channel.record_timeout(peer=peer, chunk=chunk, expected_epoch=epoch, seen_epoch=flag.value, turns=turns)
             break
         polls += 1
         if polls < 200:
@@ -113,6 +114,7 @@ class _Wait:
     slot: int
     ticket: int
     host_address: int | None
+    turns: int = 1
     begun_at_s: float | None = field(default=None)
     released: bool = False
     refusal: str = ""  # of the driver, as it was last logged
@@ -158,7 +160,7 @@ class _Watchdog:
         with self._lock:
             # Nobody writes "done" for a wait that the host sees the end of: what it holds may be half a cycle behind.
             self._progress[_SLOTS + slot] = cyclic_difference(ticket, 1)
-            entry = _Wait(channel, address, epoch, peer, chunk, slot, ticket, host_address)
+            entry = _Wait(channel, address, epoch, peer, chunk, slot, ticket, host_address, channel.turns)
             self._waits.append(entry)
             over, self._over = self._over, []
         del over
@@ -224,7 +226,8 @@ class _Watchdog:
     def _look_at(self, entry: _Wait, now_s: float) -> None:
         if entry.begun_at_s is None and cyclic_difference(int(self._progress[entry.slot]), entry.ticket) >= 0:
             entry.begun_at_s = now_s
-        late = entry.begun_at_s is not None and now_s - entry.begun_at_s > entry.channel.timeout_s
+        timeout_s = entry.turns * entry.channel.timeout_s
+        late = entry.begun_at_s is not None and now_s - entry.begun_at_s > timeout_s
         # After a failure everything that is enqueued is let through, begun or not: its results are discarded.
         if (late or entry.channel.failed) and not (entry.released or self._is_done(entry)):
             self._release(entry)
@@ -251,7 +254,7 @@ class _Watchdog:
 
     def _record(self, entry: _Wait, seen_epoch: int) -> None:
         entry.channel.record_timeout(
-            peer=entry.peer, chunk=entry.chunk, expected_epoch=entry.epoch, seen_epoch=seen_epoch
+            peer=entry.peer, chunk=entry.chunk, expected_epoch=entry.epoch, seen_epoch=seen_epoch, turns=entry.turns
         )
 
 

@@ -81,6 +81,7 @@ class Channel:
         control: int64 control block on the device (see ``symm.control``).
         tickets: int64 ``[TICKET_ROLES]``: launch counters in slots 0 and 1, one for each kernel role of the op; slots
             2 and 3 are zero at first and free for the op's own counters.
+        turns: How many deadlines a wait of a host or a stream takes; that of a kernel takes one.
 
     Args:
         signature_fields: Names of the signature's fields, for error messages (at most ``READY_WORDS - 1``); the values
@@ -108,6 +109,7 @@ class Channel:
         self.op_name = op_name
         self.signature_fields = tuple(signature_fields)
         self.timeout_s = get_settings().timeout_s
+        self.turns = self._turns_waited = 1
         device = arena.device
         self.signals = self._filled(f"{op_name}/signals", (num_signals,), first_epoch)
         # So it is on every rank: each lacks the ranks of the other nodes.
@@ -216,10 +218,11 @@ class Channel:
             torch.cuda.synchronize(self.arena.device)
         self.check()
 
-    def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> None:
-        """Records from the host that a wait passed its deadline (first record wins); waits of kernels have their own
-        deadlines."""
+    def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int = 1) -> None:
+        """Records from the host that a wait of ``turns`` deadlines passed them (first record wins); waits of kernels
+        have their own."""
         if self._record_words[RECORD_STATE] == 0:
+            self._turns_waited = turns
             self._record_words[RECORD_KIND] = KIND_TIMEOUT
             self._record_words[RECORD_PEER] = peer
             self._record_words[RECORD_CHUNK] = chunk
@@ -271,7 +274,7 @@ class Channel:
             chunk=chunk,
             expected_epoch=expected_epoch,
             seen_epoch=seen_epoch,
-            timeout_s=self.timeout_s,
+            timeout_s=self._turns_waited * self.timeout_s,
         )
 
     def start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:

@@ -219,9 +219,9 @@ def equal_across_nodes(case: Case, ways: list[tuple[bool, bool]]) -> list[int]:
         del os.environ["NCCL_HOSTID"]
 
 
-def slow_first_step(case: Case, late_s: float) -> bool:
-    """Every stage is late in the first step, before it sends, as where it compiles; then only as late as the machine
-    is. Whether training was as natively."""
+def slow_first_step(case: Case, late_s: float, late_stage: int | None = None) -> bool:
+    """Every stage, or one, is late in the first step, before it sends, as where it compiles; then only as late as the
+    machine is. Whether training was as natively."""
     import time
 
     import ditron_train.megatron
@@ -231,7 +231,8 @@ def slow_first_step(case: Case, late_s: float) -> bool:
     with model_parallel(pipeline_model_parallel_size=case.pipeline):
         native = train(case)
         ditron_train.megatron.apply(features="pp")
-        in_time, lateness = _forward_step, [late_s]
+        in_time = _forward_step
+        lateness = [late_s] if late_stage in (None, dist.get_rank()) else []
 
         def late(iterator: Any, model: Any) -> Any:
             time.sleep(lateness.pop() if lateness else 0.0)

@@ -180,6 +180,14 @@ def test_stages_that_are_late_in_the_first_step_one_after_another():
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [(True, None)] * 3
 
 
+@pytest.mark.parametrize("case, loans", [(Case(2, 12, forward_only=True), None), (Case(4, 6), "0")], ids=str)
+def test_a_stage_waits_for_slots_as_long_as_the_next_one_compiles(case, loans):
+    """It has none left when the second stage is later than a deadline: natively nothing happens."""
+    env = {"DITRON_TIMEOUT_S": "9"} | ({"DITRON_PP_LOANS": loans} if loans is not None else {})
+    outcomes = run_workers_once(case.pipeline, workers.slow_first_step, case, 12.0, 1, env=env)
+    assert [(outcome.value, outcome.error) for outcome in outcomes] == [(True, None)] * case.pipeline
+
+
 @pytest.mark.parametrize("across_nodes", [False, True], ids=["first_step", "new_size_between_nodes"])
 def test_stages_that_meet_on_the_host_wait_two_deadlines_a_stage(across_nodes):
     """The first one comes when it has compiled its whole forward."""

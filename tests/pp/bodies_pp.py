@@ -264,21 +264,25 @@ def dead_neighbour(victim: int, slots: int, deadline_s: float) -> float:
     raise AssertionError("nobody noticed")
 
 
-def late_neighbour(turns: int) -> tuple[float, float]:
-    """Rank 1 never sends; how long rank 0's error says that it waited, on every rank, and how long rank 0 did."""
+def late_neighbour(turns: int, for_slots: bool) -> tuple[float, float]:
+    """Rank 1 never sends, or receives (``for_slots``); how long rank 0's error says that it waited, on every rank, and
+    how long rank 0 did."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
     from ditron_train.runtime.errors import PeerTimeoutError
 
     header = Header((64,), torch.float32)
-    context = make_context(256, 2)
+    context = make_context(256, 2, num_loans=0)
     assert context.channel is not None
     context.channel.turns = turns
     dist.barrier()
     begin_s = time.monotonic()
     try:
-        if dist.get_rank() == 0:
-            exchange(context, recv_prev=header)["recv_prev"].wait()
+        while dist.get_rank() == 0:
+            if for_slots:
+                exchange(context, send_next=payload(0, 0, 0, *_of(header)))
+            else:
+                exchange(context, recv_prev=header)["recv_prev"].wait()
         while True:
             context.check()
             time.sleep(0.01)

@@ -101,9 +101,10 @@ def test_the_stage_that_stands_still_is_missing_not_one_that_waits_for_it(stalle
     assert run_workers(4, bodies.stalled_stage, stalled, 2.0) == [(3, stalled)] * 4
 
 
+@pytest.mark.parametrize("for_slots", [False, True], ids=["message", "slot"])
 @pytest.mark.parametrize("turns", [1, 4])
-def test_an_error_names_the_deadline_that_was_waited_for(turns):
-    for said_s, waited_s in run_workers(2, bodies.late_neighbour, turns, env={"DITRON_TIMEOUT_S": "0.5"}):
+def test_an_error_names_the_deadline_that_was_waited_for(turns, for_slots):
+    for said_s, waited_s in run_workers(2, bodies.late_neighbour, turns, for_slots, env={"DITRON_TIMEOUT_S": "0.5"}):
         assert said_s == 0.5 * turns <= waited_s
 
 

@@ -69,7 +69,7 @@ def test_epochs_are_compared_cyclically(a, b, expected):
 class _FakeChannel:
     """Records what the watchdog tells it."""
 
-    op_name, timeout_s = "fake", 0.2
+    op_name, timeout_s, turns = "fake", 0.2, 1
 
     def __init__(self) -> None:
         self.failed = False
@@ -104,7 +104,25 @@ def test_the_watchdog_counts_from_when_a_wait_begins():
     assert flag.value == 4 and not channel.records
     watchdog._look_at(entry, now_s=200.3)
     assert flag.value == 6
-    assert channel.records == [{"peer": 1, "chunk": 0, "expected_epoch": 6, "seen_epoch": 4}]
+    assert channel.records == [{"peer": 1, "chunk": 0, "expected_epoch": 6, "seen_epoch": 4, "turns": 1}]
+
+
+def test_the_watchdog_waits_as_many_deadlines_as_the_channel_had_when_the_wait_was_enqueued(monkeypatch):
+    watchdog, channel, flag = _watchdog_without_a_gpu(), _FakeChannel(), ctypes.c_int32(4)
+    watchdog._words = torch.from_numpy(watchdog._progress)
+    channel.arena = types.SimpleNamespace(device=torch.device("cpu"))
+    watchdog._release_streams = {channel.arena.device: None}
+    monkeypatch.setattr(waits.driver, "stream_memory_ops", lambda stream, operations: None)
+    address, channel.turns = ctypes.addressof(flag), 3
+    watchdog.guard(channel, address, 6, 1, 0, types.SimpleNamespace(cuda_stream=0), address)
+    channel.turns = 1
+    (entry,) = watchdog._waits
+    watchdog._progress[entry.slot] = entry.ticket
+    for now_s in (100.0, 100.3, 100.5):
+        watchdog._look_at(entry, now_s)
+    assert flag.value == 4 and not channel.records
+    watchdog._look_at(entry, 100.7)
+    assert flag.value == 6 and channel.records[0]["turns"] == 3
 
 
 def test_the_watchdog_leaves_done_waits_alone_and_lets_all_through_after_a_failure():
@@ -174,7 +192,7 @@ def test_a_release_that_the_driver_refuses_is_an_error_on_the_host(caplog):
     watchdog._progress[[9, 10]] = 9, 10
     for now_s in (1.0, 2.0):
         watchdog._poll(now_s)
-    assert refused.records == [{"peer": 1, "chunk": 0, "expected_epoch": 6, "seen_epoch": 5}]
+    assert refused.records == [{"peer": 1, "chunk": 0, "expected_epoch": 6, "seen_epoch": 5, "turns": 1}]
     assert flag.value == 6 and other.failed and held.value == 4 and not watchdog._waits[0].released
     for now_s in (3.0, 4.0, 5.0):
         watchdog._poll(now_s)
