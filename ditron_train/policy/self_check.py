@@ -38,7 +38,7 @@ _ROUNDS, _BLOCK, _LAUNCHES = 16, 1024, 3
 _verdicts: GroupCache[tuple[dist.ProcessGroup | None, str], str | None] = GroupCache()
 
 
-def self_check(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+def self_check(group: dist.ProcessGroup | None, device: torch.device, turns: int = 1) -> str | None:
     """Why no kernel of this package is to run in ``group`` on ``device``, or None; the same on every rank.
 
     Collective over ``group`` the first time, where a library is newer than what was tried; every rank has the same
@@ -46,7 +46,7 @@ def self_check(group: dist.ProcessGroup | None, device: torch.device) -> str | N
     verdict of WORLD or, where none is known, of a launch by this process alone.
 
     Raises:
-        PeerTimeoutError: A rank did not come.
+        PeerTimeoutError: A rank did not come within ``turns`` deadlines (``symm.exchange``).
     """
     device = with_index(device)
     key, of_job = (group, str(device)), (dist.group.WORLD if dist.is_initialized() else None, str(device))
@@ -54,7 +54,7 @@ def self_check(group: dist.ProcessGroup | None, device: torch.device) -> str | N
         return _verdicts[of_job]
     if key not in _verdicts:
         newer = newer_libraries()
-        _verdicts[key] = _checked(newer, group, device) if newer else None
+        _verdicts[key] = _checked(newer, group, device, turns) if newer else None
     return _verdicts[key]
 
 
@@ -63,8 +63,8 @@ def forget_self_checks() -> None:
     _verdicts.clear()
 
 
-def _checked(newer: list[str], group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    failure = _agreed(group, "launching a kernel", _launch_failure(device))
+def _checked(newer: list[str], group: dist.ProcessGroup | None, device: torch.device, turns: int) -> str | None:
+    failure = _agreed(group, "launching a kernel", _launch_failure(device), turns)
     if failure is None and group is not None:
         failure = _agreed(group, "handing values over", _handover_failure(group, device))
     libraries = ", ".join(newer)
@@ -76,9 +76,9 @@ def _checked(newer: list[str], group: dist.ProcessGroup | None, device: torch.de
     return reason
 
 
-def _agreed(group: dist.ProcessGroup | None, step: str, failure: str | None) -> str | None:
+def _agreed(group: dist.ProcessGroup | None, step: str, failure: str | None, turns: int = 1) -> str | None:
     """The failures of all ranks in one sentence, or None."""
-    failures = [failure] if group is None else exchange(group, failure)
+    failures = [failure] if group is None else exchange(group, failure, turns)
     failed = [f"rank {rank}: {words}" for rank, words in enumerate(failures) if words is not None]
     return f"{step} ({'; '.join(failed)})" if failed else None
 

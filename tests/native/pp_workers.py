@@ -247,23 +247,26 @@ def slow_first_step(case: Case, late_s: float, late_stage: int | None = None) ->
         return all(map(torch.equal, native, ours))
 
 
-def first_stage_never_comes(across_nodes: bool) -> str:
-    """What the second of two stages says of a first stage that never sends: in the first step, or between nodes in
-    the first step with messages of another size. Deadlines are of 0.5 s."""
+def first_stage_never_comes(across_nodes: bool, newer: list[str]) -> str:
+    """What the second of two stages says of a first stage that never sends: in the first step, beside ``newer``
+    libraries, or between nodes in the first step with messages of another size. Deadlines are of 0.5 s."""
     import os
+    from unittest import mock
 
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
     from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.policy import self_check as room
     from ditron_train.runtime.errors import PeerTimeoutError
     from ditron_train.symm import exchange as agreements
 
     os.environ["NCCL_HOSTID"] = str(dist.get_rank() * across_nodes)
     least, said = agreements._LEAST_TIMEOUT_S, "no error"
     try:
-        with model_parallel(pipeline_model_parallel_size=2):
+        with model_parallel(pipeline_model_parallel_size=2), mock.patch.object(room, "newer_libraries", lambda: newer):
+            room.forget_self_checks()
             ditron_train.megatron.apply(features="pp")
             group = parallel_state.get_pipeline_model_parallel_group()
 
@@ -286,6 +289,7 @@ def first_stage_never_comes(across_nodes: bool) -> str:
             dist.barrier()
             ditron_train.megatron.restore()
     finally:
+        room.forget_self_checks()
         agreements._LEAST_TIMEOUT_S = least
         del os.environ["NCCL_HOSTID"]
         os.environ.pop("DITRON_TIMEOUT_S", None)
@@ -351,6 +355,40 @@ def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
     finally:
         del os.environ["DITRON_PLAN"]
     return seen
+
+
+def self_check_fails(case: Case) -> tuple[int, bool, list[str]]:
+    """Beside a newer library, with which the last stage cannot launch a kernel, training is native: messages of ours,
+    whether a context was made for them, and what is logged."""
+    from unittest import mock
+
+    from megatron.core import parallel_state
+
+    import ditron_train.megatron
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.policy import self_check as room
+    from ditron_train.pp.context import _contexts
+    from ditron_train.runtime import logs
+
+    failure = "no launch" if dist.get_rank() == case.pipeline - 1 else None
+    logs.forget_decisions()
+    room.forget_self_checks()
+    try:
+        with model_parallel(pipeline_model_parallel_size=case.pipeline):
+            native = train(case)
+            with (
+                mock.patch.object(room, "newer_libraries", lambda: ["triton 3.99.0"]),
+                mock.patch.object(room, "_launch_failure", lambda device: failure),
+            ):
+                ditron_train.megatron.apply(features="pp")
+                ours = train(case)
+                ditron_train.megatron.restore()
+            assert all(map(torch.equal, native, ours))
+            group = parallel_state.get_pipeline_model_parallel_group()
+            made = any(context.group is group for context in _contexts.values())
+            return messages_of_ours(), made, [line for line in logs.decisions() if "self-check" in line]
+    finally:
+        room.forget_self_checks()
 
 
 def no_memory(case: Case) -> int:

@@ -98,6 +98,16 @@ def test_what_is_not_covered_runs_natively():
     assert run_workers(2, workers.no_memory, Case(2, 2)) == [0, 0]
 
 
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+def test_a_failed_self_check_sends_all_messages_natively(variable):
+    """Without the memory and the streams of a context."""
+    case = Case(2, 3, variable=variable, batched=variable)
+    first, last = run_workers(2, workers.self_check_fails, case)
+    failure = "launching a kernel (rank 1: no launch)"
+    words = f"the self-check beside triton 3.99.0, newer than what was tried, failed: {failure}"
+    assert first == last == (0, False, [f"pp: native, {words}"])
+
+
 @pytest.mark.parametrize("capped", [(0, 1), (2, 3)], ids=["first_node", "last_node"])
 def test_memory_that_is_missing_on_one_node_sends_all_ranks_natively(capped):
     arguments = (Case(4, 2, batched=True), ["4096", "1", None], capped)
@@ -188,10 +198,14 @@ def test_a_stage_waits_for_slots_as_long_as_the_next_one_compiles(case, loans):
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [(True, None)] * case.pipeline
 
 
-@pytest.mark.parametrize("across_nodes", [False, True], ids=["first_step", "new_size_between_nodes"])
-def test_stages_that_meet_on_the_host_wait_two_deadlines_a_stage(across_nodes):
+@pytest.mark.parametrize(
+    "across_nodes, newer",
+    [(False, []), (False, ["triton 3.99.0"]), (True, [])],
+    ids=["first_step", "self_check", "new_size_between_nodes"],
+)
+def test_stages_that_meet_on_the_host_wait_two_deadlines_a_stage(across_nodes, newer):
     """The first one comes when it has compiled its whole forward."""
-    _, said = run_workers(2, workers.first_stage_never_comes, across_nodes)
+    _, said = run_workers(2, workers.first_stage_never_comes, across_nodes, newer)
     assert "an agreement of all ranks" in said and "rank 1 waited 2 s for rank 0" in said
 
 

@@ -105,7 +105,7 @@ def _reading_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _refusing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(newer, group, device):
+    def check(newer, group, device, turns):
         raise AssertionError(f"checked beside {newer}")
 
     monkeypatch.setattr(room, "_checked", check)

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from ditron_train.megatron.compat import captures_iteration
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.policy import gate, log_native
+from ditron_train.policy.self_check import self_check
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.channel import turns_of_stages
 from ditron_train.pp.messages import Header, num_bytes_of
@@ -181,6 +182,10 @@ class DitronP2PCommunicator(P2PCommunicator):
             turns=turns_of_stages(self.pp_group.size()),
         )
 
+    def _failed_self_check(self) -> str | None:
+        """In front of the context, and whether the gate is asked or not (collective as ``_made_context``)."""
+        return self_check(self.pp_group, current_device(), turns_of_stages(self.pp_group.size()))
+
     def _begins_step(self) -> bool:
         """Whether a training step is known to be over before this call, or training and evaluation to alternate: of
         two evaluations one behind the other nobody says where the first ends."""
@@ -208,7 +213,7 @@ class DitronP2PCommunicator(P2PCommunicator):
                 return context
         messages = [message for message in (expected, *sent) if message is not None]
         num_bytes = max((_num_bytes(message) for message in messages), default=0)
-        self._reason = why_not_group(self.pp_group, self.config)
+        self._reason = why_not_group(self.pp_group, self.config) or self._failed_self_check()
         if self._reason is None:
             try:
                 context = self._made_context()
