@@ -27,7 +27,7 @@ from ditron_train.symm.exchange import exchange
 
 #: What code raises where a library's interface is another than the one that it was written for, where Triton cannot
 #: compile or launch a kernel, and where what a probe holds beside the job's own tensors is more than the GPU's memory.
-_FAILURES = (
+FAILURES = (
     TypeError,
     AttributeError,
     ImportError,
@@ -168,25 +168,28 @@ class Gate:
             decision = spec.decide(call, context)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             return self._native(spec, str(error))
-        except _FAILURES as error:
-            return self._native(spec, _failed_alike(error, spec.group(call)))
+        except FAILURES as error:
+            return self._native(spec, why_all_failed(error, spec.group(call)))
         if decision.use_ditron:
             looks = spec.looks_at_host and get_settings().policy in ("strict", "fast")
             return Answer(context, late_host=late_host_of(decision, spec.device(call)) if looks else None)
         return self._native(spec, f"{spec.where(call)}{decision.reason}")
 
 
-def _failed_alike(error: Exception, group: dist.ProcessGroup | None) -> str:
-    """Why the op runs natively although nobody has foreseen ``error``: every rank has met it (collective).
+def why_all_failed(error: Exception, group: dist.ProcessGroup | None, turns: int = 1) -> str:
+    """Why an op runs natively although nobody has foreseen ``error``, one of `FAILURES`: every rank has met it
+    (collective).
 
     Raises:
         Exception: ``error`` itself under ``force``, or where other ranks met none.
-        PeerTimeoutError: Others did not come.
+        PeerTimeoutError: Others did not come within ``turns`` deadlines (``symm.exchange``).
     """
     words = f"the fused path cannot run here: {type(error).__name__}: {error}"
     if get_settings().policy == "force":
         raise error
-    if group is not None and not all(str(said).startswith(_FAILED) for said in exchange(group, _FAILED + words)):
+    if group is not None and not all(
+        str(said).startswith(_FAILED) for said in exchange(group, _FAILED + words, turns)
+    ):
         raise error
     get_logger("policy").debug("%s", words, exc_info=error)
     return words

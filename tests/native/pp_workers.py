@@ -391,6 +391,26 @@ def self_check_fails(case: Case) -> tuple[int, bool, list[str]]:
         room.forget_self_checks()
 
 
+def context_cannot_be_made(case: Case, name: str) -> tuple[int, list[str]]:
+    """Making a context meets an error that nobody foresees, on every rank: training is native; messages of ours, and
+    what is logged."""
+    from unittest import mock
+
+    import ditron_train.megatron
+    from ditron_train.cpu.megatron_shim import model_parallel
+    from ditron_train.runtime import logs
+
+    logs.forget_decisions()
+    with model_parallel(pipeline_model_parallel_size=case.pipeline):
+        native = train(case)
+        with mock.patch(f"ditron_train.pp.{name}", side_effect=TypeError("no such argument")):
+            ditron_train.megatron.apply(features="pp")
+            ours = train(case)
+            ditron_train.megatron.restore()
+        assert all(map(torch.equal, native, ours))
+        return messages_of_ours(), logs.decisions()
+
+
 def no_memory(case: Case) -> int:
     """No room for the slots: the same on all ranks, and training goes on natively."""
     import os

@@ -108,6 +108,13 @@ def test_a_failed_self_check_sends_all_messages_natively(variable):
     assert first == last == (0, False, [f"pp: native, {words}"])
 
 
+@pytest.mark.parametrize("name, variable", [("context.Mailbox", False), ("network.make_group", True)])
+def test_an_unforeseen_failure_of_all_stages_to_make_a_context_is_native(name, variable):
+    case = Case(2, 3, variable=variable, batched=variable)
+    words = "pp: native, the fused path cannot run here: TypeError: no such argument"
+    assert run_workers(2, workers.context_cannot_be_made, case, name) == [(0, [words])] * 2
+
+
 @pytest.mark.parametrize("capped", [(0, 1), (2, 3)], ids=["first_node", "last_node"])
 def test_memory_that_is_missing_on_one_node_sends_all_ranks_natively(capped):
     arguments = (Case(4, 2, batched=True), ["4096", "1", None], capped)

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from ditron_train.megatron.compat import captures_iteration
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.policy import gate, log_native
+from ditron_train.policy.gate import FAILURES, why_all_failed
 from ditron_train.policy.self_check import self_check
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.channel import turns_of_stages
@@ -71,6 +72,7 @@ class DitronP2PCommunicator(P2PCommunicator):
         self._variable_shapes = bool(config.variable_seq_lengths or getattr(config, "mtp_standalone", False))
         self._join_sends = _uses_cuda_graphs(config)
         self._lend = not (self._join_sends or _uses_other_streams(config))
+        self._turns = turns_of_stages(self.pp_group.size())  # of hosts where stages meet for the first time
         self._first_call = True
         self._reason: str | None = None
         self._open = [0, 0]  # activations to the next and from the previous stage whose gradients are still to go back
@@ -173,18 +175,25 @@ class DitronP2PCommunicator(P2PCommunicator):
 
     def _made_context(self) -> PipelineContext:
         """The group's context (collective at its first call, to which stages come one behind the other: each when its
-        whole first forward is compiled)."""
-        return get_pipeline_context(
-            self.pp_group,
-            current_device(),
-            with_network=self._variable_shapes,
-            num_loans=self._num_loans(),
-            turns=turns_of_stages(self.pp_group.size()),
-        )
+        whole first forward is compiled).
+
+        Raises:
+            ArenaError, NotSupportedError: It cannot be made, on every rank alike, whether that was foreseen or not.
+        """
+        try:
+            return get_pipeline_context(
+                self.pp_group,
+                current_device(),
+                with_network=self._variable_shapes,
+                num_loans=self._num_loans(),
+                turns=self._turns,
+            )
+        except FAILURES as error:
+            raise NotSupportedError(why_all_failed(error, self.pp_group, self._turns)) from error
 
     def _failed_self_check(self) -> str | None:
         """In front of the context, and whether the gate is asked or not (collective as ``_made_context``)."""
-        return self_check(self.pp_group, current_device(), turns_of_stages(self.pp_group.size()))
+        return self_check(self.pp_group, current_device(), self._turns)
 
     def _begins_step(self) -> bool:
         """Whether a training step is known to be over before this call, or training and evaluation to alternate: of
