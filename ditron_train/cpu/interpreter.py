@@ -103,7 +103,7 @@ def _fp8_values(name: str) -> np.ndarray:
     """The fp32 value of each byte as that type of torch."""
     import torch
 
-    values: np.ndarray = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).float().numpy()
+    values: np.ndarray = torch.arange(256, dtype=torch.uint8, device="cpu").view(getattr(torch, name)).float().numpy()
     return values
 
 

@@ -124,9 +124,10 @@ class SlicedLayout(RowLayout):
         room = max(-(-int(rows.max()) // step), 1) * step
         by_expert = counts.T.contiguous().view(-1)  # [expert, rank]
         starts = (by_expert.cumsum(0) - by_expert).view(counts.shape[::-1])
-        row_of_token = torch.full((len(counts), room), -1, dtype=torch.int32)
+        row_of_token = torch.full((len(counts), room), -1, dtype=torch.int32, device="cpu")
         for rank, of_experts in enumerate(counts.tolist()):
-            parts = [torch.arange(first, first + n) for first, n in zip(starts[:, rank].tolist(), of_experts)]
+            runs = zip(starts[:, rank].tolist(), of_experts)
+            parts = [torch.arange(first, first + n, device="cpu") for first, n in runs]
             row_of_token[rank, : int(rows[rank])] = torch.cat(parts).int()
         table = row_of_token.view(-1, 1)
         if device.type == "cuda":

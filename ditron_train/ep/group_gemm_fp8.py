@@ -169,7 +169,7 @@ def _launch(
     counts = places[0].counts
     starts = [0, *itertools.accumulate(counts[:-1])]
     lines = [counts, starts, row_units, weight_units, *(of_side.scale_addresses for of_side in places)]
-    on_host = torch.tensor(lines, dtype=torch.int64, pin_memory=device.type == "cuda")
+    on_host = torch.tensor(lines, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     row_counts, *tables = on_host.to(device, non_blocking=True).unbind(0)
     tiles = row_tiles(row_counts, len(out), config.block_m)
     sizes = GemmSizes(config.block_m, config.block_n, config.block_k, config.group_m, config.split_store)

@@ -212,7 +212,8 @@ def begin_layout(
     room, tokens_per_expert, token_places = None, None, None
     if expert_capacity is not None:
         room = context.room_of_experts(num_tokens, expert_capacity)
-        tokens_per_expert = torch.full((shape.experts_per_rank,), shape.world_size * expert_capacity)
+        of_each = shape.world_size * expert_capacity
+        tokens_per_expert = torch.full((shape.experts_per_rank,), of_each, device="cpu")
         token_places = _first_places(routing_map, num_places, device)
     elif capacity_factor is not None:
         room = context.room_for(num_tokens, capacity_factor)
@@ -321,7 +322,7 @@ def _exchange(
 def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     if tensor.device.type != "cuda":
         return tensor.clone(), None
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

@@ -108,9 +108,8 @@ def zipf_routing(
     Returns:
         bool [num_tokens, num_experts] with ``topk`` True a row; fp32 probabilities, 0 where not routed.
     """
-    order = torch.randperm(
-        num_experts, generator=torch.Generator().manual_seed(1)
-    )  # the same popular experts on every rank
+    # The same popular experts on every rank.
+    order = torch.randperm(num_experts, device="cpu", generator=torch.Generator().manual_seed(1))
     popularity = (order + 1.0).pow(-exponent).log().to(device)
     generator = torch.Generator(device).manual_seed(seed)
     uniform = torch.empty(num_tokens, num_experts, device=device).uniform_(1e-6, 1 - 1e-6, generator=generator)
@@ -232,7 +231,7 @@ class GroupGemmSpec(MoeSpec[GroupCall, object]):
 
         def values(*size: int) -> torch.Tensor:
             if device.type == "cpu":  # small integers: exact in every order of a sum
-                return torch.randint(-3, 4, size, generator=generator).to(place.dtype)
+                return torch.randint(-3, 4, size, device=device, generator=generator).to(place.dtype)
             return torch.empty(size, dtype=place.dtype, device=device).normal_(generator=generator)
 
         x, grad, weights = values(sum(counts), k), values(sum(counts), n), [values(n, k) for _ in counts]

@@ -29,10 +29,10 @@ def _partners(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     be left.
     """
     if length == 1:
-        return torch.zeros(1, dtype=torch.int64), torch.ones(1)
-    order = torch.randperm(length, generator=torch.Generator().manual_seed(length))
-    pair, sign = torch.empty(length, dtype=torch.int64), torch.zeros(length)
-    pair[order] = torch.arange(length) // 2
+        return torch.zeros(1, dtype=torch.int64, device="cpu"), torch.ones(1, device="cpu")
+    order = torch.randperm(length, device="cpu", generator=torch.Generator().manual_seed(length))
+    pair, sign = torch.empty(length, dtype=torch.int64, device="cpu"), torch.zeros(length, device="cpu")
+    pair[order] = torch.arange(length, device="cpu") // 2
     sign[order[0 : length - 1 : 2]], sign[order[1::2]] = 1.0, -1.0
     return pair, sign
 
@@ -70,7 +70,7 @@ def revealing_matrix(
     base = torch.empty(base_shape, dtype=torch.float32, device=device).normal_(generator=generator)
     spread = torch.randint(-_SPREAD_LOG2, _SPREAD_LOG2 + 1, base_shape, device=device, generator=generator)
     base = torch.ldexp(base, spread).to(dtype)
-    offsets = torch.arange(num_blocks)[:, None] * ((block + 1) // 2)
+    offsets = torch.arange(num_blocks, device="cpu")[:, None] * ((block + 1) // 2)
     matrix = base.index_select(0, (offsets + row_pair).flatten().to(device)).index_select(1, column_pair.to(device))
     if signed == "rows":
         matrix *= row_sign.repeat(num_blocks).to(device, dtype)[:, None]

@@ -24,7 +24,7 @@ def adamw_step(
     for param in params:
         own = state[param]
         if "exp_avg" not in own:
-            own["step"] = torch.zeros((), dtype=torch.float32)
+            own["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             own["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             own["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     beta1, beta2 = group["adamw_betas"]

@@ -183,8 +183,8 @@ def _rounds_each_hop(
 ) -> bool:
     """Whether random values of very different magnitudes give the bits of the folds with a rounding at every hop."""
     generator = torch.Generator().manual_seed(17)  # the same on every rank: each knows what all have
-    values = torch.randn(world, _SAMPLE, generator=generator)
-    values *= torch.exp2(torch.randint(-6, 7, values.shape, generator=generator).float())
+    values = torch.randn(world, _SAMPLE, device="cpu", generator=generator)
+    values *= torch.exp2(torch.randint(-6, 7, values.shape, device="cpu", generator=generator).float())
     values = values.to(dtype).to(device)
     num_elements = sums.ends[-1]
     repeats = -(-num_elements // _SAMPLE)

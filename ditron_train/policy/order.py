@@ -211,8 +211,8 @@ def _rounds_each_hop(
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     num_elements = _ELEMENTS[0]
     generator = torch.Generator().manual_seed(17)  # the same on every rank: each knows what all have
-    values = torch.randn(world, world, num_elements, generator=generator)
-    values *= torch.exp2(torch.randint(-6, 7, values.shape, generator=generator).float())
+    values = torch.randn(world, world, num_elements, device="cpu", generator=generator)
+    values *= torch.exp2(torch.randint(-6, 7, values.shape, device="cpu", generator=generator).float())
     values = values.to(dtype).to(device)  # [source, destination, element]
     out = torch.empty(num_elements, device=device, dtype=dtype)
     reduce_scatter(out, values[rank].contiguous())

@@ -102,7 +102,7 @@ class NvshmemChannel(Channel):
         self._puts = puts
         self._target = kernel_target(arena.device)
         on_gpu = arena.device.type == "cuda"
-        self._headers = torch.zeros((_MAX_HEADERS, HEADER_LANES), dtype=torch.int64, pin_memory=on_gpu)
+        self._headers = torch.zeros((_MAX_HEADERS, HEADER_LANES), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._rows: dict[tuple[int, ...], int] = {}
         self._seen = torch.zeros((2, HEADER_LANES), dtype=torch.int64, device=arena.device)
         self._load_kernels()
@@ -132,7 +132,7 @@ class NvshmemChannel(Channel):
             if row == _MAX_HEADERS:
                 # The least recently used goes: its last use was enqueued thousands of messages ago.
                 row = self._rows.pop(next(iter(self._rows)))
-            self._headers[row] = torch.tensor([*words, *header.agreed_words()])
+            self._headers[row] = torch.tensor([*words, *header.agreed_words()], device="cpu")
         self._rows[words] = row  # behind all others, which were not used since
         return self._headers.data_ptr() + row * HEADER_BYTES
 

@@ -20,5 +20,6 @@ def make_values(
     """
     own_seed = 1000 * seed + rank
     if device.type == "cpu":
-        return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(own_seed)).to(dtype)
+        generator = torch.Generator().manual_seed(own_seed)
+        return torch.randint(-3, 4, shape, device=device, generator=generator).to(dtype)
     return normal_values(shape, dtype, device, own_seed)

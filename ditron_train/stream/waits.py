@@ -129,14 +129,14 @@ class _Watchdog:
     """
 
     def __init__(self) -> None:
-        self._words = torch.zeros(2 * _SLOTS, dtype=torch.int32, pin_memory=True)
+        self._words = torch.zeros(2 * _SLOTS, dtype=torch.int32, device="cpu", pin_memory=True)
         self._progress = self._words.numpy()  # [slot] begun ticket, [_SLOTS + slot] done ticket
         self._lock = threading.Lock()
         self._waits: list[_Wait] = []
         self._over: list[_Wait] = []
         self._ticket = 0
         self._slots_in_use: set[int] = set()
-        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._seen = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._release_streams: dict[torch.device, torch.cuda.Stream] = {}
         threading.Thread(target=self._run, name="ditron-watchdog", daemon=True).start()
 

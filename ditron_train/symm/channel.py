@@ -120,12 +120,13 @@ class Channel:
         self.ready = self._filled(f"{op_name}/ready", (2, arena.world_size, READY_WORDS), first_epoch)
         self.tickets = torch.zeros(TICKET_ROLES, dtype=torch.int64, device=device)
         self.tickets[:2] = first_epoch << TICKET_UNIT_LOG2
-        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        on_host: Any = {"device": "cpu", "pin_memory": device.type == "cuda"}
+        self._record = torch.zeros(RECORD_WORDS, dtype=torch.int64, **on_host)
         words_of_record: Any = self._record.numpy()
         self._record_words = words_of_record
         # The same words; to read one takes a quarter of numpy's time.
         self._record_view: memoryview = memoryview(words_of_record)
-        self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, **on_host)
         words = [0] * CONTROL_WORDS
         words[CONTROL_TIMEOUT_NS] = min(int(self.timeout_s * 1e9), 2**62)  # what kernels add to a clock
         words[CONTROL_RECORD_ADDRESS] = self._record.data_ptr()

@@ -44,6 +44,26 @@ def test_no_print_in_the_library() -> None:
     assert {name: lines for name, lines in found.items() if lines and Path(name).name not in MAY_PRINT} == {}
 
 
+FACTORIES = (
+    "arange as_tensor asarray empty empty_strided eye full linspace ones rand randint randn randperm tensor zeros"
+)
+
+
+def anywhere(source: str) -> list[int]:
+    """Lines that make a tensor wherever ``torch.set_default_device`` says."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    factories = {f"torch.{name}" for name in FACTORIES.split()}
+    made = [call for call in calls if ast.unparse(call.func) in factories]
+    # ``**options`` may name a device.
+    return [call.lineno for call in made if not {word.arg for word in call.keywords} & {"device", None}]
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    assert anywhere("torch.ones(2)\ntorch.ones(2, device=x)\ntl.zeros(2)\ntorch.ones(2, **options)") == [1]
+    found = {relative(path): anywhere(path.read_text(encoding="utf-8")) for path in package_files()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def undocumented(source: str) -> list[str]:
     """Public functions, classes and methods without a docstring, and the module itself."""
     tree = ast.parse(source)

@@ -236,7 +236,7 @@ def probe_on_cpu(
     """``probe`` where GPUs would be: bits count, and the host's times."""
     equal = all([same_bits(one(), other()) for one, other in ((native, ours), *also)])
     times = [min(_seconds(run) for _ in range(3)) for run in (native, ours)]
-    worst = torch.tensor([float(not equal), *times], dtype=torch.float64)
+    worst = torch.tensor([float(not equal), *times], dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     different, native_s, ours_s = worst.tolist()
     return Observation(different == 0.0, *((native_s * 1e6, ours_s * 1e6) if timed else (None, None)))
@@ -252,3 +252,31 @@ def decision_on_cpu(room: str, fault: str, mode: str, folder: Path) -> Entry:
     """``decision_with`` in a CPU process."""
     with _replaced(sys.modules[decide.__module__], "probe", lambda right: probe_on_cpu):
         return decision_with(room, fault, torch.device("cpu"), mode, folder)
+
+
+def contexts_beside_a_default_device(name: str) -> int:
+    """How many rooms make their contexts of a new group, on the CPU, while torch makes tensors elsewhere unless it is
+    told where."""
+    from ditron_train.ep.context import get_ep_context
+    from ditron_train.pp.context import get_pipeline_context
+    from ditron_train.sp.context import get_sp_context
+    from ditron_train.tp.context import get_tp_context
+
+    group, cpu = dist.new_group(list(range(dist.get_world_size()))), torch.device("cpu")
+    torch.set_default_device(name)
+    try:
+        made = [make(group, cpu) for make in (get_tp_context, get_sp_context, get_pipeline_context)]
+        made.append(get_ep_context(group, cpu, 4, 2))
+    finally:
+        torch.set_default_device(None)
+        dist.destroy_process_group(group)
+    return len(made)
+
+
+def decision_beside_a_default_device(room: str, folder: Path) -> Entry:
+    """``decision_on_cpu`` without a fault, likewise."""
+    torch.set_default_device("meta")
+    try:
+        return decision_on_cpu(room, "none", "bits", folder)
+    finally:
+        torch.set_default_device(None)

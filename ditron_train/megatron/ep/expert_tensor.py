@@ -56,7 +56,7 @@ def exchange_counts(
     Returns:
         int64 ``[ranks, *shape]`` on the CPU, or None on every rank if any had none to tell.
     """
-    mine = torch.full(shape, -1) if sources is None else sources
+    mine = torch.full(shape, -1, device=device) if sources is None else sources
     told = [torch.empty(shape, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(told, mine.to(device, torch.int64).contiguous(), group=group)
     counts = torch.stack(told).cpu()
@@ -108,7 +108,7 @@ class ExpertSlices:
         self, rows: torch.Tensor, sizes: torch.Tensor, order: tuple[int, ...], probs: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:
         """Chunks of ``sizes``, an array of them, in the order of that array with its axes permuted."""
-        numbers = torch.arange(sizes.numel()).view(sizes.shape).permute(order).ravel()
+        numbers = torch.arange(sizes.numel(), device=sizes.device).view(sizes.shape).permute(order).ravel()
         if self._fused:
             sizes, numbers = sizes.to(self._device), numbers.to(self._device)
         return sort_chunks_by_idxs(rows, sizes.ravel(), numbers, probs=probs, fused=self._fused)

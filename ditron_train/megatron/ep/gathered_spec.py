@@ -228,7 +228,7 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
 
         def values(*size: int) -> torch.Tensor:
             if device.type == "cpu":  # small integers: exact in every order of a sum
-                return torch.randint(-2, 3, size, generator=generator).to(place.dtype)
+                return torch.randint(-2, 3, size, device=device, generator=generator).to(place.dtype)
             return torch.empty(size, dtype=place.dtype, device=device).normal_(generator=generator)
 
         is_fused = HAVE_TE and not shape.options["deterministic"]

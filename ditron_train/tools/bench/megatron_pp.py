@@ -67,7 +67,9 @@ class _Step:
         megatron_cpu.seed(5)
         self._models = [self._model(config, chunk).to(session.device) for chunk in range(chunks or 1)]
         generator = torch.Generator().manual_seed(9)
-        tokens = torch.randint(0, _VOCABULARY, (1, self.sequence + 1), generator=generator).to(session.device)
+        tokens = torch.randint(0, _VOCABULARY, (1, self.sequence + 1), device="cpu", generator=generator).to(
+            session.device
+        )
         positions = torch.arange(self.sequence, device=session.device)[None]
         mask = torch.ones(self.sequence, self.sequence, device=session.device).triu(1).bool()[None, None]
         self._batch = (tokens[:, :-1], positions, mask, tokens[:, 1:])

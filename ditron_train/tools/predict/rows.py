@@ -137,7 +137,9 @@ def _experts(row: Row) -> tuple[Experts, Load]:
     )
     if "Zipf" not in row.model:
         return experts, even_load(experts, row.world_size)
-    order = torch.randperm(experts.count, generator=torch.Generator().manual_seed(1))  # as ``bench ep`` deals them
+    order = torch.randperm(
+        experts.count, device="cpu", generator=torch.Generator().manual_seed(1)
+    )  # as ``bench ep`` deals them
     return experts, skewed_load(experts, row.world_size, 1.0, tuple(order.tolist()))
 
 

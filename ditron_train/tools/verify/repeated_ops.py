@@ -150,7 +150,7 @@ def _inputs(session: BenchSession, seed: int) -> list[tuple[torch.Tensor, ...]]:
     for index in range(_SETS):
         generator = torch.Generator().manual_seed(1000 * seed + 10 * index + session.rank)
         draw = [
-            torch.randint(-1, 2, shape, generator=generator)
+            torch.randint(-1, 2, shape, device="cpu", generator=generator)
             for shape in ((rows, k), (rows * session.world_size, k), (n, k))
         ]
         sets.append(tuple(tensor.to(session.dtype).to(session.device) for tensor in draw))
