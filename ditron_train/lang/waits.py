@@ -275,12 +275,13 @@ def wait_peers(
     signal_ptr, stride, epoch, control_ptr, rank, chunk,
     FIRST: tl.constexpr, LAST: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """``wait`` for one flag each, ``signal_ptr + peer * stride``, of the ranks ``rank + FIRST`` to ``rank + LAST``.
+    """``wait`` for one flag each, ``signal_ptr + peer * stride``, of the ranks ``rank + FIRST`` to ``rank + LAST``, if
+    there are any.
 
     A look at a flag takes some 0.7 us, so each lane waits for a peer of its own; the barrier hands what it has
     acquired to the threads that read what was written.
     """
-    if is_cuda(TARGET):
+    if is_cuda(TARGET) and LAST >= FIRST:
         steps = FIRST + tl.minimum(tl.arange(0, power_of_two(LAST - FIRST + 1)), LAST - FIRST)
         peers = (rank + steps) % WORLD_SIZE
         wait_cuda(signal_ptr + peers * stride, epoch, control_ptr, peers, tl.cast(chunk, tl.int32))

@@ -108,9 +108,9 @@ def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8, dtyp
     )
 
 
-def _all_reduce(name, kernel, vector):
-    """``vector`` 0: two ranks."""
-    constexprs = {"VECTOR": vector, "BLOCK": 4096, "WORLD_SIZE": 8 if vector else 2}
+def _all_reduce(name, kernel, vector, world_size):
+    """``vector`` 0: at most two ranks."""
+    constexprs = {"VECTOR": vector, "BLOCK": 4096, "WORLD_SIZE": world_size}
     sizes, slots = ("num_elements", "chunk_elements"), {"slots_ptr": "*bf16"}
     if kernel == "fold_all_kernel":
         constexprs = {"CHUNKS": 64, **constexprs}
@@ -133,7 +133,7 @@ def _all_reduce(name, kernel, vector):
         },
         constexprs=constexprs,
         num_warps=8,
-        signals=True if kernel == "push_and_fold_kernel" else None,
+        signals=True if kernel == "push_and_fold_kernel" and world_size > 1 else None,
     )
 
 
@@ -235,9 +235,9 @@ SPECS = [
         for size, (block, stages, targets) in (("wide", _WIDE), ("square", _SQUARE))
     ),
     *(
-        _all_reduce(f"tp_{kernel}_{'any_order' if vector == 0 else 'in_order'}", f"{kernel}_kernel", vector)
+        _all_reduce(f"tp_{kernel}_{order}", f"{kernel}_kernel", vector, world_size)
         for kernel in ("fold_all", "push_and_fold", "fold_own_rows")
-        for vector in (0, 8)
+        for order, vector, world_size in (("any_order", 0, 2), ("in_order", 8, 8), ("alone", 0, 1))
         if vector or kernel != "fold_own_rows"
     ),
     *(
@@ -247,9 +247,9 @@ SPECS = [
             signature={"value_ptr": "*fp32", "slots_addresses": "*i64", "channel": _CHANNEL},
             constexprs={"MOST_PROGRAMS": 128, "WORLD_SIZE": world_size},
             num_warps=1,
-            signals=True,
+            signals=True if world_size > 1 else None,
         )
-        for world_size in (2, 8)
+        for world_size in (1, 2, 8)
     ),
     *(
         build(f"tp_{build.__name__[1:]}_fp8_{size}", True, True, *arguments, dtype="fp8e4nv")
