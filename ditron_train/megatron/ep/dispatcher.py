@@ -45,6 +45,7 @@ from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fus
 from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, with_limits
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.policy import gate, log_native
 from ditron_train.policy.probe import compares
 from ditron_train.runtime.device import is_capturing
@@ -56,7 +57,9 @@ from ditron_train.symm.nodes import spans_nodes
 
 
 @outside_compile
-class DitronMoEAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
+class DitronMoEAlltoAllTokenDispatcher(
+    MoEAlltoAllTokenDispatcher, metaclass=InPlaceOf, native=MoEAlltoAllTokenDispatcher
+):
     """``MoEAlltoAllTokenDispatcher`` that sends a token once to each rank and fans it out there.
 
     ``dispatch_preprocess`` exchanges counts on the device, ``token_dispatch`` waits for them (the one host sync that

@@ -26,6 +26,7 @@ from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.megatron.compat import activate_experts, why_not_experts
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.module_hooks import has_hooks
 from ditron_train.megatron.shared.wgrad import gradient_in_main_grad, main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
@@ -203,7 +204,7 @@ def _weights_of(linear: Any) -> list[torch.nn.Parameter]:
 
 
 @outside_compile
-class DitronTEGroupedMLP(TEGroupedMLP):
+class DitronTEGroupedMLP(TEGroupedMLP, metaclass=InPlaceOf, native=TEGroupedMLP):
     """``TEGroupedMLP`` that takes tokens and an ``ExpertCall`` too, and returns tokens then."""
 
     def forward(

@@ -21,6 +21,7 @@ from ditron_train.megatron.ep.gathered_experts import fewest_rows_of_call, fuses
 from ditron_train.megatron.ep.gathered_spec import GATHERED
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MovementCall
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -33,7 +34,9 @@ _MOST_ASKED = 8  # steps in which it is asked whether GEMMs go beside the moveme
 
 
 @outside_compile
-class DitronMoEAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
+class DitronMoEAllGatherTokenDispatcher(
+    MoEAllGatherTokenDispatcher, metaclass=InPlaceOf, native=MoEAllGatherTokenDispatcher
+):
     """``MoEAllGatherTokenDispatcher`` whose tokens travel while the routing is exchanged and rows are placed, and
     whose results leave rank by rank as they are added up.
 

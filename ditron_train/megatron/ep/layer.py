@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from ditron_train.megatron.ep.coverage import why_not_kind
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 from ditron_train.megatron.ep.gathered_dispatcher import DitronMoEAllGatherTokenDispatcher
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.policy import gate, log_native
 
@@ -21,17 +22,7 @@ _DISPATCHERS: dict[type, Any] = {
 }
 
 
-class _InPlaceOfMoELayer(type(MoELayer)):  # type: ignore[misc]
-    """Of a class that equals ``MoELayer``: in a spec ``TransformerLayer`` compares the module with it, and gives the
-    caller's groups only to such layers."""
-
-    def __eq__(cls, other: object) -> bool:
-        return other is cls or other is MoELayer
-
-    __hash__ = type.__hash__
-
-
-class DitronMoELayer(MoELayer, metaclass=_InPlaceOfMoELayer):
+class DitronMoELayer(MoELayer, metaclass=InPlaceOf, native=MoELayer):
     """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a
     spec."""
 

@@ -40,6 +40,7 @@ from ditron_train.megatron.ep.te_fp8 import (
     multiplying_at_once,
     why_not_code,
 )
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.outside_compile import outside_compile
@@ -118,11 +119,23 @@ class _TakesDeviceCounts:
         return group_linear(x, weights, m_splits.tiles, own_wgrad_into(self)), None
 
 
-class DitronTEColumnParallelGroupedLinear(_TakesDeviceCounts, TEColumnParallelGroupedLinear, _GROUPED_BASE):
+class DitronTEColumnParallelGroupedLinear(
+    _TakesDeviceCounts,
+    TEColumnParallelGroupedLinear,
+    _GROUPED_BASE,
+    metaclass=InPlaceOf,
+    native=TEColumnParallelGroupedLinear,
+):
     """First linear layer of the experts."""
 
 
-class DitronTERowParallelGroupedLinear(_TakesDeviceCounts, TERowParallelGroupedLinear, _GROUPED_BASE):
+class DitronTERowParallelGroupedLinear(
+    _TakesDeviceCounts,
+    TERowParallelGroupedLinear,
+    _GROUPED_BASE,
+    metaclass=InPlaceOf,
+    native=TERowParallelGroupedLinear,
+):
     """Second linear layer of the experts."""
 
 

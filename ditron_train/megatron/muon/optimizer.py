@@ -17,6 +17,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ditron_train.megatron import compat
 from ditron_train.megatron.plugin import patching
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
 from ditron_train.optim.muon import TensorParallelMode
 from ditron_train.optim.newton_schulz import CoefficientType, ScaleMode
@@ -222,7 +223,11 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
 
 
 @outside_compile
-class DitronLayerWiseDistributedOptimizer(native_layer_wise.LayerWiseDistributedOptimizer):
+class DitronLayerWiseDistributedOptimizer(
+    native_layer_wise.LayerWiseDistributedOptimizer,
+    metaclass=InPlaceOf,
+    native=native_layer_wise.LayerWiseDistributedOptimizer,
+):
     """Layer-wise sharding that sends each matrix as soon as it is stepped, while the next ones are computed.
 
     Native gathers everything at the end into buffers of the model's size. Who owns what is native's choice where

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from ditron_train.megatron.compat import captures_iteration
 from ditron_train.megatron.shared.devices import current_device
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.policy import gate, log_native
 from ditron_train.policy.gate import FAILURES, why_all_failed
 from ditron_train.policy.self_check import self_check
@@ -63,7 +64,7 @@ def why_not_group(group: dist.ProcessGroup, config: Any) -> str | None:
 
 
 @outside_compile
-class DitronP2PCommunicator(P2PCommunicator):
+class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PCommunicator):
     """``P2PCommunicator`` by the paths of ``pp.paths``: by default copy engines inside a node, a communicator of its
     own beyond."""
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from ditron_train.megatron.compat import rope_arguments
 from ditron_train.megatron.shared.forward_override import calling, signed_as, why_not_stand_in
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.sp.dot_product_attention import DitronDotProductAttention
 from ditron_train.megatron.sp.exchange import AttentionShape
@@ -40,7 +41,7 @@ from ditron_train.sp import SPContext, late_wgrad
 
 
 @outside_compile
-class DitronSelfAttention(SelfAttention):
+class DitronSelfAttention(SelfAttention, metaclass=InPlaceOf, native=SelfAttention):
     """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as
     inherited."""
 
@@ -173,7 +174,7 @@ class DitronSelfAttention(SelfAttention):
 
 
 @outside_compile
-class DitronMLASelfAttention(MLASelfAttention):
+class DitronMLASelfAttention(MLASelfAttention, metaclass=InPlaceOf, native=MLASelfAttention):
     """``MLASelfAttention`` whose output projection is fused with its exchange where that covers it."""
 
     @signed_as(MLASelfAttention.forward)

@@ -20,6 +20,7 @@ import transformer_engine.pytorch.attention.dot_product_attention.utils as dpa_u
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank, exchanged, shape_of
 from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_levels, why_not_te_attention
 from ditron_train.megatron.sp.exchange import Exchange
@@ -33,7 +34,7 @@ _VALUE_SIZE = "hidden_size_per_attention_head_v"  # since 0.18 that of padded va
 
 
 @outside_compile
-class DitronTEDotProductAttention(TEDotProductAttention):
+class DitronTEDotProductAttention(TEDotProductAttention, metaclass=InPlaceOf, native=TEDotProductAttention):
     """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
 
     Built natively, so that what is not covered (an attention in FP8, dropout, ...) runs as it did; beside it stands

@@ -14,6 +14,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ditron_train.megatron.compat import why_not_arguments, why_not_weight
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.tp.routing import linear_of, route
@@ -23,7 +24,7 @@ from ditron_train.tp.strides import is_whole
 
 
 @outside_compile
-class DitronColumnParallelLinear(ColumnParallelLinear):
+class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=InPlaceOf, native=ColumnParallelLinear):
     """``ColumnParallelLinear`` whose gather of the input (and reduce-scatter of its gradient) overlaps with the GEMM.
 
     Forward ``[s/W, b, K] -> [s, b, N/W]``: all-gather fused with ``x @ weight.T``. Backward: ``grad @ weight`` fused
@@ -72,7 +73,7 @@ def _why_not_input(x: torch.Tensor) -> str | None:
 
 
 @outside_compile
-class DitronRowParallelLinear(RowParallelLinear):
+class DitronRowParallelLinear(RowParallelLinear, metaclass=InPlaceOf, native=RowParallelLinear):
     """``RowParallelLinear`` whose reduce-scatter of the output (and gather of its gradient) overlaps with the GEMM.
 
     Forward ``[s, b, K/W] -> [s/W, b, N]``: ``x @ weight.T`` fused with the reduce-scatter, the bias added after it.

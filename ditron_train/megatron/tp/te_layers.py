@@ -19,6 +19,7 @@ from megatron.core.extensions.transformer_engine import (
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module import layernorm_linear as te_layernorm_linear
 
+from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.te_wgrad import bias_in_product, wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
@@ -131,7 +132,9 @@ def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torc
 
 
 @outside_compile
-class DitronTEColumnParallelLinear(TEColumnParallelLinear, _COLUMN_BASE):
+class DitronTEColumnParallelLinear(
+    TEColumnParallelLinear, _COLUMN_BASE, metaclass=InPlaceOf, native=TEColumnParallelLinear
+):
     """``TEColumnParallelLinear`` with the gather of its input and the reduce-scatter of its gradient overlapped."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -139,7 +142,9 @@ class DitronTEColumnParallelLinear(TEColumnParallelLinear, _COLUMN_BASE):
 
 
 @outside_compile
-class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear, _NORM_COLUMN_BASE):
+class DitronTELayerNormColumnParallelLinear(
+    TELayerNormColumnParallelLinear, _NORM_COLUMN_BASE, metaclass=InPlaceOf, native=TELayerNormColumnParallelLinear
+):
     """``TELayerNormColumnParallelLinear``: Transformer Engine's norm on the local sequence, then the overlapped
     linear."""
 
@@ -148,7 +153,7 @@ class DitronTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear, _NO
 
 
 @outside_compile
-class DitronTERowParallelLinear(TERowParallelLinear, _ROW_BASE):
+class DitronTERowParallelLinear(TERowParallelLinear, _ROW_BASE, metaclass=InPlaceOf, native=TERowParallelLinear):
     """``TERowParallelLinear`` with the reduce-scatter of its output and the gather of its gradient overlapped."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
