@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ditron_train.megatron.plugin.arguments import add_ditron_args, options_from_args, options_from_argv
+from ditron_train.megatron.plugin.arguments import add_ditron_args, options_of
 from ditron_train.megatron.plugin.switch import apply_options
 from ditron_train.megatron.plugin.turns import wait_for_turn
 from ditron_train.runtime.errors import SettingError, VersionError
@@ -46,8 +46,7 @@ def hook_argument_parser(module: ModuleType) -> None:
     @functools.wraps(native_parse)
     def parse_args(*args: Any, **kwargs: Any) -> Any:
         parsed = native_parse(*args, **kwargs)
-        # A namespace that was loaded from a YAML file has lost the command line.
-        options = options_from_args(parsed) if hasattr(parsed, "ditron") else options_from_argv(sys.argv[1:])
+        options = options_of(parsed)
         if options.record is not None:
             wait_for_turn(Path(options.record))
         apply_options(options)

@@ -13,6 +13,7 @@ from ditron_train.megatron.plugin.arguments import (
     available_features,
     options_from_args,
     options_from_argv,
+    options_of,
     parse_features,
 )
 from ditron_train.megatron.plugin.record_trace import TraceRequest
@@ -147,6 +148,19 @@ def test_features_come_in_a_fixed_order_without_repetition():
 def test_bad_settings(words):
     with pytest.raises(SystemExit):
         _parser().parse_args(words)
+
+
+def test_a_yaml_file_names_features(monkeypatch):
+    """Megatron's namespace is then the file's; without our name in it the command line counts."""
+    for given in ("pp,tp", ["tp", "pp"], ("tp", "pp")):
+        args = argparse.Namespace(ditron=given, ditron_policy="force", ditron_record_trace=15)
+        assert options_of(args) == Options(("tp", "pp"), policy="force", record_trace=TraceRequest(15, 0))
+    for given in ("warp", argparse.Namespace(tp=True)):
+        with pytest.raises(SettingError):
+            options_of(argparse.Namespace(ditron=given))
+    assert options_of(argparse.Namespace(ditron=None)) == Options()
+    monkeypatch.setattr("sys.argv", ["train.py", "--yaml-cfg", "job.yaml", "--ditron", "tp"])
+    assert options_of(argparse.Namespace(yaml_cfg="job.yaml")) == Options(("tp",))
 
 
 def test_our_words_among_those_of_a_script():

@@ -5,6 +5,7 @@ real one.
 """
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -48,6 +49,16 @@ if __name__ == "__main__":
     print("RESULT", args.num_layers, active_features(), is_redirected(ColumnParallelLinear), is_script)
 """
 
+TWO_LINES = """
+from megatron import training
+from megatron.training.arguments import parse_args
+from ditron_train.megatron import active_features, add_ditron_args, wrap_model_provider
+
+args = parse_args(extra_args_provider=add_ditron_args)
+training.get_args = lambda: args
+print("RESULT", args.num_layers, wrap_model_provider(active_features)())
+"""
+
 
 @pytest.fixture
 def script(megatron_training, tmp_path):
@@ -61,6 +72,12 @@ def _launch(words):
     except SystemExit as stopped:
         return stopped.code
     return 0
+
+
+def _run_alone(script, *words):
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _run(*words):
@@ -94,6 +111,14 @@ def test_without_the_flag_nothing_is_changed(script, capsys):
 def test_a_namespace_that_lost_the_command_line(script, capsys):
     assert _run(script, "--num-layers", 99, "--ditron", "tp") == 0
     assert "RESULT 99 ('tp',) True True" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layers", ["3", "99"])
+def test_nor_do_two_lines_in_a_script_lose_it(layers, megatron_training, capsys):
+    script = megatron_training(TWO_LINES, arguments=ARGUMENTS)
+    (outcome,) = run_workers_once(1, _run_alone, script, "--num-layers", layers, "--ditron", "tp")
+    assert outcome.error is None, outcome.traceback
+    assert f"RESULT {layers} ('tp',)" in capsys.readouterr().out
 
 
 def test_help_shows_the_group(script, capsys):

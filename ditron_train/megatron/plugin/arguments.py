@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,9 +224,20 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def options_of(args: Any) -> Options:
+    """The options of a job whose parsed namespace is ``args``: one that Megatron has loaded from a YAML file
+    (``--yaml-cfg``) has lost the command line, and names features only where the file does."""
+    return options_from_args(args) if hasattr(args, "ditron") else options_from_argv(sys.argv[1:])
+
+
 def options_from_args(args: Any) -> Options:
-    """The options in a parsed namespace; fields that are missing there count as not given."""
-    features = tuple(getattr(args, "ditron", None) or ())
+    """The options in a parsed namespace; fields that are missing there count as not given.
+
+    Raises:
+        SettingError: A feature is unknown, as a YAML file may name it.
+    """
+    given = getattr(args, "ditron", None)
+    features = parse_features(given) if given else ()
     words, trace = ("transport", "timeout_s", "policy", "plan", "record"), getattr(args, "ditron_record_trace", None)
     sizes = {name: getattr(args, SIZE_ARGUMENTS[name], None) for name in features if name in SIZE_ARGUMENTS}
     slices = getattr(args, "expert_tensor_parallel_size", None)  # None: as many as of other layers
@@ -237,7 +249,7 @@ def options_from_args(args: Any) -> Options:
         optimizer=getattr(args, "optimizer", None),
         fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),
         fuses_mlp=_fuses_mlp(args),
-        record_trace=None if trace is None else parse_trace_request(trace),
+        record_trace=None if trace is None else parse_trace_request(str(trace)),
         **{name: getattr(args, f"ditron_{name}", None) for name in words},
     )
 

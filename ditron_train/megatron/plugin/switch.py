@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from ditron_train.megatron.plugin import failures, patching
-from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, WGRAD, Options, parse_features
+from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, WGRAD, Options, options_of, parse_features
 from ditron_train.megatron.plugin.record_steps import record_steps
 from ditron_train.megatron.plugin.specs import count_replacements, is_spec, rewrite_spec
 from ditron_train.megatron.shared.interfaces import INTERFACE_ERRORS, why_otherwise
@@ -211,9 +211,7 @@ def wrap_model_provider(model_provider: Any) -> Any:
     def provider(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        from ditron_train.megatron.plugin.arguments import options_from_args
-
-        options = options_from_args(get_args())
+        options = options_of(get_args())
         apply_options(options)
         if options.overlapping:
             # Every rank of Megatron's training builds its part of the model.
