@@ -4,11 +4,12 @@ on.
 Three ways in:
 
 1. No edit: ``torchrun ... -m ditron_train.megatron.run pretrain_gpt.py <args> --ditron tp``.
-2. Two lines in the script: ``extra_args_provider=add_ditron_args`` and ``wrap_model_provider(model_provider)``.
+2. Two lines in the script: ``extra_args_provider=add_ditron_args``, and ``apply_args(args)`` behind it or, up to
+   megatron-core 0.17, ``wrap_model_provider(model_provider)``.
 3. Python: ``spec = apply(spec, features=("tp",))``, or ``apply()`` before models are built; `restore` is the inverse.
 """
 
 from ditron_train.megatron.plugin.arguments import add_ditron_args
-from ditron_train.megatron.plugin.switch import active_features, apply, restore, wrap_model_provider
+from ditron_train.megatron.plugin.switch import active_features, apply, apply_args, restore, wrap_model_provider
 
-__all__ = ["active_features", "add_ditron_args", "apply", "restore", "wrap_model_provider"]
+__all__ = ["active_features", "add_ditron_args", "apply", "apply_args", "restore", "wrap_model_provider"]

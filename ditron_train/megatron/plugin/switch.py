@@ -200,11 +200,24 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
+def apply_args(args: Any) -> None:
+    """`apply` for every model built from now on, with the options in `args`, Megatron's parsed arguments.
+
+    For pretraining scripts that are edited, from megatron-core 0.18 on: ``args = parse_and_validate_args(
+    extra_args_provider=add_ditron_args)``, then this, before ``pretrain``.
+
+    Raises:
+        SettingError, VersionError: As `apply`.
+    """
+    apply_options(options_of(args))
+
+
 def wrap_model_provider(model_provider: Any) -> Any:
     """Returns `model_provider` preceded by `apply` with the options of ``megatron.training.get_args()``.
 
-    For pretraining scripts that are edited: pass ``extra_args_provider=add_ditron_args`` and the wrapped provider to
-    ``megatron.training.pretrain``.
+    For pretraining scripts that are edited: with megatron-core 0.16 and 0.17 pass
+    ``extra_args_provider=add_ditron_args`` and the wrapped provider to ``megatron.training.pretrain``. Later versions
+    take no such argument there, and may build a model without a provider: `apply_args`.
     """
 
     @functools.wraps(model_provider)
