@@ -112,6 +112,27 @@ def test_mlps_of_the_operation_fuser_are_said_to_be_native():
     assert options_from_args(args).idle() == []
 
 
+@pytest.mark.parametrize(
+    ("dispatcher", "slices", "is_idle"),
+    [("allgather", None, False), ("allgather", 2, False), ("allgather", 1, True), ("alltoall", None, True)],
+)
+def test_experts_of_one_rank_are_gathered_over_their_slices(dispatcher, slices, is_idle):
+    args = _parser().parse_args(["--ditron", "ep"])
+    args.expert_model_parallel_size, args.tensor_model_parallel_size = 1, 2
+    args.moe_token_dispatcher_type, args.expert_tensor_parallel_size = dispatcher, slices
+    words = ["ep: nothing to accelerate where --expert-model-parallel-size is 1"] * is_idle
+    assert options_from_args(args).idle() == words
+
+
+def test_sizes_that_a_checkpoint_brings_are_not_known():
+    """It is read behind the arguments, and its parallel sizes take the place of theirs."""
+    args = _parser().parse_args(["--ditron", "tp,pp"])
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = 1, 2
+    args.use_mp_args_from_checkpoint_args = True
+    options = options_from_args(args)
+    assert options.sizes == {} and options.idle() == [] and options.deciding_sizes == {}
+
+
 def test_adding_twice_changes_nothing_and_help_names_every_feature(capsys):
     parser = add_ditron_args(_parser())
     with pytest.raises(SystemExit):

@@ -61,6 +61,7 @@ class Options:
         plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
         sizes: Ranks of the groups of each feature, where Megatron's arguments tell; 1: there is nothing to accelerate.
         expert_slices: Tensor parallel ranks that every expert is split over.
+        gathers_tokens: Whether experts' tokens go to all ranks, those of their slices, too (``allgather``).
         has_rings: Whether an attention exchanges over parts of the context parallel group (``a2a+p2p``).
         optimizer: Megatron's, where its arguments tell.
         fuses_wgrad: Whether they ask for gradient accumulation fusion.
@@ -76,6 +77,7 @@ class Options:
     plan: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     expert_slices: int = 1
+    gathers_tokens: bool = False
     has_rings: bool = False
     optimizer: str | None = None
     fuses_wgrad: bool = False
@@ -110,7 +112,8 @@ class Options:
         if not self.overlapping:
             given = [name.lower().replace("_", "-") for name in self.environment()]
             return [f"--{option} has no effect: --ditron names no feature" for option in given]
-        alone = [name for name, size in self.sizes.items() if size == 1]
+        moved = {"ep"} if self.gathers_tokens and self.expert_slices > 1 else set()
+        alone = [name for name, size in self.sizes.items() if size == 1 and name not in moved]
         words = [
             f"{name}: nothing to accelerate where --{SIZE_ARGUMENTS[name].replace('_', '-')} is 1" for name in alone
         ]
@@ -240,11 +243,14 @@ def options_from_args(args: Any) -> Options:
     features = parse_features(given) if given else ()
     words, trace = ("transport", "timeout_s", "policy", "plan", "record"), getattr(args, "ditron_record_trace", None)
     sizes = {name: getattr(args, SIZE_ARGUMENTS[name], None) for name in features if name in SIZE_ARGUMENTS}
+    if getattr(args, "use_mp_args_from_checkpoint_args", False):
+        sizes = {}  # a checkpoint that is read later has them
     slices = getattr(args, "expert_tensor_parallel_size", None)  # None: as many as of other layers
     return Options(
         features=features,
         sizes={name: size for name, size in sizes.items() if size is not None},
         expert_slices=slices or getattr(args, "tensor_model_parallel_size", None) or 1,
+        gathers_tokens=getattr(args, "moe_token_dispatcher_type", None) == "allgather",
         has_rings="a2a+p2p" in (getattr(args, "cp_comm_type", None) or ()),
         optimizer=getattr(args, "optimizer", None),
         fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),

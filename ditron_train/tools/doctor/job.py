@@ -83,12 +83,22 @@ def _examine(job: Job, config: Any, policy: str) -> JobReport:
     features = tuple(available_features()) if asked is None else parse_features(asked)
     sizes = {"tp": job.tp, "sp": job.cp, "ep": job.ep, "pp": job.pp}
     sizes = {name: size for name, size in sizes.items() if name in features}
-    options = Options(tuple(name for name in features if name != WGRAD), sizes=sizes, optimizer=job.optimizer)
+    options = Options(
+        tuple(name for name in features if name != WGRAD),
+        sizes=sizes,
+        expert_slices=job.expert_slices,
+        gathers_tokens=config.moe_token_dispatcher_type == "allgather",
+        optimizer=job.optimizer,
+    )
     idle = list(options.idle())
     if asked is not None and features == (WGRAD,):
         idle.append(f"{WGRAD}: gradient accumulation fusion works without apex; nothing is overlapped")
     if any(name.startswith("heterogeneous_layers_config") for name in vars(config)):
         idle.append("--heterogeneous-layers-config-...: layers of the arguments' sizes were asked, not of their own")
+    if getattr(config, "use_mp_args_from_checkpoint_args", False):
+        idle.append(
+            "--use-mp-args-from-checkpoint-args: the arguments' parallel sizes were asked, not the checkpoint's"
+        )
     parts: list[Part] = []
     for name in options.overlapping:
         if any(line.startswith(f"{name}:") for line in idle):

@@ -377,6 +377,17 @@ def test_experts_that_are_not_split_run_beside_their_movement() -> None:
     assert reasons(gathered)[FUSED] is None
 
 
+def test_slices_of_experts_without_expert_parallelism_are_gathered() -> None:
+    words = f"{EP} --expert-model-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel"
+    report = examine_job(words.replace("alltoall", "allgather"))
+    assert {part.name: part.native_because for part in report.parts} == {MOVED: None, FUSED: None}
+    assert report.idle == []
+    for others in (words, f"{words} --expert-tensor-parallel-size 1".replace("alltoall", "allgather")):
+        report = examine_job(others)
+        assert report.parts == []
+        assert report.idle == ["ep: nothing to accelerate where --expert-model-parallel-size is 1"]
+
+
 def test_the_jobs_own_policy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"{EP} --overlap-moe-expert-parallel-comm"
     assert reasons(f"{words} --ditron-policy bits")[MOVED] is None
@@ -434,6 +445,8 @@ def test_a_feature_that_was_not_asked_for_is_not_named() -> None:
 def test_what_could_not_be_asked_is_said() -> None:
     report = examine_job(f"{TP} --ditron tp --heterogeneous-layers-config-path layers.json")
     assert any("--heterogeneous-layers-config" in line for line in report.idle)
+    report = examine_job(f"{TP} --ditron tp --use-checkpoint-args --use-mp-args-from-checkpoint-args")
+    assert any("not the checkpoint's" in line for line in report.idle)
 
 
 def test_stages_of_uneven_sizes_have_to_be_asked_for() -> None:
