@@ -139,7 +139,7 @@ def _cell(text: str) -> str:
 
 
 _ASKED = ("why_not", "why_hidden")  # in the names of functions that give a reason
-_ASKING = ("megatron", "optim/plans.py")
+_ASKING = ("megatron", "optim/newton_schulz.py", "optim/options.py", "optim/plans.py")
 
 
 def reasons() -> str:

@@ -14,7 +14,7 @@ The bits are those of the same formulas with whole cuBLAS products and torch's e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,15 +30,20 @@ from ditron_train.optim.newton_schulz import (
     newton_schulz,
     step_coefficients,
 )
+from ditron_train.optim.options import (
+    PRODUCT_DTYPES,
+    TensorParallelMode,
+    why_not_group,
+    why_not_options,
+    why_not_param,
+)
 from ditron_train.optim.plans import ProductMode
 from ditron_train.optim.sharding import LayerShards, newton_schulz_cost, shard_by_cost
 from ditron_train.optim.variants import newton_schulz_batched
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
-TensorParallelMode = Literal["blockwise", "duplicated"]
 _BATCH_ELEMENTS = 1 << 24  # of all matrices that are stepped together
-_PRODUCT_DTYPES = {"medium": torch.bfloat16, "high": torch.float32, "highest": torch.float32}
 
 
 def _default_algorithm(param: torch.Tensor) -> str:
@@ -120,18 +125,11 @@ class Muon(torch.optim.Optimizer):
         batch_below: int = 0,
         eps: float = 1e-7,
     ) -> None:
-        if fp32_matmul_prec not in _PRODUCT_DTYPES:
-            raise NotSupportedError(
-                f"fp32_matmul_prec {fp32_matmul_prec!r} is not one of {', '.join(_PRODUCT_DTYPES)}"
-            )
-        if weight_decay_method not in ("decoupled", "independent", "l2"):
-            raise NotSupportedError(f"weight_decay_method {weight_decay_method!r} is not decoupled, independent or l2")
-        if tp_mode not in ("blockwise", "duplicated"):
-            raise NotSupportedError(f"tp_mode {tp_mode!r} is not blockwise or duplicated")
-        if split_qkv and (is_qkv_fn is None or qkv_split_shapes is None):
-            raise NotSupportedError("split_qkv needs is_qkv_fn and qkv_split_shapes")
-        if form not in ("steps", "gram"):
-            raise NotSupportedError(f"form {form!r} is not steps or gram")
+        reason = why_not_options(
+            fp32_matmul_prec, weight_decay_method, tp_mode, form, split_qkv, is_qkv_fn, qkv_split_shapes
+        )
+        if reason is not None:
+            raise NotSupportedError(reason)
         self._coefficients = step_coefficients(coefficient_type, num_ns_steps)
         muon_scale(1, 1, scale_mode)
         self.coefficient_type = coefficient_type
@@ -179,19 +177,12 @@ class Muon(torch.optim.Optimizer):
         return group[name]
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        momentum_beta, algorithm = self._value(group, "momentum_beta"), self._value(group, "algorithm")
-        if not float(group["lr"]) >= 0 or not group["weight_decay"] >= 0:
-            raise NotSupportedError(f"lr {group['lr']} and weight_decay {group['weight_decay']} must not be below 0")
-        if not 0 <= momentum_beta < 1:
-            raise NotSupportedError(f"momentum_beta {momentum_beta} is not in [0, 1)")
-        if algorithm not in (None, "muon", "adamw"):
-            raise NotSupportedError(f"algorithm {algorithm!r} is not muon or adamw")
+        algorithm = self._value(group, "algorithm")
+        reason = why_not_group(group["lr"], group["weight_decay"], self._value(group, "momentum_beta"), algorithm)
         for param in group["params"]:
-            if algorithm == "muon" and param.dim() != 2:
-                words = f"Muon needs matrices; a parameter has shape {tuple(param.shape)}"
-                raise NotSupportedError(f"{words}: give its group algorithm='adamw'")
-            if not param.is_floating_point():
-                raise NotSupportedError(f"a parameter of {param.dtype}")
+            reason = reason or why_not_param(param, algorithm)
+        if reason is not None:
+            raise NotSupportedError(reason)
 
     def _algorithm(self, group: dict[str, Any], param: torch.Tensor) -> str:
         return self._value(group, "algorithm") or _default_algorithm(param)
@@ -293,7 +284,7 @@ class Muon(torch.optim.Optimizer):
                     [part.to(torch.float32) for _, part in same],
                     self._coefficients,
                     eps=self.eps,
-                    dtype=_PRODUCT_DTYPES[precision],
+                    dtype=PRODUCT_DTYPES[precision],
                 )
             for (target, _), one in zip(same, x):
                 self._update(target, one, rows, columns, group)
@@ -368,7 +359,7 @@ class Muon(torch.optim.Optimizer):
                 num_steps=self.num_ns_steps,
                 coefficient_type=self.coefficient_type,
                 eps=self.eps,
-                dtype=_PRODUCT_DTYPES[precision],
+                dtype=PRODUCT_DTYPES[precision],
                 mode=self.mode if precision == "medium" or direction.device.type == "cpu" else "native",
                 form=self.form,
                 borrow=True,

@@ -88,19 +88,26 @@ def muon_scale(num_rows: int, num_columns: int, mode: ScaleMode = "spectral") ->
     raise NotSupportedError(f"scale mode {mode!r} is not spectral, unit_rms_norm or shape_scaling")
 
 
+def why_not_steps(coefficient_type: str, num_steps: int) -> str | None:
+    """Why so many steps of the set of that name cannot be taken, or None."""
+    if coefficient_type not in COEFFICIENTS:
+        return f"coefficients {coefficient_type!r} are not one of {', '.join(COEFFICIENTS)}"
+    number = len(COEFFICIENTS[coefficient_type])
+    if num_steps < 1 or num_steps % number:
+        return f"{num_steps} steps are not a multiple of the {number} of {coefficient_type!r}"
+    return None
+
+
 def step_coefficients(coefficient_type: CoefficientType, num_steps: int) -> list[tuple[float, float, float]]:
     """(a, b, c) of each step: the set of that name, repeated.
 
     Raises:
         NotSupportedError: An unknown set, or a number of steps that is not a whole multiple of it.
     """
-    if coefficient_type not in COEFFICIENTS:
-        raise NotSupportedError(f"coefficients {coefficient_type!r} are not one of {', '.join(COEFFICIENTS)}")
+    reason = why_not_steps(coefficient_type, num_steps)
+    if reason is not None:
+        raise NotSupportedError(reason)
     coefficients = COEFFICIENTS[coefficient_type]
-    if num_steps < 1 or num_steps % len(coefficients):
-        raise NotSupportedError(
-            f"{num_steps} steps are not a multiple of the {len(coefficients)} of {coefficient_type!r}"
-        )
     return list(coefficients) * (num_steps // len(coefficients))
 
 

@@ -12,9 +12,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from ditron_train.cli import command_parsers
 from ditron_train.megatron import add_ditron_args
+from ditron_train.optim import Muon
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -313,6 +316,28 @@ def test_log_lines_are_those_of_the_code() -> None:
     ]
     parts = [part.strip(" ().") for code in quoted for part in code.split("...")]
     assert len(quoted) > 20 and [part for part in parts if len(part) > 4 and part not in said] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_ns_steps=7),
+        dict(coefficient_type="cubic"),
+        dict(momentum_beta=1.0),
+        dict(weight_decay=-1.0),
+        dict(split_qkv=True),
+        dict(fp32_matmul_prec="low"),
+        dict(tp_mode="distributed"),
+    ],
+    ids=str,
+)
+def test_reasons_of_muon_stand_in_the_table_of_limits(options) -> None:
+    with pytest.raises(NotSupportedError) as raised:
+        Muon([torch.nn.Parameter(torch.zeros(4, 4))], **options)
+    text = (ROOT / "docs" / "reference" / "limits.md").read_text(encoding="utf-8")
+    reasons = re.findall(r"^\| muon \| (.+?) \| `", text, re.MULTILINE)
+    patterns = [re.escape(reason).replace(re.escape("..."), ".+") for reason in reasons]
+    assert any(re.fullmatch(pattern, str(raised.value)) for pattern in patterns)
 
 
 def test_every_op_has_a_page_and_every_page_is_linked() -> None:

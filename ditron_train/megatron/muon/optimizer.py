@@ -19,8 +19,8 @@ from ditron_train.megatron import compat
 from ditron_train.megatron.plugin import patching
 from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
-from ditron_train.optim.muon import TensorParallelMode
 from ditron_train.optim.newton_schulz import CoefficientType, ScaleMode
+from ditron_train.optim.options import TensorParallelMode
 from ditron_train.policy.self_check import self_check
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
@@ -69,6 +69,13 @@ def why_not_muon(mode: str, coefficient_type: str) -> str | None:
     if coefficient_type not in _NATIVE_COEFFICIENTS:
         return f"coefficients {coefficient_type!r} are emerging_optimizers' own"
     return None
+
+
+def why_not_matrix(param: torch.Tensor) -> str | None:
+    """Why Megatron's own optimizer steps a parameter, or None."""
+    if param.dim() != 2:
+        return f"a parameter has shape {tuple(param.shape)}, Muon takes matrices"
+    return compat.why_not_weight(param)
 
 
 class _OrNative(type):
@@ -206,9 +213,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         for param in group["params"]:
-            if param.dim() != 2:
-                raise NotSupportedError(f"a parameter has shape {tuple(param.shape)}, Muon takes matrices")
-            reason = compat.why_not_weight(param)
+            reason = why_not_matrix(param)
             if reason is not None:
                 raise NotSupportedError(reason)
 
