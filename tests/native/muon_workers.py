@@ -243,6 +243,10 @@ def what_is_refused_runs_natively():
     matrix.grad = torch.randn(4, 4)
     ours.step()
     states = set(ours.state[matrix])
+    generators = [
+        len(muon([dict(params=iter([matrix, torch.nn.Parameter(torch.eye(4))]))], **case).param_groups[0]["params"])
+        for case in ({mode: "distributed"}, {})
+    ]
     given = [dict(params=[matrix], lr_mult=2.0)]
     groups = [sorted(muon(given, **case).param_groups[0]) for case in ({mode: "distributed"}, {})]
     saved, other = ours.state_dict(), {"momentum": "momentum_beta"}.get(momentum, "momentum")
@@ -252,7 +256,7 @@ def what_is_refused_runs_natively():
     assert ours.param_groups[0][momentum] == 0.5
     groups.append(sorted({**ours.param_groups[0], "lr_mult": 2.0}))
     plugin.restore()
-    return kinds, [line for line in lines if "native" in line], error, states, groups, momentum
+    return kinds, [line for line in lines if "native" in line], error, states, groups, momentum, generators
 
 
 def resumed_with_other_flags_agree():

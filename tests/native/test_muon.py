@@ -91,12 +91,13 @@ def test_a_resumed_job_has_its_own_flags():
 def test_what_is_not_supported_builds_the_native_optimizer():
     (result,) = run_workers_once(1, workers.what_is_refused_runs_natively)
     assert result.ok, result.traceback
-    kinds, lines, error, states, groups, momentum = result.value
+    kinds, lines, error, states, groups, momentum, generators = result.value
     assert kinds == {name: name != "taken" for name in kinds}
     assert len(lines) == len(kinds) - 1 and "muon: native, --muon-tp-mode distributed is another algorithm" in lines
     assert error == "num_ns_steps must be at least 1, got 0"
     assert states == {"momentum_buffer"}
     assert groups == [["lr", "lr_mult", momentum, "params", "weight_decay"]] * 3  # natively, ours, ours loaded
+    assert generators == [2, 2]  # natively, ours
 
 
 @pytest.mark.timeout(400)

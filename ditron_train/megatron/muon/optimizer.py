@@ -83,6 +83,9 @@ class _OrNative(type):
 
     def __call__(cls, params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         given = list(params)
+        for group in given:
+            if isinstance(group, dict) and not isinstance(group["params"], (torch.Tensor, set)):
+                group["params"] = list(group["params"])  # as torch does: a generator is read once
         copies = [dict(one) if isinstance(one, dict) else one for one in given]  # optimizers write into their groups
         try:
             _check_libraries(given)
