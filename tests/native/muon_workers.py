@@ -150,6 +150,40 @@ def data_that_is_replaced(num_ranks):
     return different
 
 
+def how_matrices_are_dealt(sharding, tensor_parallel, options):
+    """What the log says of it, and whether each rank owns what it owns natively."""
+    import logging
+
+    from ditron_train.cpu import emerging_optimizers
+    from ditron_train.cpu import megatron_shim as megatron_cpu
+    from ditron_train.runtime.logs import forget_decisions
+
+    assert emerging_optimizers.install()
+    import ditron_train.megatron as plugin
+
+    def owned():
+        wrapped, optimizer = _build(True, **options)
+        names = {id(param): name for name, param in wrapped.module.named_parameters()}
+        return [{names[id(param)] for param in params} for params in optimizer.dp_cp_params_list or ()]
+
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ditron_train").addHandler(handler)
+    logging.getLogger("ditron_train").setLevel(logging.INFO)
+    forget_decisions()
+    os.environ["DITRON_MUON_SHARDING"] = sharding
+    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel(tensor_model_parallel_size=tensor_parallel):
+        native = owned()
+        plugin.apply(features="muon")
+        try:
+            ours = owned()
+        finally:
+            plugin.restore()
+            logging.getLogger("ditron_train").removeHandler(handler)
+            del os.environ["DITRON_MUON_SHARDING"]
+    return [line for line in lines if "dealt out" in line], ours == native
+
+
 def _muon_class():
     """What Megatron builds for Muon now."""
     from ditron_train.megatron.compat import muon_module, registered_muon

@@ -64,6 +64,29 @@ def test_layer_wise_sharding_gives_the_weights_of_the_whole_step(num_experts, sh
     assert sum(owned for _, _, _, owned, _ in results) == results[0][-1]
 
 
+BY_COST, NATIVELY = (
+    (["dist_muon: matrices dealt out by cost"], False),
+    (["dist_muon: matrices dealt out as megatron-core does"], True),
+)
+
+
+@pytest.mark.parametrize(
+    "sharding, tensor_parallel, options, expected",
+    [
+        ("auto", 1, {}, BY_COST),
+        ("auto", 1, dict(clip_grad=1.0), NATIVELY),
+        ("cost", 1, dict(clip_grad=1.0), BY_COST),
+        ("cost", 2, {}, ([], True)),  # one data-parallel rank
+        ("cost", 1, dict(muon_tp_mode="distributed"), ([], True)),  # no matrix takes our Muon
+    ],
+)
+def test_matrices_are_dealt_out_by_cost_where_it_helps(sharding, tensor_parallel, options, expected, fresh_workers):
+    call = (sharding, tensor_parallel, {"bf16": True, **options})
+    first, second = fresh_workers.run(workers.how_matrices_are_dealt, call, 200.0)
+    assert first.ok and second.ok, first.traceback or second.traceback
+    assert first.value == expected and second.value == ([], expected[1])  # rank 0 logs
+
+
 def test_layer_wise_sharding_sends_the_data_that_parameters_have():
     assert run_workers(2, workers.data_that_is_replaced, 2) == [[]] * 2
 

@@ -290,11 +290,12 @@ class DitronLayerWiseDistributedOptimizer(
         self._matrix_ids = {id(param) for group, is_muon in groups if is_muon for param in group["params"]}
         is_expert = [group.get("is_expert_parallel", False) for group, _ in groups]
         self._dense_ids = {key for key, index in self._group_of.items() if not is_expert[index]}
-        choice = get_settings().muon_sharding
-        by_cost = choice == "cost" or (choice == "auto" and not self._clips_gradients)
-        log_once(
-            "dist_muon sharding", f"dist_muon: matrices dealt out {'by cost' if by_cost else 'as megatron-core does'}"
-        )
+        by_cost = False
+        if self._matrix_ids and self.pg_collection.dp_cp.size() > 1:
+            choice = get_settings().muon_sharding
+            by_cost = choice == "cost" or (choice == "auto" and not self._clips_gradients)
+            words = "by cost" if by_cost else "as megatron-core does"
+            log_once("dist_muon sharding", f"dist_muon: matrices dealt out {words}")
         if by_cost:
             self._shard_by_cost([group for group, _ in groups], is_expert)
         else:
@@ -304,8 +305,6 @@ class DitronLayerWiseDistributedOptimizer(
         """Native's result (lists of every rank's parameters, own ones in the groups), balanced by cost."""
         self.dp_cp_params_list = self.expt_dp_params_list = None
         dp_cp, expt_dp = self.pg_collection.dp_cp, self.pg_collection.expt_dp
-        if dp_cp.size() == 1:
-            return
         params = [(param, index) for index, group in enumerate(groups) for param in group["params"]]
         self.dp_cp_params_list, own = self._deal([p for p in params if not is_expert[p[1]]], dp_cp)
         experts = [p for p in params if is_expert[p[1]]]
