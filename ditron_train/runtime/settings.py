@@ -161,7 +161,7 @@ SETTINGS: tuple[Setting, ...] = (
         "auto, native, cost",
         "How dist_muon deals matrices out to data-parallel ranks. native: as megatron-core does. cost: balanced by "
         "the time of their step; the norm of all gradients then sums in another order. auto: cost where gradients are "
-        "not clipped by that norm, else native.",
+        "not clipped by that norm and `--ckpt-format` is not `torch`, else native.",
     ),
     Setting(
         "muon_opt_ins",

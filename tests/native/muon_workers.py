@@ -364,3 +364,49 @@ def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
             Native.allgather_params = gather
             del os.environ["DITRON_MUON_SHARDING"]
     return _different(_weights(source[0]), _weights(target[0])), losses[2:] == resumed
+
+
+def files_of_ranks_interchange(folder, from_ours, job):
+    """Two steps by one implementation, a file of each rank as Megatron's loop with the arguments ``job`` writes it,
+    one step by the other: weights that differ, equal losses."""
+    import argparse
+    import sys
+    import types
+    from unittest import mock
+
+    import ditron_train.megatron as plugin
+    from ditron_train.cpu import emerging_optimizers
+    from ditron_train.cpu import megatron_shim as megatron_cpu
+
+    assert emerging_optimizers.install()
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as Native
+
+    def build(ours):
+        plugin.restore()
+        if ours:
+            plugin.apply(features="muon")
+        return _build(True, bf16=True)
+
+    name = f"{folder}/layer_wise_optimizer_{dist.get_rank()}.pt"
+    loop = types.SimpleNamespace(_GLOBAL_ARGS=argparse.Namespace(**job))
+    with (
+        mock.patch.dict(sys.modules, {"megatron.training.global_vars": loop}),
+        mock.patch.object(Native, "allgather_params", Native.broadcast_params),  # gloo has no uneven all-gather
+        megatron_cpu.megatron_on_cpu(),
+        megatron_cpu.model_parallel(),
+    ):
+        try:
+            source = build(from_ours)
+            _run(*source, range(2))
+            source[1].save_state_dict_to_file(name)
+            weights = _weights(source[0])
+            megatron_cpu.seed(2)  # of dropout
+            losses = _run(*source, range(2, 3))
+            target = build(not from_ours)
+            target[0].module.load_state_dict(weights, strict=False)  # parameters alone
+            target[1].load_state_dict_from_file(name)
+            megatron_cpu.seed(2)
+            resumed = _run(*target, range(2, 3))
+        finally:
+            plugin.restore()
+    return _different(_weights(source[0]), _weights(target[0])), losses == resumed

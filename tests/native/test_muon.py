@@ -103,6 +103,17 @@ def test_checkpoints_interchange_with_native(layer_wise, from_ours, sharding, fr
     assert results == [([], True), ([], True)]
 
 
+@pytest.mark.parametrize("from_ours", [True, False])
+@pytest.mark.parametrize(
+    "job", [dict(ckpt_format="torch"), dict(ckpt_format="torch_dist", ckpt_convert_format="torch")], ids=str
+)
+def test_files_of_ranks_interchange_with_native(job, from_ours, fresh_workers, tmp_path):
+    call = (str(tmp_path), from_ours, job)
+    results = [r.value if r.ok else (r.error, r.traceback) for r in
+               fresh_workers.run(workers.files_of_ranks_interchange, call, 200.0)]  # fmt: skip
+    assert results == [([], True), ([], True)]
+
+
 @pytest.mark.timeout(400)
 def test_a_resumed_job_has_its_own_flags():
     (result,) = run_workers_once(1, workers.resumed_with_other_flags_agree)

@@ -19,6 +19,7 @@ from ditron_train.megatron.compat.config import (
 from ditron_train.megatron.compat.muon import (
     availability_owner,
     common_arguments,
+    has_file_per_rank,
     momentum_key,
     muon_module,
     norm_eps,
@@ -34,6 +35,7 @@ __all__ = [
     "captures_dispatch",
     "captures_iteration",
     "common_arguments",
+    "has_file_per_rank",
     "momentum_key",
     "multiplies_rows_of_frozen",
     "muon_module",

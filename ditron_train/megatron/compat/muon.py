@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -97,3 +98,10 @@ def why_not_layer_wise(config: Any, arguments: Mapping[str, Any]) -> str | None:
     if arguments.get("async_allgather") or ("model_chunks" in arguments and config.overlap_param_gather):
         return "overlap_param_gather gathers the parameters in front of each layer"
     return None
+
+
+def has_file_per_rank() -> bool:
+    """Whether checkpoints of Megatron's training loop hold a file of what each data-parallel rank owns: those in the
+    format ``torch``. Of a loop of another script nothing is known."""
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    return "torch" in (getattr(args, "ckpt_format", None), getattr(args, "ckpt_convert_format", None))

@@ -239,9 +239,9 @@ class DitronLayerWiseDistributedOptimizer(
     """Layer-wise sharding that sends each matrix as soon as it is stepped, while the next ones are computed.
 
     Native gathers everything at the end into buffers of the model's size. Who owns what is native's choice where
-    gradients are clipped, since the norm they are clipped by sums owner by owner; where they are not, matrices are
-    dealt out by the cost of their step (``DITRON_MUON_SHARDING``). Per-rank files of ``--ckpt-format torch`` belong to
-    the sharding that wrote them; ``torch_dist`` checkpoints do not depend on it.
+    gradients are clipped, since the norm they are clipped by sums owner by owner, and where checkpoints have a file of
+    each rank (``--ckpt-format torch``), which belongs to the sharding that wrote it; elsewhere matrices are dealt out
+    by the cost of their step (``DITRON_MUON_SHARDING``). ``torch_dist`` checkpoints do not depend on it.
 
     Matrices of experts, which have a group of their own, are sent when all others are: collectives of two groups must
     come in one order on every rank.
@@ -293,7 +293,9 @@ class DitronLayerWiseDistributedOptimizer(
         by_cost = False
         if self._matrix_ids and self.pg_collection.dp_cp.size() > 1:
             choice = get_settings().muon_sharding
-            by_cost = choice == "cost" or (choice == "auto" and not self._clips_gradients)
+            by_cost = choice == "cost" or (
+                choice == "auto" and not self._clips_gradients and not compat.has_file_per_rank()
+            )
             words = "by cost" if by_cost else "as megatron-core does"
             log_once("dist_muon sharding", f"dist_muon: matrices dealt out {words}")
         if by_cost:
