@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch.optim.adamw import adamw
 
+from ditron_train.runtime.errors import NotSupportedError
+
 
 def adamw_step(
     group: dict[str, Any], state: MutableMapping[torch.Tensor, dict[str, Any]], params: list[torch.Tensor]
@@ -18,9 +20,14 @@ def adamw_step(
         group: Names ``adamw_betas``, ``adamw_eps``, ``lr`` and ``weight_decay``.
         state: The optimizer's, by parameter; made here where a parameter has none yet.
         params: Updated in place; an empty list is allowed.
+
+    Raises:
+        NotSupportedError: A sparse gradient.
     """
     if not params:
         return
+    if any(cast(torch.Tensor, param.grad).is_sparse for param in params):
+        raise NotSupportedError("AdamW does not take sparse gradients")
     for param in params:
         own = state[param]
         if "exp_avg" not in own:

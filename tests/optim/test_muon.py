@@ -239,6 +239,17 @@ def test_gradients_that_users_meet():
     assert torch.equal(infinite.isnan(), expected.isnan()) and bool(infinite.isnan().any())
 
 
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_sparse_gradients_are_refused(algorithm):
+    embedding = torch.nn.Embedding(5, 4, sparse=True)
+    before = embedding.weight.detach().clone()
+    optimizer = Muon([{"params": embedding.parameters(), "algorithm": algorithm}])
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(NotSupportedError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(embedding.weight, before) and not optimizer.state
+
+
 def test_empty_parameters_and_groups():
     empty, param = torch.nn.Parameter(torch.zeros(0, 5)), parameter(4, 4)
     empty.grad = torch.zeros(0, 5)
