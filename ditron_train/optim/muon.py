@@ -180,7 +180,7 @@ class Muon(torch.optim.Optimizer):
         algorithm = self._value(group, "algorithm")
         reason = why_not_group(group["lr"], group["weight_decay"], self._value(group, "momentum_beta"), algorithm)
         for param in group["params"]:
-            reason = reason or why_not_param(param, algorithm)
+            reason = reason or why_not_param(param, algorithm, self._algorithm(group, param) == "muon")
         if reason is not None:
             raise NotSupportedError(reason)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import torch
 import torch.distributed as dist
 
 from ditron_train.optim import Muon
+from ditron_train.runtime.errors import NotSupportedError
 
 SHAPES = [(16, 24), (24, 16), (8, 40), (5,), (32, 32), (12, 8), (0, 4), (4, 4), (20, 20)]
 
@@ -80,3 +82,26 @@ def duplicated_equals_unsharded(dim):
     Muon([blockwise], tp_mode="blockwise", **options).step()
     same = torch.equal(shard, whole.detach().chunk(world_size, dim)[rank])
     return same, torch.equal(blockwise, shard)
+
+
+def sharded_parameters_are_refused():
+    """What `Muon` says of a matrix that ``fully_shard`` has sharded, and whether AdamW steps it as it steps a whole
+    one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    whole = torch.nn.Linear(8, 6, bias=False)
+    sharded = copy.deepcopy(whole)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    error = ""
+    try:
+        Muon(sharded.parameters())
+    except NotSupportedError as raised:
+        error = str(raised)
+    x = torch.randn(4, 8)
+    for model in (whole, sharded):
+        optimizer = Muon([{"params": model.parameters(), "algorithm": "adamw"}], lr=0.05)
+        model(x).square().sum().backward()
+        optimizer.step()
+    return error, torch.equal(sharded.weight.full_tensor(), whole.weight)

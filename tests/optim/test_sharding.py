@@ -58,3 +58,9 @@ def test_an_error_on_one_rank_leaves_no_other_with_old_values():
 @pytest.mark.parametrize("dim", [0, 1])
 def test_duplicated_mode_gives_the_shard_of_the_whole_step(dim):
     assert run_workers(2, workers.duplicated_equals_unsharded, dim) == [(True, False), (True, False)]
+
+
+def test_parameters_that_fsdp_shards_take_adamw_alone():
+    """Kernels cannot read them: their data lies in a tensor inside."""
+    words = "a parameter is a DTensor, as fully_shard makes them"
+    assert run_workers(2, workers.sharded_parameters_are_refused) == [(words, True)] * 2
