@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ditron_train.optim.adamw_step import adamw_step
 from ditron_train.optim.elementwise import DecayMethod, apply_update, momentum_step
+from ditron_train.optim.kept_state import CopiedWithOptions
 from ditron_train.optim.newton_schulz import (
     CoefficientType,
     Form,
@@ -52,7 +53,7 @@ def _default_algorithm(param: torch.Tensor) -> str:
 
 
 @outside_compile
-class Muon(torch.optim.Optimizer):
+class Muon(CopiedWithOptions):
     """Muon for matrices, AdamW for other parameters.
 
     A parameter takes Muon where it has two dimensions and no true ``is_embedding_or_output_parameter`` attribute; a
@@ -97,6 +98,8 @@ class Muon(torch.optim.Optimizer):
     Raises:
         NotSupportedError: Values out of range, or a parameter that ``algorithm="muon"`` cannot take.
     """
+
+    after_matrix: Callable[[torch.Tensor], None] | None = None
 
     def __init__(
         self,
@@ -147,7 +150,6 @@ class Muon(torch.optim.Optimizer):
         self.form = form
         self.batch_below = batch_below
         self.eps = eps
-        self.after_matrix: Callable[[torch.Tensor], None] | None = None
         defaults = dict(
             lr=lr, momentum_beta=momentum_beta, use_nesterov=use_nesterov, weight_decay=weight_decay,
             fp32_matmul_prec=fp32_matmul_prec, adamw_betas=adamw_betas, adamw_eps=adamw_eps, algorithm=None,

@@ -3,6 +3,7 @@ ditron_train."""
 
 from __future__ import annotations
 
+import copy
 import os
 
 import torch
@@ -277,6 +278,12 @@ def what_is_refused_runs_natively():
     matrix.grad = torch.randn(4, 4)
     ours.step()
     states = set(ours.state[matrix])
+    again = copy.deepcopy(ours)
+    (copied,) = again.param_groups[0]["params"]
+    copied.grad = matrix.grad.clone()
+    ours.step()
+    again.step()
+    assert torch.equal(copied, matrix)
     generators = [
         len(muon([dict(params=iter([matrix, torch.nn.Parameter(torch.eye(4))]))], **case).param_groups[0]["params"])
         for case in ({mode: "distributed"}, {})

@@ -39,6 +39,19 @@ def sharded_equals_whole(num_steps):
     return [index for index, param in enumerate(params) if "momentum_buffer" in sharded.state[param]]
 
 
+def copies_have_the_same_process_group():
+    """A sharded optimizer and its copy, which steps further with its model's copy: whether they agree."""
+    params = _parameters(1)
+    optimizer = Muon(params, lr=0.05, shard_group=dist.group.WORLD)
+    optimizer.step()
+    theirs, again = copy.deepcopy((params, optimizer))
+    for ours, their in zip(params, theirs):
+        their.grad = ours.grad.clone()
+    optimizer.step()
+    again.step()
+    return again.shard_group is dist.group.WORLD and all(torch.equal(a, b) for a, b in zip(params, theirs))
+
+
 def missing_gradient_does_not_hang():
     """A parameter without a gradient takes part in its round and keeps its value."""
     params = _parameters(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -189,6 +190,32 @@ def test_state_dict_round_trip_continues_bit_for_bit():
     assert resumed.param_groups[0]["lr"] == 0.05
     resumed.step()
     assert all(torch.equal(a, b) for a, b in zip(again, params))
+
+
+def _is_tall(param):
+    return param.shape[0] > param.shape[1]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
+def test_copies_go_on_bit_for_bit(copied):
+    """Behind a scheduler, which puts a step of its own into the optimizer: the copy's step is the copy's."""
+    params = [parameter(12, 20, seed=1), parameter(32, 20, seed=3), parameter(7, seed=2)]
+    options = dict(num_ns_steps=10, extra_scale_factor=0.2, split_qkv=True, is_qkv_fn=_is_tall)
+    optimizer = Muon(params, lr=0.05, qkv_split_shapes=(2, 1, 1), **options)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.after_matrix = lambda param: None
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    again = copied(optimizer)
+    optimizer.step()
+    theirs = again.param_groups[0]["params"]
+    assert all(torch.equal(a, b) for a, b in zip(theirs, before)) and again.after_matrix is None
+    for ours, their in zip(params, theirs):
+        their.grad = ours.grad.clone()
+    again.step()
+    assert all(torch.equal(a, b) for a, b in zip(theirs, params))
 
 
 def test_state_of_the_native_optimizer_is_taken_over():

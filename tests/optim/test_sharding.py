@@ -46,6 +46,10 @@ def test_sharded_steps_equal_unsharded_ones_and_momentum_lives_on_one_rank(world
     assert sorted(index for own in owned for index in own) == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
+def test_copies_of_a_sharded_optimizer_have_its_process_group():
+    assert run_workers(2, workers.copies_have_the_same_process_group) == [True, True]
+
+
 def test_a_missing_gradient_does_not_hang():
     assert run_workers(2, workers.missing_gradient_does_not_hang) == [True, True]
 

@@ -184,7 +184,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also called by ``load_state_dict``: the momentum's factor comes from Megatron's name of it, and what
         Megatron keeps outside of groups is this job's, whatever the checkpoint's had."""
-        for group in state.get("param_groups", self.param_groups):
+        for group in state["param_groups"]:
             for name in ("momentum", "momentum_beta"):  # as other versions of emerging_optimizers call it
                 if name != compat.momentum_key() and name in group:
                     group.setdefault(compat.momentum_key(), group.pop(name))
