@@ -34,22 +34,18 @@ from ditron_train.optim.newton_schulz import (
 from ditron_train.optim.options import (
     PRODUCT_DTYPES,
     TensorParallelMode,
+    default_algorithm,
     why_not_group,
     why_not_options,
     why_not_param,
 )
 from ditron_train.optim.plans import ProductMode
-from ditron_train.optim.sharding import LayerShards, newton_schulz_cost, shard_by_cost
+from ditron_train.optim.sharding import LayerShards, shard_matrices, warn_of_foreign_momentum
 from ditron_train.optim.variants import newton_schulz_batched
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
 _BATCH_ELEMENTS = 1 << 24  # of all matrices that are stepped together
-
-
-def _default_algorithm(param: torch.Tensor) -> str:
-    is_embedding = getattr(param, "is_embedding_or_output_parameter", False)
-    return "muon" if param.dim() == 2 and not is_embedding else "adamw"
 
 
 @outside_compile
@@ -84,7 +80,7 @@ class Muon(CopiedWithOptions):
         tp_group_fn: Gives the tensor-parallel group of a parameter, or None.
         shard_group: Shards whole matrices over this (data-parallel) group: each is stepped by one rank, balanced by
             cost, and sent to the others while the next is computed. Gradients must be equal on all of its ranks.
-            Momentum then lives on the owner alone.
+            Momentum then lives on the owner alone: each rank saves and loads a ``state_dict`` of its own.
         mode: Which products run by our kernels: ``strict`` where proven equal and faster, ``force``, ``native``.
         form: ``gram`` changes bits: see ``newton_schulz``.
         batch_below: Changes bits: matrices with a side below this are stepped together with others of their shape, by
@@ -174,6 +170,17 @@ class Muon(CopiedWithOptions):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's optimizers. With ``shard_group`` each rank loads what it has saved itself; a rank to whose
+        matrices another's momentum came warns."""
+        super().load_state_dict(state_dict)
+        if self.shard_group is None:
+            return
+        matrices = [p for group in self.param_groups for p in group["params"] if self._algorithm(group, p) == "muon"]
+        has_momentum = [index for index, p in enumerate(matrices) if "momentum_buffer" in self.state.get(p, ())]
+        owners = shard_matrices(matrices, self.num_ns_steps, self.shard_group)
+        warn_of_foreign_momentum(owners[dist.get_rank(self.shard_group)], has_momentum)
+
     def _value(self, group: dict[str, Any], name: str) -> Any:
         """A hyperparameter that holds for a group."""
         return group[name]
@@ -187,7 +194,7 @@ class Muon(CopiedWithOptions):
             raise NotSupportedError(reason)
 
     def _algorithm(self, group: dict[str, Any], param: torch.Tensor) -> str:
-        return self._value(group, "algorithm") or _default_algorithm(param)
+        return self._value(group, "algorithm") or default_algorithm(param)
 
     @torch.no_grad()
     @outside_compile
@@ -223,9 +230,8 @@ class Muon(CopiedWithOptions):
     def _sharded_step(
         self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], shard_group: dist.ProcessGroup
     ) -> None:
-        costs = [newton_schulz_cost(param.shape[0], param.shape[1], self.num_ns_steps) for param, _ in matrices]
-        owners = shard_by_cost(costs, dist.get_world_size(shard_group))
-        shards = LayerShards([param for param, _ in matrices], owners, shard_group)
+        params = [param for param, _ in matrices]
+        shards = LayerShards(params, shard_matrices(params, self.num_ns_steps, shard_group), shard_group)
         shards.run(self._stepper(matrices, shards.own))
 
     def _stepper(

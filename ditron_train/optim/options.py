@@ -11,6 +11,12 @@ TensorParallelMode = Literal["blockwise", "duplicated"]
 PRODUCT_DTYPES = {"medium": torch.bfloat16, "high": torch.float32, "highest": torch.float32}
 
 
+def default_algorithm(param: torch.Tensor) -> str:
+    """Of a parameter whose group names none."""
+    is_embedding = getattr(param, "is_embedding_or_output_parameter", False)
+    return "muon" if param.dim() == 2 and not is_embedding else "adamw"
+
+
 def why_not_options(
     fp32_matmul_prec: str,
     weight_decay_method: str,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import broadcast_together
+from ditron_train.runtime.logs import get_logger
 
 
 def newton_schulz_cost(num_rows: int, num_columns: int, num_steps: int = 5) -> float:
@@ -50,6 +51,24 @@ def shard_by_cost(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
         shards[rank].append(index)
         loads[rank] += costs[index]
     return shards
+
+
+def shard_matrices(matrices: Sequence[torch.Tensor], num_steps: int, group: dist.ProcessGroup) -> list[list[int]]:
+    """Indices of the matrices that each rank of ``group`` owns, costliest first."""
+    costs = [newton_schulz_cost(matrix.shape[0], matrix.shape[1], num_steps) for matrix in matrices]
+    return shard_by_cost(costs, dist.get_world_size(group))
+
+
+def warn_of_foreign_momentum(owned: Sequence[int], has_momentum: Sequence[int]) -> None:
+    """Logs, on this rank, that a state was loaded which another rank saved, or one of another number of ranks: it has
+    momentum of matrices that are not owned, and none of some that are. (Without a gradient a matrix never has any.)
+    """
+    bare = set(owned) - set(has_momentum)
+    if bare and set(has_momentum) - set(owned):
+        get_logger().warning(
+            f"muon: {len(bare)} of the {len(owned)} matrices of rank {dist.get_rank()} begin without momentum: the "
+            "state that it loads is another rank's, or of another number of ranks"
+        )
 
 
 class LayerShards:

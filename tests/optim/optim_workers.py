@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 
 import torch
@@ -50,6 +51,31 @@ def copies_have_the_same_process_group():
     optimizer.step()
     again.step()
     return again.shard_group is dist.group.WORLD and all(torch.equal(a, b) for a, b in zip(params, theirs))
+
+
+def resumed_from(rank):
+    """A step, one more by an optimizer with the state that ``rank`` saved (None: each rank its own): whether it
+    goes on as the first one, and what is logged."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ditron_train").addHandler(handler)
+    params = _parameters(1)
+    params[0].grad = None  # never has momentum
+    optimizer = Muon(params, lr=0.05, shard_group=dist.group.WORLD)
+    optimizer.step()
+    box = [copy.deepcopy(optimizer.state_dict())]
+    if rank is not None:
+        dist.broadcast_object_list(box, rank)
+    theirs = copy.deepcopy(params)
+    for ours, their, other in zip(params, theirs, _parameters(2)):
+        ours.grad, their.grad = other.grad.clone(), other.grad.clone()
+    resumed = Muon(theirs, lr=0.05, shard_group=dist.group.WORLD)
+    resumed.load_state_dict(box[0])
+    num_states = len(resumed.state)
+    optimizer.step()
+    resumed.step()
+    logging.getLogger("ditron_train").removeHandler(handler)
+    return all(torch.equal(a, b) for a, b in zip(params, theirs)), num_states == len(box[0]["state"]), lines
 
 
 def missing_gradient_does_not_hang():

@@ -46,6 +46,17 @@ def test_sharded_steps_equal_unsharded_ones_and_momentum_lives_on_one_rank(world
     assert sorted(index for own in owned for index in own) == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
+def test_each_rank_resumes_from_its_own_state():
+    assert run_workers(2, workers.resumed_from, None) == [(True, True, [])] * 2
+
+
+def test_a_rank_that_resumes_from_the_state_of_another_warns():
+    first, second = run_workers(2, workers.resumed_from, 0)
+    assert first[2] == [] and not first[0] and not second[0]
+    (line,) = second[2]
+    assert "matrices of rank 1 begin without momentum" in line
+
+
 def test_copies_of_a_sharded_optimizer_have_its_process_group():
     assert run_workers(2, workers.copies_have_the_same_process_group) == [True, True]
 
