@@ -52,12 +52,12 @@ def why_not_group(lr: Any, weight_decay: float, momentum_beta: float, algorithm:
 
 
 def why_not_param(param: torch.Tensor, algorithm: str | None, takes_muon: bool) -> str | None:
-    """Of a parameter whose group names ``algorithm``, or none; kernels cannot read tensors that wrap others, and the
-    products of sharded ones need not have the bits of whole ones."""
+    """Of a parameter whose group names ``algorithm``, or none; kernels cannot read DTensors, and the
+    products of sharded matrices need not have the bits of whole ones."""
     if algorithm == "muon" and param.dim() != 2:
         return f"Muon needs matrices; a parameter has shape {tuple(param.shape)}: give its group algorithm='adamw'"
     if not param.is_floating_point():
         return f"a parameter of {param.dtype}"
-    if takes_muon and hasattr(param, "__tensor_flatten__"):
+    if takes_muon and hasattr(param, "placements"):  # a DTensor
         return f"a parameter is a {type(param).__name__}, as fully_shard makes them"
     return None

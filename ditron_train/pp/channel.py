@@ -49,12 +49,16 @@ class PipelineChannel(Channel):
     def begin_step(self, num_stages: int, is_new: bool) -> None:
         """Has hosts and streams wait for longer in a step with messages of a new size: forward and backward come
         through all stages, each of which may compile before it sends. The first step without gradients, or with them,
-        has kernels of its own, so it counts as new, too."""
+        has kernels of its own, so it counts as new, too. An evaluation's calls wait for nothing between them: stages
+        may be calls apart, so they wait for longer until a step with gradients."""
         if is_new:
             self._with_gradients.clear()
         is_first = torch.is_grad_enabled() not in self._with_gradients
         self._with_gradients.add(torch.is_grad_enabled())
-        self.turns = turns_of_stages(num_stages) if is_first else 1
+        if is_first:
+            self.turns = turns_of_stages(num_stages)
+        elif torch.is_grad_enabled():
+            self.turns = 1
 
     @property
     def host_timeout_s(self) -> float:

@@ -188,6 +188,14 @@ def _problems_of(entry: Supported, version: str, versions: dict[str, str | None]
     return [f"{entry.name} {version} is outside the supported range {specifier} ({entry.why}){fix}"]
 
 
+def is_at_least(name: str, lowest: str) -> bool:
+    """Whether a library of ``SUPPORTED`` is here in the version ``lowest`` or a newer one."""
+    from packaging.version import Version
+
+    found = find_version(_entry(name))
+    return found is not None and Version(found) >= Version(lowest)
+
+
 def _foreign_pair(versions: dict[str, str | None]) -> list[str]:
     """A CUDA build of torch with an older Triton than the one that it was built for; a newer one has been tried."""
     from packaging.version import Version

@@ -99,7 +99,8 @@ def test_what_has_no_effect_is_said():
         ]
 
 
-def test_mlps_of_the_operation_fuser_are_said_to_be_native():
+def test_mlps_of_the_operation_fuser_are_said_to_be_native(monkeypatch):
+    monkeypatch.setattr("ditron_train.runtime.versions.find_version", lambda entry: "0.19.0")
     args = _parser().parse_args(["--ditron", "tp"])
     assert options_from_args(args).idle() == []
     args.use_transformer_engine_op_fuser = True
@@ -108,6 +109,9 @@ def test_mlps_of_the_operation_fuser_are_said_to_be_native():
     for name, value in (("num_experts", 8), ("hybrid_layer_pattern", "M-"), ("transformer_impl", "local")):
         changed = argparse.Namespace(**{**vars(args), name: value})
         assert options_from_args(changed).idle() == []
+    monkeypatch.setattr("ditron_train.runtime.versions.find_version", lambda entry: "0.18.2")
+    assert options_from_args(args).idle() == [], "not given to it yet"
+    monkeypatch.undo()
     args.ditron = ("pp",)
     assert options_from_args(args).idle() == []
 

@@ -229,7 +229,8 @@ def slow_first_step(case: Case, late_s: float, late_stage: int | None = None) ->
 
     global _forward_step
     with model_parallel(pipeline_model_parallel_size=case.pipeline):
-        native = train(case)
+        with torch.set_grad_enabled(not case.forward_only):
+            native = train(case)
         ditron_train.megatron.apply(features="pp")
         in_time = _forward_step
         lateness = [late_s] if late_stage in (None, dist.get_rank()) else []
@@ -240,7 +241,8 @@ def slow_first_step(case: Case, late_s: float, late_stage: int | None = None) ->
 
         _forward_step = late
         try:
-            ours = train(case)
+            with torch.set_grad_enabled(not case.forward_only):
+                ours = train(case)
         finally:
             _forward_step = in_time
             ditron_train.megatron.restore()

@@ -16,6 +16,7 @@ from typing import Any
 from ditron_train.megatron.plugin.record_trace import TraceRequest, parse_trace_request
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import SETTINGS
+from ditron_train.runtime.versions import is_at_least
 
 #: Name on the command line: what it accelerates.
 FEATURES: dict[str, str] = {
@@ -261,7 +262,7 @@ def options_from_args(args: Any) -> Options:
 
 
 def _fuses_mlp(args: Any) -> bool:
-    """As Megatron-LM builds layers: the fuser gets MLPs of models whose layers are all of one kind."""
+    """As Megatron-LM builds layers from 0.19 on: the fuser gets MLPs of models whose layers are all of one kind."""
     others = (
         "num_experts",
         "experimental_attention_variant",
@@ -269,7 +270,8 @@ def _fuses_mlp(args: Any) -> bool:
         "heterogeneous_layers_config_path",
     )
     has_others = any(getattr(args, name, None) for name in others) or getattr(args, "transformer_impl", "") == "local"
-    return bool(getattr(args, "use_transformer_engine_op_fuser", False)) and not has_others
+    is_asked = bool(getattr(args, "use_transformer_engine_op_fuser", False)) and not has_others
+    return is_asked and is_at_least("megatron-core", "0.19")
 
 
 def options_from_argv(argv: Sequence[str]) -> Options:

@@ -43,6 +43,7 @@ from ditron_train.megatron.tp.te_coverage import (
     why_not_recipe_name,
 )
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.versions import is_at_least
 from ditron_train.sp.head_norms import Norms
 from ditron_train.tools.doctor.job_config import is_te, recipe_of
 from ditron_train.tools.doctor.job_experts import experts_of
@@ -165,10 +166,12 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
 
 
 def _why_not_mlp(name: str, job: Job, config: Any) -> str | None:
-    """Megatron-LM gives the operation fuser the MLPs of models with one kind of layer: it calls no linear layer."""
+    """From 0.19 on Megatron-LM gives the operation fuser the MLPs of models with one kind of layer: it calls no linear
+    layer."""
     has_kinds = job.model.experts is not None or config.hybrid_pattern is not None or config.is_hybrid_model
     has_kinds = has_kinds or config.experimental_attention_variant is not None
-    if has_kinds or not (name.startswith("MLP:") and getattr(config, "use_transformer_engine_op_fuser", False)):
+    is_asked = name.startswith("MLP:") and getattr(config, "use_transformer_engine_op_fuser", False)
+    if has_kinds or not is_asked or not is_at_least("megatron-core", "0.19"):
         return None
     return "Transformer Engine's operation fuser computes the MLP"
 

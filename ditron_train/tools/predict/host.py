@@ -12,6 +12,7 @@ part of the model takes no less than the host needs to launch it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
@@ -86,7 +87,7 @@ class Side:
             forward, backward: A layer's parts, as of `layer_parts`.
             ends: Embedding, output layer and loss together.
         """
-        num_layers = self.job.num_layers // self.job.pp
+        num_layers = math.ceil(self.job.num_layers / self.job.pp)
         counted = min(num_layers, _MOST_LAYERS)
         first, second = self._layer(forward, backward=False), self._layer(backward, backward=True)[::-1]
         if self.job.words.get("recompute_granularity") == "full":

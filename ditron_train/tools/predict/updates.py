@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 
 from ditron_train.costs import Estimate, Span, one_node, pass_us, ring_us
@@ -59,7 +60,7 @@ def _dealt_out(job: Job, cluster: Cluster) -> tuple[list[tuple[int, int]], Span]
     """Muon's matrices, and the ranks that share them out."""
     replicas = job.data_parallel(cluster.world_size) * job.cp
     span = cluster.span(replicas, job.replica_stride) if job.is_layer_wise else one_node(1)
-    return _matrices(job) * (job.num_layers // job.pp), span
+    return _matrices(job) * math.ceil(job.num_layers / job.pp), span  # of the stage that has most
 
 
 def _matrices(job: Job) -> list[tuple[int, int]]:

@@ -350,9 +350,6 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
             for impl in ("transformer_engine", "local")
         ),
         (f"{TP} --tensor-parallel-num-weight-shards 2 --ditron tp", {*LINEARS, HEAD}, {}),
-        (f"{TP} {OP_FUSER} --ditron tp", {QKV, PROJ, HEAD}, dict.fromkeys(MLP, "operation fuser computes the MLP")),
-        (f"{TP} {OP_FUSER} --transformer-impl local --ditron tp", {*LINEARS, HEAD}, {}),
-        (f"{TP} {OP_FUSER} --num-experts 8 --moe-layer-freq 2 --ditron tp", {*LINEARS, HEAD}, {}),
         (f"{EP} --moe-layer-freq '[1]*8'", {MOVED, FUSED}, {}),
         (
             "pretrain_t5.py --encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768 "
@@ -369,6 +366,15 @@ def test_jobs_of_very_different_kinds(words: str, ours: set[str], native: dict[s
     assert found.keys() - ours == native.keys()
     for name, says in native.items():
         assert says in (found[name] or "")
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.0"])
+def test_the_operation_fuser_computes_mlps_from_019_on(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ditron_train.runtime.versions.find_version", lambda entry: version)
+    native = {name for name, reason in reasons(f"{TP} {OP_FUSER} --ditron tp").items() if reason is not None}
+    assert native == (MLP if version == "0.19.0" else set())
+    for others in ("--transformer-impl local", "--num-experts 8 --moe-layer-freq 2"):
+        assert not any(reasons(f"{TP} {OP_FUSER} {others} --ditron tp").values())
 
 
 def test_experts_that_are_not_split_run_beside_their_movement() -> None:
