@@ -3,6 +3,7 @@ called."""
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
 import types
@@ -221,9 +222,9 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     elif wrapped == "layer":
         layer.experts.linear_fc1 = torch.nn.Sequential(layer.experts.linear_fc1)
     elif wrapped == "hook":
-        layer.experts.register_full_backward_hook(lambda *given: None)
+        layer.experts.register_full_backward_hook(_of_megatron)
     elif wrapped == "hook of a layer":
-        layer.experts.linear_fc2.register_forward_hook(lambda *given: None)
+        layer.experts.linear_fc2.register_forward_hook(functools.partial(_of_megatron))
     elif wrapped == "debugging":
         layer.experts.linear_fc1.is_debug_iter = lambda: True
     else:
@@ -231,6 +232,41 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     assert dispatcher._expert_call(torch.zeros(1)) is None
     dispatcher._capacity.look_at(dispatcher._experts)
     assert dispatcher._capacity.factor is None
+
+
+def _of_megatron(*given):
+    """A hook that Megatron registers, on all ranks and for a step."""
+
+
+_of_megatron.__module__ = "megatron.training.activation_logging"
+
+
+def test_experts_are_fused_again_behind_a_step_with_hooks(monkeypatch, caplog):
+    """The capacity that a hook has ended does not come back, so limits of rows are measured then. A hook of somebody
+    else, which one rank alone may have, changes nothing behind the first step."""
+    from ditron_train.ep import ExpertCall
+    from ditron_train.megatron.ep import dispatcher as module
+    from ditron_train.megatron.ep.capacity import FixedCapacity
+    from ditron_train.runtime import logs
+
+    layer = torch.nn.Module()
+    dispatcher = module.DitronMoEAlltoAllTokenDispatcher.__new__(module.DitronMoEAlltoAllTokenDispatcher)
+    layer.experts, rows = _experts(), torch.tensor([3, 300])
+    dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity = layer._modules, None, FixedCapacity(2.0)
+    dispatcher._pairs, dispatcher._limits, dispatcher.ep_group = frozenset({"gemm_combine"}), None, None
+    dispatcher._layout = types.SimpleNamespace(tokens_per_expert=rows, expert_rows=rows.numpy())
+    dispatcher._ep_context = dispatcher._order = None
+    monkeypatch.setattr(module, "with_limits", lambda pairs, *given: (pairs, {"gemm_combine": 257}))
+    monkeypatch.setattr(logs, "_seen", {})
+    assert isinstance(dispatcher._expert_call(torch.zeros(1)), ExpertCall)
+    handle = layer.experts.linear_fc1.register_forward_hook(_of_megatron)
+    dispatcher._capacity.look_at(layer.experts)
+    assert dispatcher._capacity.factor is None and dispatcher._expert_call(torch.zeros(1)) is None
+    handle.remove()
+    for _ in range(2):
+        assert dispatcher._expert_call(torch.zeros(1)).fewest_rows == {"gemm_combine": 257}
+        layer.experts.linear_fc1.register_forward_hook(lambda *given: None)
+    assert [record.message for record in caplog.records if "see tokens" in record.message]
 
 
 def _wrapped_on_one_rank():
@@ -474,6 +510,7 @@ def route(layer, kind, x, state):
     return kept[key]
 
 
+routes._asked = lambda layer, kind, x: (kind, x)
 routes._route, routes.gate = route, types.SimpleNamespace(recall=kept.get)
 for one in (x, x, x + 1):
     assert routes.answer_in_fp8(layer, "column", one).context == "context"

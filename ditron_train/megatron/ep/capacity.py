@@ -59,7 +59,7 @@ class FixedCapacity:
     def look_at(self, experts: Any) -> None:
         """Exact sizes from now on where an adapter has wrapped experts since their capacity was decided: it is called
         with counts that the host does not have, and with rows behind the last one that nobody has written."""
-        reason = None if self.factor is None else why_not_called(experts)
+        reason = None if self.factor is None else why_not_called(experts, is_decided=self._is_agreed)
         if reason is not None:
             self._give_up(reason)
 

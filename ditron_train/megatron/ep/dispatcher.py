@@ -86,7 +86,8 @@ class DitronMoEAlltoAllTokenDispatcher(
         self._capacity = FixedCapacity()
         self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
         self._pairs: frozenset[Pair] | None = None
-        self._limits: Mapping[Pair, int] = {}  # rows of an expert in a step, for the product of a pair to be ours
+        #: Rows of an expert in a step, for the product of a pair to be ours; None: not measured.
+        self._limits: Mapping[Pair, int] | None = None
         self._call: ExpertCall | None = None
         self._slices: ExpertSlices | None = None
         self._slices_agree = self.tp_size == 1
@@ -294,16 +295,18 @@ class DitronMoEAlltoAllTokenDispatcher(
             return None
         if self._pairs is None:
             self._pairs = self._fused_pairs(hidden_states)
-            if self._pairs and self._capacity.factor is None:
-                self._pairs, self._limits = with_limits(self._pairs, self._experts, hidden_states, self.ep_group)
         if not self._pairs:  # rails have none, nor counts by expert
             return None
-        changed = why_not_called(self._experts)
+        changed = why_not_called(self._experts, is_decided=True)
         if changed is not None:
             self._log_apart(changed)
             return None
+        if self._limits is None and self._capacity.factor is None:  # a capacity may be given up later
+            self._pairs, self._limits = with_limits(self._pairs, self._experts, hidden_states, self.ep_group)
+            if not self._pairs:
+                return None
         expert_rows = self._layout.expert_rows  # as the counts are, alike
-        pairs, fewest = logged_pairs_of_step(self._pairs, expert_rows, self._limits)
+        pairs, fewest = logged_pairs_of_step(self._pairs, expert_rows, self._limits or {})
         if not pairs:
             return None
         gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity.factor is None else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -31,10 +32,14 @@ from ditron_train.megatron.shared.module_hooks import has_hooks
 from ditron_train.megatron.shared.wgrad import gradient_in_main_grad, main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.transformer_engine import grouped_gemm
 from ditron_train.symm.exchange import exchange
 
+_LATE_HOOKS = (
+    "ep: hooks that came to experts behind the first step see tokens, where these are fused with their movement"
+)
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("ditron_train_experts_group", default=None)
 
 
@@ -242,11 +247,16 @@ class DitronTEGroupedMLP(TEGroupedMLP, metaclass=InPlaceOf, native=TEGroupedMLP)
             return linear(h), None
 
 
-def why_not_called(experts: torch.nn.Module) -> str | None:
+def why_not_called(experts: torch.nn.Module, *, is_decided: bool = False) -> str | None:
     """Why these experts are given rows and counts on the host, as natively, or None.
 
     To be asked at every call: an adapter, a quantizer or a hook may come to the experts, or to one of their layers,
-    long after the layer was built."""
+    long after the layer was built.
+
+    Args:
+        is_decided: Whether ranks that differ end the job, since they have agreed before: hooks count then that
+            Megatron registers, on all ranks. Others may be of one rank alone, as where the first one logs.
+    """
     if not isinstance(experts, DitronTEGroupedMLP):
         return f"{type(experts).__name__} computes expert by expert"
     reason = why_not_experts(experts)
@@ -258,7 +268,9 @@ def why_not_called(experts: torch.nn.Module) -> str | None:
         if reason is not None:
             return reason
         if has_hooks(module):
-            return "hooks on the experts look at their rows"
+            if not is_decided or has_hooks(module, of="megatron."):
+                return "hooks on the experts look at their rows"
+            log_once("ep late hooks", _LATE_HOOKS, level=logging.WARNING)
     if any(linear.te_quant_params is not None for linear in linears):
         return "the experts are quantised"
     # Grouped layers have it since Transformer Engine 2.11; each step says anew whether it is on.

@@ -43,11 +43,10 @@ def class_map() -> dict[type, type]:
 
 def start() -> None:
     """Replaces both classes, and lets native code run without ``emerging_optimizers``."""
-    owner = compat.availability_owner()
+    owner, entry = compat.availability_owner(), compat.registered_muon()  # what raises has changed nothing
     if not _had_emerging_optimizers:
         _had_emerging_optimizers.append(owner.HAVE_EMERGING_OPTIMIZERS)
         owner.HAVE_EMERGING_OPTIMIZERS = True
-    entry = compat.registered_muon()
     if entry is None:
         patching.replace_symbol(_NATIVE, DitronTensorParallelMuon)
     else:

@@ -109,6 +109,8 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     _start(FEATURE_MODULES[WGRAD])  # only a job that Megatron would refuse sees a difference
     failures.start()
     _start("ditron_train.megatron.plugin.job_start").announce(tuple(modules))
+    if spec is not None and not modules:
+        return spec
     if spec is not None:
         classes = {native: ours for module in modules.values() for native, ours in _classes(module).items()}
         names, number = ", ".join(modules), count_replacements(spec, classes)

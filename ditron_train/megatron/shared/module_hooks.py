@@ -14,13 +14,15 @@ _LIBRARIES = ("megatron.core.distributed.", "megatron_fsdp.", "torch.distributed
 ALL_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def has_hooks(layer: Any, kinds: tuple[str, ...] = ALL_KINDS) -> bool:
-    """Whether somebody else than a library has registered hooks of these kinds on ``layer``; None has none."""
+def has_hooks(layer: Any, kinds: tuple[str, ...] = ALL_KINDS, of: str = "") -> bool:
+    """Whether somebody else than a library has registered hooks of these kinds on ``layer``, from a module whose name
+    begins with ``of``; None has none."""
     of_layer = () if layer is None else (getattr(layer, kind, None) for kind in kinds)
-    return any(hooks and not all(map(_is_of_library, hooks.values())) for hooks in of_layer)
+    modules = (_module_of(hook) for hooks in of_layer if hooks for hook in hooks.values())
+    return any(module.startswith(of) and not module.startswith(_LIBRARIES) for module in modules)
 
 
-def _is_of_library(hook: Callable[..., Any]) -> bool:
+def _module_of(hook: Callable[..., Any]) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)
+    return str(getattr(hook, "__module__", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,11 +20,22 @@ def linears_of(layer: Any) -> Projections:
     """``LocalLinears``, or for Transformer Engine's layers ``TELinears``, in FP8 ``Fp8Linears``."""
     if isinstance(layer, RowParallelLinear) or not HAVE_TE:
         return LocalLinears()
-    try:
-        return _linears_of_te()
-    except INTERFACE_ERRORS as error:  # its layers are none of the local kinds: Megatron's path
-        log_native("sp (TE)", why_otherwise("Transformer Engine", error))
+    reason = _why_not_te()
+    if reason is not None:  # its layers are none of the local kinds: Megatron's path
+        log_native("sp (TE)", reason)
         return LocalLinears()
+    return _linears_of_te()
+
+
+@functools.cache
+def _why_not_te() -> str | None:
+    """Why Transformer Engine's layers are Megatron's, or None; asked once, since an import that fails is tried again
+    each time."""
+    try:
+        from ditron_train.megatron.sp import te_fp8_linears, te_linears  # noqa: F401
+    except INTERFACE_ERRORS as error:
+        return why_otherwise("Transformer Engine", error)
+    return None
 
 
 def _linears_of_te() -> Projections:

@@ -105,42 +105,46 @@ def answer_in_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
         MismatchError: The ranks' calls differ in shapes, types or recipes.
     """
     try:
-        return _answer(layer, kind, x)
+        answer, asked = _answer(layer, kind, x)
     except INTERFACE_ERRORS as error:
         log_native(f"tp {kind} (TE, FP8)", why_otherwise("Transformer Engine", error))
         return None
+    return answer if asked is None else _route(layer, *asked)
 
 
-def _answer(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
-    """The same, where Transformer Engine is built as it was."""
+def _answer(layer: Any, kind: Kind, x: torch.Tensor) -> tuple[Answer | None, tuple[Any, ...] | None]:
+    """The same where this rank knows it by itself, or what the gate is to be asked."""
     if _is_unusual(x):
         log_native(f"tp {kind} (TE, FP8)", str(why_not_fp8(layer, x)))
-        return None
+        return None, None
     state, known = _state(layer, x), _known.get(layer)
     if known is not None and known[0] == state:
         if known[1] is None:
-            return None
+            return None, None
         answer = gate.recall(known[1])
         if answer is not None:
-            return answer if answer.context is not None else None
+            return (answer if answer.context is not None else None), None
     reason = why_not_fp8(layer, x)
     if reason is not None:
         _known[layer] = state, None
         log_native(f"tp {kind} (TE, FP8)", reason)
-        return None
-    return _route(layer, kind, x, state)
+        return None, None
+    return None, (*_asked(layer, kind, x), state)
 
 
-def _route(layer: Any, kind: Kind, x: torch.Tensor, state: tuple[Any, ...]) -> Answer | None:
-    """What the gate says."""
+def _asked(layer: Any, kind: Kind, x: torch.Tensor) -> tuple[Any, Any]:
+    """The op and the call of it."""
     from ditron_train.megatron.tp.fp8_spec import FP8_COLUMN, FP8_ROW, Fp8Call
 
     recipe, weight = FP8GlobalStateManager.get_fp8_recipe(), layer.weight
     grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
     what = (grad_format, not weight.requires_grad, scaling_of(recipe), type(recipe).__name__)
     has_bias = bool(kind == "column" and layer.use_bias and layer.apply_bias)
-    call = Fp8Call(x, weight, layer.tp_group, *what, has_bias)
-    spec = FP8_COLUMN if kind == "column" else FP8_ROW
+    return FP8_COLUMN if kind == "column" else FP8_ROW, Fp8Call(x, weight, layer.tp_group, *what, has_bias)
+
+
+def _route(layer: Any, spec: Any, call: Any, state: tuple[Any, ...]) -> Answer | None:
+    """What the gate says; all ranks ask it."""
     if not gate.knows(spec, call):
         spec.check_ranks_agree(call)
     answer = gate.answer_for(spec, call)
