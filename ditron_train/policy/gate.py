@@ -25,17 +25,11 @@ from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
 
-#: What code raises where a library's interface is another than the one that it was written for, where Triton cannot
-#: compile or launch a kernel, and where what a probe holds beside the job's own tensors is more than the GPU's memory.
-FAILURES = (
-    TypeError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NotImplementedError,
-    TritonError,
-    torch.OutOfMemoryError,
-)
+#: What code raises where a library's interface is another than the one that it was written for.
+INTERFACE_ERRORS = (TypeError, AttributeError, ImportError, LookupError)
+#: With what it raises where Triton cannot compile or launch a kernel, and where what a probe holds beside the job's
+#: own tensors is more than the GPU's memory.
+FAILURES = (*INTERFACE_ERRORS, NotImplementedError, TritonError, torch.OutOfMemoryError)
 _CAPTURED = "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
 
 

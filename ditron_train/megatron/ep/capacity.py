@@ -14,7 +14,8 @@ from ditron_train.megatron.ep.coverage import why_not_beside
 from ditron_train.megatron.ep.experts import why_not_called
 from ditron_train.megatron.ep.pair_spec import fewest_rows_of_layer
 from ditron_train.megatron.ep.spec import warns_of_few_rows
-from ditron_train.megatron.shared.interfaces import INTERFACE_ERRORS, why_otherwise
+from ditron_train.megatron.shared.interfaces import why_otherwise
+from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
@@ -57,8 +58,8 @@ class FixedCapacity:
         self.factor = self._reason = None
 
     def look_at(self, experts: Any) -> None:
-        """Exact sizes from now on where an adapter has wrapped experts since their capacity was decided: it is called
-        with counts that the host does not have, and with rows behind the last one that nobody has written."""
+        """Exact sizes from now on where an adapter or a hook has come to experts since their capacity was decided. It
+        is called with counts that the host does not have, and with rows behind the last that nobody has written."""
         reason = None if self.factor is None else why_not_called(experts, is_decided=self._is_agreed)
         if reason is not None:
             self._give_up(reason)

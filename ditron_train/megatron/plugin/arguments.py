@@ -28,6 +28,17 @@ FEATURES: dict[str, str] = {
     "wgrad": "gradient accumulation fusion without apex",
 }
 
+#: Where layers are of several kinds: arguments, and what configurations call them.
+_KINDS_OF_LAYERS = (
+    "num_experts",
+    "num_moe_experts",
+    "experimental_attention_variant",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "hybrid_pattern",
+    "is_hybrid_model",
+    "heterogeneous_layers_config_path",
+)
 #: The module of each feature: what it replaces (``class_map``, ``symbols``), and its ``start`` and ``stop``.
 FEATURE_MODULES = {
     "tp": "ditron_train.megatron.tp.layers",
@@ -255,23 +266,20 @@ def options_from_args(args: Any) -> Options:
         has_rings="a2a+p2p" in (getattr(args, "cp_comm_type", None) or ()),
         optimizer=getattr(args, "optimizer", None),
         fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),
-        fuses_mlp=_fuses_mlp(args),
+        fuses_mlp=fuses_mlp(args),
         record_trace=None if trace is None else parse_trace_request(str(trace)),
         **{name: getattr(args, f"ditron_{name}", None) for name in words},
     )
 
 
-def _fuses_mlp(args: Any) -> bool:
-    """As Megatron-LM builds layers from 0.19 on: the fuser gets MLPs of models whose layers are all of one kind."""
-    others = (
-        "num_experts",
-        "experimental_attention_variant",
-        "hybrid_layer_pattern",
-        "heterogeneous_layers_config_path",
+def fuses_mlp(args: Any) -> bool:
+    """Whether Megatron-LM gives the MLPs of such a job to Transformer Engine's operation fuser: from 0.19 on those of
+    models whose layers are all of one kind. ``args`` are its arguments, or a configuration made from them."""
+    is_asked = (
+        getattr(args, "use_transformer_engine_op_fuser", False) and getattr(args, "transformer_impl", "") != "local"
     )
-    has_others = any(getattr(args, name, None) for name in others) or getattr(args, "transformer_impl", "") == "local"
-    is_asked = bool(getattr(args, "use_transformer_engine_op_fuser", False)) and not has_others
-    return is_asked and is_at_least("megatron-core", "0.19")
+    has_kinds = any(getattr(args, name, None) for name in _KINDS_OF_LAYERS)
+    return bool(is_asked) and not has_kinds and is_at_least("megatron-core", "0.19")
 
 
 def options_from_argv(argv: Sequence[str]) -> Options:

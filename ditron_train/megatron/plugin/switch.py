@@ -25,8 +25,9 @@ from ditron_train.megatron.plugin import failures, patching
 from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, WGRAD, Options, options_of, parse_features
 from ditron_train.megatron.plugin.record_steps import record_steps
 from ditron_train.megatron.plugin.specs import count_replacements, is_spec, rewrite_spec
-from ditron_train.megatron.shared.interfaces import INTERFACE_ERRORS, why_otherwise
+from ditron_train.megatron.shared.interfaces import why_otherwise
 from ditron_train.policy import add_switch, check_plan, forget_plans, log_native
+from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings, unknown_variables

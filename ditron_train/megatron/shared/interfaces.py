@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ditron_train.policy import log_native
+from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.settings import get_settings
-
-#: What code raises that meets another interface than the one that it was written for.
-INTERFACE_ERRORS = (ImportError, AttributeError, TypeError, LookupError)
 
 
 def why_otherwise(library: str, error: Exception) -> str:

@@ -10,10 +10,11 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ditron_train.megatron.compat import why_not_weight
-from ditron_train.megatron.shared.interfaces import INTERFACE_ERRORS, why_otherwise
+from ditron_train.megatron.shared.interfaces import why_otherwise
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.sp.projections import Projections
 from ditron_train.policy import log_native
+from ditron_train.policy.gate import INTERFACE_ERRORS
 
 
 def linears_of(layer: Any) -> Projections:

@@ -15,11 +15,12 @@ from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
-from ditron_train.megatron.shared.interfaces import INTERFACE_ERRORS, why_otherwise
+from ditron_train.megatron.shared.interfaces import why_otherwise
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_coverage import OFFLOADED, why_not_delayed, why_not_options, why_not_parameters
 from ditron_train.megatron.tp.te_fp8 import scaling_of, why_not_code, why_not_recipe
 from ditron_train.policy import Answer, gate, log_native
+from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.device import is_capturing
 
 #: Of a layer: what its last answer depended on, and where the gate keeps it; None: it is not covered.

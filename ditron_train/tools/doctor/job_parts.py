@@ -15,6 +15,7 @@ import torch
 from megatron.core.transformer.torch_norm import L2Norm
 
 from ditron_train.megatron.compat import captured_parts, why_not_weight
+from ditron_train.megatron.plugin.arguments import fuses_mlp
 from ditron_train.megatron.pp.communicator import why_not_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
@@ -43,7 +44,6 @@ from ditron_train.megatron.tp.te_coverage import (
     why_not_recipe_name,
 )
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.versions import is_at_least
 from ditron_train.sp.head_norms import Norms
 from ditron_train.tools.doctor.job_config import is_te, recipe_of
 from ditron_train.tools.doctor.job_experts import experts_of
@@ -156,7 +156,7 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
             if name.startswith("shared") and config.moe_shared_expert_overlap:
                 layer.parallel_mode = None
             wide = config.fp32_residual_connection and name in _NORMED
-            reason = _why_not_mlp(name, job, config) or _why_not_te(layer, x.float() if wide else x, config)
+            reason = _why_not_mlp(name, config) or _why_not_te(layer, x.float() if wide else x, config)
             if recipe_of(config) is not None:
                 has_blocks = config.fp8_recipe == "blockwise"
                 reason = _why_not_captured(name, config) or reason
@@ -165,15 +165,10 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
         yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _ranks(tp)))
 
 
-def _why_not_mlp(name: str, job: Job, config: Any) -> str | None:
-    """From 0.19 on Megatron-LM gives the operation fuser the MLPs of models with one kind of layer: it calls no linear
-    layer."""
-    has_kinds = job.model.experts is not None or config.hybrid_pattern is not None or config.is_hybrid_model
-    has_kinds = has_kinds or config.experimental_attention_variant is not None
-    is_asked = name.startswith("MLP:") and getattr(config, "use_transformer_engine_op_fuser", False)
-    if has_kinds or not is_asked or not is_at_least("megatron-core", "0.19"):
-        return None
-    return "Transformer Engine's operation fuser computes the MLP"
+def _why_not_mlp(name: str, config: Any) -> str | None:
+    """The operation fuser calls no linear layer."""
+    is_fused = name.startswith("MLP:") and fuses_mlp(config)
+    return "Transformer Engine's operation fuser computes the MLP" if is_fused else None
 
 
 def _why_not_captured(name: str, config: Any) -> str | None:
