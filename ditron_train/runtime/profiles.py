@@ -27,7 +27,9 @@ _NETWORKS = "networks.json"
 _BY_TARGET = {"sm_80": "nvidia-a100", "sm_90": "nvidia-h200", "sm_100": "nvidia-b200", "hip": "amd-mi300x"}
 _MEMORY = re.compile(r"-(sxm\d-)?\d+gb(-hbm\w+)?$")  # at the end of a device's name
 _TARGETS = ("interpreter", *_BY_TARGET)
-_LEAST, _MOST, _MOST_SMS = 1e-9, 1e15, 100_000
+#: What a rate of a profile is at least and at most: estimates divide by it.
+LEAST_RATE, MOST_RATE = 1e-9, 1e15
+_MOST_SMS = 100_000
 _INTERPRETER = MachineRates(
     gemm_tflops=0.001, link_gbps=1, nccl_gbps=1, nccl_latency_us=500, memory_gbps=4, push_sm_gbps=1
 )
@@ -102,8 +104,8 @@ def _parse(text: str, name: str) -> Profile:
 
 def _number(name: str, value: Any) -> float:
     """A rate that estimates can be divided by."""
-    if type(value) not in (int, float) or not _LEAST <= value <= _MOST:
-        raise ValueError(f"{name} has to be a number from {_LEAST:g} to {_MOST:g}")
+    if type(value) not in (int, float) or not LEAST_RATE <= value <= MOST_RATE:
+        raise ValueError(f"{name} has to be a number from {LEAST_RATE:g} to {MOST_RATE:g}")
     return float(value)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from ditron_train.costs import Estimate
-from ditron_train.runtime.profiles import Profile
+from ditron_train.runtime.profiles import LEAST_RATE, MOST_RATE, Profile
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.tools.results import TRAINING_STEP, Row
 
@@ -124,10 +124,12 @@ def _improve(
     for step in (factor, 1 / factor):
         while touched:
             tried = _with(profile, name, step)
+            rate = getattr(tried.rates, name)
+            if not LEAST_RATE <= rate <= MOST_RATE:  # rows may show that it is fast, not how fast
+                break
             moved = fit.losses(tried, touched)
-            moved_by = getattr(tried.rates, name) / getattr(fit.start, name)
             if (
-                not 1 / fit.farthest < moved_by < fit.farthest
+                not 1 / fit.farthest < rate / getattr(fit.start, name) < fit.farthest
                 or sum(moved.values()) >= sum(losses[index] for index in touched) - 1e-9
             ):
                 break

@@ -104,6 +104,21 @@ def test_a_fit_finds_the_rates_of_fp8(rate: str, value: float) -> None:
     assert getattr(found.rates, rate) == pytest.approx(value, rel=0.03)
 
 
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+def test_a_rate_that_rows_leave_open_stays_readable(tmp_path: Path, factor: float) -> None:
+    """A busy machine may time one product as if it took no time, or forever."""
+    h200 = profile_named("h200")
+    shape = dict(zip("mnk", profile._GEMMS[0]))
+    row = Row(
+        op="gemm_nt", direction="forward", model="profile", world_size=1, dtype="bfloat16", shape=shape,
+        native_us=factor, ditron_us=factor, bitwise_equal=True, comm_sms=0,
+    )  # fmt: skip
+    found = fit_profile(h200, [row, dataclasses.replace(row, op="fp8_forward")], estimate_of, farthest=math.inf)
+    assert found != h200
+    found.save(tmp_path / "mine.json")
+    assert read_profile(tmp_path / "mine.json") == found
+
+
 @pytest.mark.parametrize(
     "device, name",
     [
