@@ -97,7 +97,7 @@ def decide(
         device: Where the tensors are.
         sums: Type that native adds up over the ranks by NCCL's reduce-scatter, if it does.
         also: More of native and ours, on other data: compared, not timed.
-        host_counts: Whether what ours takes the host longer to launch is added to its time.
+        host_counts: Whether ours has to be faster where the device waits for the host, too.
         is_told: Whether the log says what is the fused path's; not of a part of what will run.
 
     Raises:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,9 +68,18 @@ class Observation:
     is_clear: bool = True
     host_longer_us: float = 0.0
 
+    @property
+    def is_faster(self) -> bool:
+        """Whether ours is, for sure."""
+        return self.native_us is not None and (self.ditron_us or 0.0) < self.native_us and self.is_clear
+
 
 def times_us(
-    run: Run, device: torch.device, group: dist.ProcessGroup, launches_us: list[float] | None = None
+    run: Run,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    launches_us: list[float] | None = None,
+    is_ahead: bool = True,
 ) -> list[float]:
     """Device times of ``run`` on this rank, in us (collective).
 
@@ -79,6 +88,7 @@ def times_us(
 
     Args:
         launches_us: Gets the host's times, of launches alone.
+        is_ahead: Whether the host is; else the device is idle where it begins, and waits for each launch.
     """
     times = []
     if device.type != "cuda":
@@ -93,8 +103,11 @@ def times_us(
     for repeat in range(_WARM_UPS + _REPEATS):
         start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        device_hold.wait()
+        if is_ahead:
+            device_hold.wait()
         dist.all_reduce(barrier, group=group)
+        if not is_ahead:
+            torch.cuda.synchronize(device)
         start.record()
         with device_hold.launching():
             begun_s = time.perf_counter()
@@ -131,7 +144,7 @@ def _compared_us(
     group: dist.ProcessGroup,
     is_equal: bool,
     needs_bits: bool,
-    host_counts: bool,
+    is_ahead: bool,
 ) -> tuple[bool, float, float, bool, float]:
     """Whether bits are equal on all ranks; median times of both, of the slowest rank; whether they are clearly apart;
     what ours takes the host longer.
@@ -142,23 +155,26 @@ def _compared_us(
     rounds say so: where the clock of a GPU moves by more than the two differ, it moves for both. Calls that are not
     long get more rounds while ours seems faster: a layer that gains 2 % is worth seconds of them.
 
-    Where the host counts, what ours takes it longer is added to ours: the device has to win that back, too.
+    Args:
+        is_equal: Whether bits are, on this rank.
+        needs_bits: As ``probe``'s.
+        is_ahead: As that of ``times_us``.
     """
     natives: list[float] = []
     of_ours: list[float] = []
     launches: dict[Run, list[float]] = {native: [], ours: []}
     ratios: list[float] = []
     for number in range(1, _MOST_ROUNDS + 1):
-        first, *middle, last = (times_us(run, device, group, launches[run]) for run in (native, ours, ours, native))
+        first, *middle, last = (
+            times_us(run, device, group, launches[run], is_ahead) for run in (native, ours, ours, native)
+        )
         natives += first + last
         of_ours += sum(middle, [])
         part, host_longer_us = 8 if number < _FEW_ROUNDS else 4, 0.0
         if launches[ours]:
             host_longer_us = max(0.0, statistics.median(launches[ours]) - statistics.median(launches[native]))
-        longer_us = host_longer_us if host_counts else 0.0
-        range_of_ours = [one + longer_us for one in _low_median_high(of_ours, part)]
-        round_us = statistics.median(first + last), statistics.median(sum(middle, [])) + longer_us
-        mine = (float(not is_equal), *_low_median_high(natives, part), *range_of_ours, *round_us, host_longer_us)
+        ranges = *_low_median_high(natives, part), *_low_median_high(of_ours, part)
+        mine = float(not is_equal), *ranges, *map(statistics.median, (first + last, sum(middle, []))), host_longer_us
         # The slowest rank counts; a difference on one rank is a difference.
         different, low, native_us, high, ours_low, ours_us, ours_high, *more = _most_of_ranks(mine, device, group)
         native_round_us, round_us_of_ours, host_longer_us = more
@@ -168,7 +184,7 @@ def _compared_us(
             break
         if number >= _FEW_ROUNDS and not ours_us < native_us < _LONG_US:
             break
-    return different == 0.0, native_us, ours_us, is_clear, 0.0 if host_counts else host_longer_us
+    return different == 0.0, native_us, ours_us, is_clear, host_longer_us
 
 
 def _most_of_ranks(mine: Sequence[float], device: torch.device, group: dist.ProcessGroup) -> list[float]:
@@ -226,7 +242,8 @@ def probe(
     Args:
         needs_bits: Whether ours is of no use where its bits differ, whatever its time: it is timed once then.
         also: More of native and ours, on other data: compared, not timed.
-        host_counts: Whether what ours takes the host longer to launch is added to its time.
+        host_counts: Whether ours has to be faster where the device waits for the host, too: what is faster where the
+            host is ahead is asked about once more, on an idle device.
 
     Raises:
         Whatever `ours` raises, on every rank alike.
@@ -236,7 +253,11 @@ def probe(
         return Observation(None, None, None)
     equal = all([_compare(*pair, device) for pair in ((native, ours), *also)])  # all of them: they are collective
     if timed:
-        observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, host_counts))
+        observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, True))
+        if host_counts and observation.is_faster:
+            observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, False))
+        if host_counts:
+            observation = replace(observation, host_longer_us=0.0)
     else:
         observation = Observation(_most_of_ranks([float(not equal)], device, group) == [0.0], None, None)
     if device.type == "cuda":

@@ -125,8 +125,8 @@ class Trial:
         fused: The fused path on the same data.
         summed: The type that NCCL adds up over the ranks on Megatron's path, if it does.
         also: More of both on other data: compared, not timed.
-        host_counts: Whether what ours takes the host longer to launch is added to its time: where what runs around the
-            call keeps the host from being ahead of the device.
+        host_counts: Whether ours has to be faster where the device waits for the host, too: where what runs around the
+            call may keep the host from being ahead of it.
     """
 
     words: str

@@ -234,7 +234,9 @@ def test_messages_arrive_while_no_multiprocessor_has_room(device, new_context):
     does.
 
     They stay so long that a host which other jobs keep busy is done with the message in their first half. The GPUs
-    have to be this job's alone: beside kernels of another process a message was seen to come after 496 ms.
+    have to be this job's alone: beside kernels of another process a message was seen to come after 496 ms. A stream
+    that shares its hardware queue with theirs waits for them, too, whatever it does, so they run on several streams in
+    turn: what needs a multiprocessor is late beside each of them.
     """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         pytest.skip("with one hardware queue the receiving stream is behind whatever kernel was enqueued before")
@@ -243,28 +245,31 @@ def test_messages_arrive_while_no_multiprocessor_has_room(device, new_context):
     num_bytes, spin_ms = 16 << 20, 400
     context = new_context(num_bytes)
     data = _payload(dist.get_rank(), 0, 0, num_bytes, device)
-    side = torch.cuda.Stream(device)
     grid = (2 * torch.cuda.get_device_properties(device).multi_processor_count,)
 
     def message() -> None:
         exchange(context, send_next=data, recv_prev=_header(num_bytes))["recv_prev"].wait()
 
+    def arrives_after_ms(side: torch.cuda.Stream) -> float:
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, arrived, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        begin.record(side)
+        with torch.cuda.stream(side):
+            _spin_kernel[grid](spin_ms * 1_000_000, num_warps=32)
+        end.record(side)
+        message()
+        arrived.record()
+        torch.cuda.synchronize()
+        dist.barrier()
+        assert begin.elapsed_time(end) >= spin_ms
+        return begin.elapsed_time(arrived)
+
     message()
     _spin_kernel[grid](1000, num_warps=32)
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    begin, arrived, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    begin.record(side)
-    with torch.cuda.stream(side):
-        _spin_kernel[grid](spin_ms * 1_000_000, num_warps=32)
-    end.record(side)
-    message()
-    arrived.record()
-    torch.cuda.synchronize()
-    dist.barrier()
-    assert begin.elapsed_time(end) >= spin_ms
-    assert _agree(device, begin.elapsed_time(arrived) < spin_ms / 2)
+    found_ms = [arrives_after_ms(torch.cuda.Stream(device)) for _ in range(4)]
+    assert _agree(device, min(found_ms) < spin_ms / 2), found_ms
 
 
 @pytest.mark.parametrize("announced", [False, True])

@@ -188,7 +188,7 @@ def _clock_of_link(link_mbit):
     """Times a call by the bytes that leave the node meanwhile, if ``link_mbit`` is a rate: however busy the machine
     is, they are the same."""
 
-    def times_us(run, device, group, launches_us):
+    def times_us(run, device, group, launches_us, is_ahead):
         dist.barrier(group)
         before = _bytes_sent()
         run()

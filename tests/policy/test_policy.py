@@ -57,7 +57,8 @@ class _FakeDevice:
 
 def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True, host_counts=False):
     """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is
-    slow; ``times``: of each turn, over and over. The host takes 80 us longer for ours."""
+    slow; ``times``: of each turn, over and over. The host takes 80 us longer for ours, and so does a device that is
+    idle."""
     rank = dist.get_rank()
     exact = torch.arange(6.0)
     wrong = exact.clone()
@@ -71,10 +72,10 @@ def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True,
     times = {name: itertools.cycle(one) for name, one in turns.items()}
     saved = probe_module.times_us, torch.cuda.synchronize, torch.tensor
 
-    def times_us(run, device, group, launches_us):
+    def times_us(run, device, group, launches_us, is_ahead):
         name = names[id(run())]
         launches_us.append({"native": 20.0, "ours": 100.0}[name])
-        return next(times[name])
+        return [one + 80.0 * (name == "ours" and not is_ahead) for one in next(times[name])]
 
     probe_module.times_us = times_us
     torch.cuda.synchronize = lambda device=None: None
@@ -97,9 +98,14 @@ def test_one_wrong_bit_or_one_slow_rank_decides_for_all():
 
 
 def test_the_host_counts_where_it_is_not_ahead():
+    """What is faster where the host is ahead has to be faster on an idle device, too, and the other way round."""
     seen = run_workers(2, _observe, None, None, None, None, True, True)
     assert seen == [Observation(True, 100.0, 130.0)] * 2
     assert not _judge("strict", seen[0]).use_ditron
+    slow = run_workers(2, _observe, None, 0, None, None, True, True)
+    assert slow == [Observation(True, 100.0, 150.0)] * 2
+    quick = {"native": [[110.0, 111.0]], "ours": [[10.0, 11.0]]}
+    assert run_workers(2, _observe, None, None, None, quick, True, True) == [Observation(True, 110.5, 90.5)] * 2
 
 
 def _check_memory(free_mib, needed_mib):
@@ -149,6 +155,20 @@ def test_times_of_the_device_and_of_launches(monkeypatch):
     assert all(2000.0 <= one < 500_000.0 for one in launches_us)
 
 
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_the_device_is_held_or_idle_where_a_call_begins(monkeypatch, is_ahead):
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(_Event, "record", lambda self: said.append("event"))
+    for name in ("_sleep", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments, name=name: said.append(name))
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+    monkeypatch.setattr(probe_module.dist, "all_reduce", lambda *tensors, group: said.append("barrier"))
+    calls = len(probe_module.times_us(lambda: said.append("run"), _FakeDevice(), None, None, is_ahead))
+    begun = ["_sleep", "barrier"] if is_ahead else ["barrier", "synchronize"]
+    assert said == [*begun, "event", "run", "event", "synchronize"] * (calls + probe_module._WARM_UPS)
+
+
 # Of rounds of two turns; natively 20 to 40 us in all of them.
 _NATIVE = [[24.0, 40.0], [26.0, 30.0], [22.0, 36.0], [30.0, 20.0]]
 _NOISE = {
@@ -190,7 +210,7 @@ def test_more_rounds_where_ours_seems_faster_and_calls_are_short(monkeypatch, ra
     """Of rounds that differ by more than the two do, and never say anything for sure."""
     asked = []
 
-    def times_us(run, device, group, launches_us):
+    def times_us(run, device, group, launches_us, is_ahead):
         asked.append(run)
         swing = 0.7 if (len(asked) - 1) // 4 % 2 else 1.3
         return [of_call_us * swing * spread * (ratio if run == "ours" else 1.0) for spread in (0.9, 1.0, 1.1)]
@@ -198,7 +218,7 @@ def test_more_rounds_where_ours_seems_faster_and_calls_are_short(monkeypatch, ra
     monkeypatch.setattr(probe_module, "times_us", times_us)
     monkeypatch.setattr(probe_module, "_most_of_ranks", lambda mine, device, group: list(mine))
     monkeypatch.setattr(probe_module, "_faster_by_round", lambda ratios: False)
-    equal, native_us, ours_us, is_clear, _ = probe_module._compared_us("native", "ours", None, None, True, True, False)
+    equal, native_us, ours_us, is_clear, _ = probe_module._compared_us("native", "ours", None, None, True, True, True)
     assert equal and not is_clear and (ours_us < native_us) is (ratio < 1) and len(asked) == 4 * rounds
 
 

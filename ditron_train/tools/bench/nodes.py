@@ -273,6 +273,12 @@ def _matrices(session: BenchSession, divide: int) -> Iterator[_Case]:
     yield _case(MUON_STEP, call, shape)._replace(is_asked=False)
 
 
+def _left(context: Any) -> str:
+    """What an answer of a linear layer leaves to Megatron's calls, in words."""
+    names = [name for name in ("gather", "sums") if getattr(context, f"leaves_{name}", False)]
+    return f", {' and '.join(names)} by the process group" if names else ""
+
+
 def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
     surroundings: AbstractContextManager[Any] = nullcontext()
     if case.spec.name == "ep movement":
@@ -289,14 +295,12 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
             answer = gate.answer_for(case.spec, case.call)
             plan, strict = f"strict: Megatron's path, {answer.reason}", case.native
             if answer.context is not None:
-                plan, strict = (
-                    "strict: the fused path",
-                    case.fused if case.strict is None else case.strict(answer.context),
-                )
+                plan = f"strict: the fused path{_left(answer.context)}"
+                strict = case.fused if case.strict is None else case.strict(answer.context)
         assert strict is not None, "what nobody asks for has a fused path"
-        # On CPUs in turn: what is timed at another time on a machine that others use, too, is not to be compared. On
-        # GPUs each for itself, as in a job: a fused dispatch took a third longer between calls of Megatron's path.
-        in_turn = session.device.type != "cuda"
+        # In turn: a link of sockets is slower from one second to the next. Not so a dispatch on GPUs: the fused one
+        # took a third longer between calls of Megatron's path, which no job has.
+        in_turn = session.device.type != "cuda" or case.spec.name != "ep movement"
         paths = {"native": case.native, "fused": case.fused, "strict": strict}
         names = {path: name for name, path in reversed(paths.items()) if path is not None}
         found = session.measure({names[path]: lambda _, path=path: path() for path in names}, in_turn=in_turn)
