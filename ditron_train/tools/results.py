@@ -61,6 +61,7 @@ class Row:
         jobs_ms: The time of a step in each job, ``native`` and ``ditron``.
         clocks_mhz: The clock of the GPUs' multiprocessors, likewise.
         joules: What a GPU takes for a step, likewise.
+        native_repeats: False where two jobs by Megatron's path differed, so that bits say nothing; None: not seen.
     """
 
     op: str
@@ -94,11 +95,19 @@ class Row:
     jobs_ms: dict[str, list[float]] | None = None
     clocks_mhz: dict[str, float] | None = None
     joules: dict[str, float] | None = None
+    native_repeats: bool | None = None
 
     @property
     def tells_all(self) -> bool:
         """Whether it says how the measurement can be repeated and what happened: only such rows stand in README."""
         return bool(self.command and self.plan and self.versions and self.trace)
+
+    @property
+    def bits_words(self) -> str:
+        """``equal``, or what else bits say."""
+        if self.native_repeats is False:
+            return "Megatron's own differ"
+        return "equal" if self.bitwise_equal else "**DIFFER**"
 
     @property
     def fp8(self) -> str | None:

@@ -139,7 +139,7 @@ def _job_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
         words = (
             f"{row.speedup:.3f}x of {row.native_us / 1e3:.0f} ms ({stamp.device.removeprefix('NVIDIA ').split()[0]})"
         )
-        words += "" if row.bitwise_equal else " **DIFFER**"
+        words += "" if row.bitwise_equal else f", {row.bits_words}"
         jobs.setdefault((features, _step_model(row)), {})[stamp.count] = words
     lines = [
         f"| `--ditron` | trained | {' | '.join(f'{count} GPUs' for count in counts)} |",
@@ -157,10 +157,8 @@ def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
     ]
     for features, stamp, row in _by_feature(steps):
         times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x"
-        bits = "equal" if row.bitwise_equal else "**DIFFER**"
-        lines.append(
-            f"| `{features}` | {_step_model(row)}: {model_words(row)} | {_machine(stamp)} | {times} | {bits} |"
-        )
+        trained = f"{_step_model(row)}: {model_words(row)}"
+        lines.append(f"| `{features}` | {trained} | {_machine(stamp)} | {times} | {row.bits_words} |")
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -122,7 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.results is not None:
         command = None if arguments.notes else _command(arguments)
         story = Story(command, None if traces is None else trace_table(*traces))
-        path = write_row(arguments.results, arguments.model, runs, skip, story, is_equal=is_equal and not found)
+        verdict: dict[str, Any] = dict(is_equal=is_equal and not found, native_repeats=False if own else None)
+        path = write_row(arguments.results, arguments.model, runs, skip, story, **verdict)
         words = "no row was written: no step was timed" if path is None else f"written: {path}"
         Console(stderr=True).print(words, markup=False, highlight=False)
     return 0 if is_equal else 1

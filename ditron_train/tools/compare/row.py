@@ -65,7 +65,14 @@ def _without_places(words: Sequence[str]) -> str:
 
 
 def write_row(
-    folder: Path, model: str, runs: Runs, skip: int, story: Story | None = None, *, is_equal: bool
+    folder: Path,
+    model: str,
+    runs: Runs,
+    skip: int,
+    story: Story | None = None,
+    *,
+    is_equal: bool,
+    native_repeats: bool | None = None,
 ) -> Path | None:
     """Adds the row ``training_step`` to ``training.json``; one of the same model, features and recipe is replaced,
     others keep their stamp.
@@ -96,6 +103,7 @@ def write_row(
         jobs_ms={kind: [round(ms, 2) for ms in jobs] for kind, jobs in zip(("native", "ditron"), times)},
         clocks_mhz=None if clocks is None else dict(zip(("native", "ditron"), (round(mhz, 1) for mhz in clocks))),
         joules=None if joules is None else dict(zip(("native", "ditron"), (round(one, 1) for one in joules))),
+        native_repeats=native_repeats,
     )  # fmt: skip
     path = result_path(folder, stamp, TRAINING)
     try:

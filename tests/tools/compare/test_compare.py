@@ -480,6 +480,18 @@ def test_rows_of_other_models_stay(tmp_path):
     assert {row.model: row.commit for row in rows} == {"a": None, "b": "before"}
 
 
+@pytest.mark.parametrize(
+    "is_equal, native_repeats, words",
+    [(True, None, "equal"), (False, None, "**DIFFER**"), (False, False, "Megatron's own differ")],
+)
+def test_a_row_says_where_bits_say_nothing(tmp_path, is_equal, native_repeats, words):
+    _write(tmp_path / "job", 0, 1, [1.0, 2.0, 3.0])
+    job = read_job(tmp_path / "job")
+    said = dict(is_equal=is_equal, native_repeats=native_repeats)
+    (row,) = read_results(write_row(tmp_path, "a", Runs([job], [job]), 1, **said))[1]
+    assert row.bits_words == words and row.native_repeats is native_repeats
+
+
 def test_rows_are_stamped_with_the_machine_that_trained(tmp_path):
     for name, stamp in (
         ("old", None),
