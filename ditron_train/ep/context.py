@@ -34,7 +34,8 @@ class MoveConfig:
     """Launch constants of the two kernels that move tokens. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs, one a multiprocessor, that push over the links where no table says how many.
+        num_senders: Programs, one a multiprocessor, that push over the links where no table says how many;
+            ``usual_senders`` makes it those of a combine.
         num_programs: All programs of a launch: those above ``num_senders`` place what arrives.
         num_warps: Warps of a program: with 32 the kernels would have to spill registers.
         push_elements: Elements of a tile on its way to the experts.
@@ -50,6 +51,14 @@ class MoveConfig:
     return_elements: int = 32768
     sum_elements: int = 8192
     item_tokens: int = 8
+
+
+def usual_senders(op: str, num_senders: int, world_size: int) -> int:
+    """Programs that push in a ``dispatch`` or ``combine``: those of a combine copy own rows, too, one part of
+    ``world_size``, so there are as many more, and as many for each rank."""
+    if op != "combine" or not 1 < world_size <= num_senders:
+        return num_senders
+    return -(-num_senders // (world_size - 1)) * world_size
 
 
 def move_class(num_experts: int, topk: int, hidden: int) -> str:
@@ -139,8 +148,8 @@ class EPContext(OpContext):
         return LayoutSizes._make([*values, self.target])
 
     def senders(self, op: str, hidden: int) -> int:
-        """Programs that push over the links in a ``dispatch`` or ``combine``: as a tuning table says, else
-        ``move.num_senders``; at most half of all, for the others place what arrives."""
+        """Programs that push over the links in a ``dispatch`` or ``combine``: as a tuning table says, else the usual
+        ones; at most half of all, for the others place what arrives."""
         most = max(self.move.num_programs // 2, 1)
         if self.tried_senders is not None:
             return min(self.tried_senders, most)
@@ -148,7 +157,8 @@ class EPContext(OpContext):
         if key not in self._senders:
             name = move_class(self.shape.num_experts, self.shape.topk, hidden)
             found = tuned_count(device_name(self.device), op, self.world_size, name, "senders")
-            self._senders[key] = self.move.num_senders if found is None else found
+            usual = usual_senders(op, self.move.num_senders, self.world_size)
+            self._senders[key] = usual if found is None else found
         return min(self._senders[key], most)
 
     def leave_room(self) -> None:

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import compiling_alone, expert_functions, fused_forms, fused_forms_by_one_program  # noqa: E402
 
-from ditron_train.ep.context import EPContext, MoveConfig  # noqa: E402
+from ditron_train.ep.context import EPContext, MoveConfig, usual_senders  # noqa: E402
 from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_step  # noqa: E402
 from ditron_train.ep.few_rows import NEVER  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
@@ -64,6 +64,14 @@ def test_of_few_programs_half_place_what_arrives(monkeypatch, num_programs, send
     assert EPContext.senders(posed, "dispatch", 64) == senders
     posed.tried_senders = 32
     assert EPContext.senders(posed, "dispatch", 64) == min(32, num_programs // 2)
+
+
+@pytest.mark.parametrize(("world_size", "senders"), [(1, 16), (2, 32), (3, 24), (4, 24), (8, 24), (16, 32), (32, 16)])
+def test_a_combine_has_as_many_more_senders_as_copy_own_rows(world_size, senders):
+    assert usual_senders("dispatch", 16, world_size) == 16
+    found = usual_senders("combine", 16, world_size)
+    assert found == senders and found % min(world_size, 16) == 0
+    assert usual_senders("combine", 1, world_size) == 1  # the interpreter's
 
 
 def test_expert_functions_and_their_gradients():

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from ditron_train.ep import EPContext, combine
-from ditron_train.ep.context import move_class
+from ditron_train.ep.context import move_class, usual_senders
 from ditron_train.ep.spec import MoeSpec, routing_of
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape
@@ -184,7 +184,8 @@ class _MoveSpec(MoeSpec[TokensCall, EPContext]):
         if ranked:
             return []
         counts = () if context.target == "interpreter" else (4, 8, 12, 16, 24, 32)
-        return list(dict.fromkeys([context.move.num_senders, *counts]))
+        usual = usual_senders(self.row, context.move.num_senders, context.world_size)
+        return list(dict.fromkeys([usual, *counts]))
 
     def fused_as(self, call: TokensCall, context: EPContext, candidate: int) -> Function:
 

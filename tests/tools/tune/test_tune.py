@@ -85,7 +85,7 @@ def test_movement_runs_as_the_table_says(tmp_path: Path) -> None:
     choices["combine"]["8 experts top 2 32"]["senders"] = 11
     path.write_text(json.dumps(content))
     for found in run_workers(2, use_counts, str(path)):
-        assert found == [(32, 7), (32, 66), (16, 9), (16, 11)]
+        assert found == [(32, 7), (32, 66), (16, 9), (32, 11)]
     choices["to_heads"]["32x256"]["programs"] = "many"
     path.write_text(json.dumps(content))
     with pytest.raises(SettingError, match="cannot be read: programs is 'many'"):
