@@ -23,6 +23,7 @@ from ditron_train.runtime.sizes import next_power_of_2
 
 _TILE_ELEMENTS = 8192
 _MOST_COLUMNS = 1024
+_PROGRAMS_OF_AN_SM = 4  # each waits for one row of a few tokens at a time
 
 
 class RowLayout:
@@ -30,7 +31,8 @@ class RowLayout:
 
     Args:
         counts: int64 [world_size, local experts] on the CPU: rows of each source and expert.
-        row_of_token: int32 [world_size * tokens, places]: the rows that a token has here, by expert, or -1.
+        rows_of_token: int32 [world_size * tokens, places]: the rows that a token has here, the last expert's first,
+            and -1 behind them.
         adds_up: Whether a token's rows are added up, from zero on, as native does; else it has one place.
 
     Attributes:
@@ -39,10 +41,10 @@ class RowLayout:
         num_rows: Of all experts.
     """
 
-    def __init__(self, counts: torch.Tensor, row_of_token: torch.Tensor, *, adds_up: bool) -> None:
-        self.counts, self.row_of_token, self.adds_up = counts, row_of_token, adds_up
+    def __init__(self, counts: torch.Tensor, rows_of_token: torch.Tensor, *, adds_up: bool) -> None:
+        self.counts, self.rows_of_token, self.adds_up = counts, rows_of_token, adds_up
         self.world_size, self.num_experts = counts.shape
-        self.num_tokens = len(row_of_token) // self.world_size
+        self.num_tokens = len(rows_of_token) // self.world_size
         self.tokens_per_expert = counts.sum(0)
         self.num_rows = int(self.tokens_per_expert.sum())
         self._tiles_of_parts: dict[tuple[int, int], tuple[list[RowTiles], RowTiles | None]] = {}
@@ -54,7 +56,7 @@ class RowLayout:
     @cached_property
     def tiles(self) -> RowTiles:
         """Row tiles of all experts."""
-        return row_tiles(self.tokens_per_expert.to(self.row_of_token.device), self.num_rows)
+        return row_tiles(self.tokens_per_expert.to(self.rows_of_token.device), self.num_rows)
 
     def tiles_of_parts(
         self, fewest_rows: int = 0, cover_rows: int | None = None
@@ -78,7 +80,7 @@ class RowLayout:
                 for source in range(self.world_size)
             ]
             spans.append(np.stack([whole, ends[whole, -1] - counts[whole].sum(1), ends[whole, -1]], axis=1))
-            device = self.row_of_token.device
+            device = self.rows_of_token.device
             *of_sources, rest = host_tiles(spans, self.num_rows, self.num_experts, device)
             self._tiles_of_parts[key] = of_sources, rest if len(whole) else None
         return self._tiles_of_parts[key]
@@ -102,9 +104,11 @@ class GatheredLayout(RowLayout):
             raise NotSupportedError(f"gathered experts: {tuple(local_map.shape)} of {world_size} ranks")
         by_expert = local_map.t().contiguous()
         ends = by_expert.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, num_tokens)
-        row_of_token = torch.where(by_expert, ends - 1, -1).t().contiguous()
+        row_of_token = torch.where(by_expert, ends - 1, -1).t()
+        # Rows lie by expert, so a token's rows in descending order are those of its experts in that order.
+        rows_of_token = row_of_token.contiguous().sort(dim=1, descending=True).values
         counts = local_map.view(world_size, num_tokens // world_size, num_experts).sum(1).cpu()
-        super().__init__(counts, row_of_token, adds_up=True)
+        super().__init__(counts, rows_of_token, adds_up=True)
 
 
 class SlicedLayout(RowLayout):
@@ -124,12 +128,12 @@ class SlicedLayout(RowLayout):
         room = max(-(-int(rows.max()) // step), 1) * step
         by_expert = counts.T.contiguous().view(-1)  # [expert, rank]
         starts = (by_expert.cumsum(0) - by_expert).view(counts.shape[::-1])
-        row_of_token = torch.full((len(counts), room), -1, dtype=torch.int32, device="cpu")
+        row_of_rank = torch.full((len(counts), room), -1, dtype=torch.int32, device="cpu")
         for rank, of_experts in enumerate(counts.tolist()):
             runs = zip(starts[:, rank].tolist(), of_experts)
             parts = [torch.arange(first, first + n, device="cpu") for first, n in runs]
-            row_of_token[rank, : int(rows[rank])] = torch.cat(parts).int()
-        table = row_of_token.view(-1, 1)
+            row_of_rank[rank, : int(rows[rank])] = torch.cat(parts).int()
+        table = row_of_rank.view(-1, 1)
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
         super().__init__(counts, table, adds_up=False)
@@ -172,18 +176,20 @@ def _run(kernel: object, layout: RowLayout, source: int, hidden: int, tensors: t
         return
     columns = min(next_power_of_2(hidden), _MOST_COLUMNS)
     block_t = max(_TILE_ELEMENTS // columns, 1)
-    constants = {"NUM_EXPERTS": layout.row_of_token.shape[1], **flags, "BLOCK_T": block_t, "BLOCK_H": columns}
+    places = layout.rows_of_token.shape[1]
+    constants = {"PLACES": places, "PLACE_LANES": next_power_of_2(places), **flags}
+    constants |= {"BLOCK_T": block_t, "BLOCK_H": columns}
     is_cuda = kernel_target(first.device) != "interpreter"
-    num_programs = min(2 * num_sms(first.device), -(-layout.num_tokens // block_t)) if is_cuda else 1
+    num_programs = min(_PROGRAMS_OF_AN_SM * num_sms(first.device), -(-layout.num_tokens // block_t)) if is_cuda else 1
     launch = _launch(kernel, num_programs, tuple(constants.items()), tuple(one.dtype for one in tensors))
     with on_device(first.device):
-        launch(*tensors, layout.row_of_token[layout.tokens_of(source)], layout.num_tokens, hidden)
+        launch(*tensors, layout.rows_of_token[layout.tokens_of(source)], layout.num_tokens, hidden)
 
 
 def place(tokens: torch.Tensor, rows: torch.Tensor, layout: RowLayout, source: int) -> None:
     """Copies the tokens of one rank to their rows at the local experts.
 
-        for t, e in local_map[source].nonzero(): rows[row_of_token[source, t, e]] = tokens[t]
+        for t in range(len(tokens)): rows[rows_of_token[source, t]] = tokens[t]
 
     Args:
         tokens: [tokens, hidden] of rank ``source``.
@@ -201,7 +207,7 @@ def place(tokens: torch.Tensor, rows: torch.Tensor, layout: RowLayout, source: i
 def sum_to_tokens(rows: torch.Tensor, out: torch.Tensor, layout: RowLayout, source: int, order: SumOrder) -> None:
     """Adds up the rows of each token of one rank, over the local experts.
 
-        out[t] = sum over e of rows[row_of_token[source, t, e]], in ``order``
+        out[t] = sum of rows[rows_of_token[source, t]], in ``order``
 
     Args:
         rows: [num_rows, hidden].

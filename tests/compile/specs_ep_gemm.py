@@ -81,8 +81,8 @@ SPECS = [
     KernelSpec(
         name="ep_place_tokens",
         kernel="ditron_train.ep.gathered_kernels:place_tokens",
-        signature={"tokens": "*bf16", "rows": "*bf16", "row_of_token": "*i32", "num_tokens": "i32", "hidden": "i32"},
-        constexprs={"NUM_EXPERTS": 16, "BLOCK_T": 8, "BLOCK_H": 1024},
+        signature={"tokens": "*bf16", "rows": "*bf16", "rows_of_token": "*i32", "num_tokens": "i32", "hidden": "i32"},
+        constexprs={"PLACES": 15, "PLACE_LANES": 16, "BLOCK_T": 8, "BLOCK_H": 1024},
         num_warps=8,
         aligned=("tokens", "rows", "hidden"),
     ),
@@ -90,9 +90,11 @@ SPECS = [
         KernelSpec(
             name=f"ep_sum_rows_{name}",
             kernel="ditron_train.ep.gathered_kernels:sum_rows",
-            signature={"rows": "*bf16", "out": out, "row_of_token": "*i32", "num_tokens": "i32", "hidden": "i32"},
+            signature={"rows": "*bf16", "out": out, "rows_of_token": "*i32", "num_tokens": "i32", "hidden": "i32"},
             constexprs={
-                "NUM_EXPERTS": 16,
+                "PLACES": 15,
+                "PLACE_LANES": 16,
+                "FROM_ZERO": True,
                 "DESCENDING": fused,
                 "ROUND_EACH": not fused,
                 "BLOCK_T": 8,

@@ -199,21 +199,31 @@ def test_gathered_experts_are_tried_beside_any_version_of_megatron():
 
 
 @pytest.mark.parametrize("order", ["ascending_rounded", "ascending", "descending"])
-def test_rows_are_added_up_in_the_order_that_is_asked_for(order):
+@pytest.mark.parametrize(
+    "num_tokens, num_experts, hidden, share",
+    [(12, 5, 24, 0.7), (26, 9, 1100, 0.2), (16, 1, 8, 1.0), (10, 33, 16, 0.05)],
+)
+def test_rows_are_added_up_in_the_order_that_is_asked_for(order, num_tokens, num_experts, hidden, share):
+    """Tokens with all, a few and none of the experts; more columns than a tile has, and tokens that fill none."""
     generator = torch.Generator().manual_seed(3)
-    local_map = torch.rand(12, 5, generator=generator) < 0.7
-    layout = GatheredLayout(local_map, 2)
-    rows = torch.randn(layout.num_rows, 24, generator=generator).bfloat16()
+    local_map = torch.rand(num_tokens, num_experts, generator=generator) < share
+    layout, of_source = GatheredLayout(local_map, 2), num_tokens // 2
+    rows = torch.randn(layout.num_rows, hidden, generator=generator).bfloat16()
+    tokens = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
+    placed = torch.full_like(rows, float("nan"))
     for source in range(2):
-        out = torch.full((6, 24), float("nan"), dtype=torch.float32)
+        out = torch.full((of_source, hidden), float("nan"), dtype=torch.float32)
+        place(tokens[layout.tokens_of(source)], placed, layout, source)
         sum_to_tokens(rows, out, layout, source, order)
         for token, found in enumerate(out):
-            total = torch.zeros(24)
-            places = layout.row_of_token[6 * source + token]
-            for row in places[places >= 0].tolist()[:: -1 if order == "descending" else 1]:
+            total, position = torch.zeros(hidden), of_source * source + token
+            experts = local_map[position].nonzero()[:, 0].tolist()
+            for expert in experts[:: -1 if order == "descending" else 1]:
+                row = int(local_map[:, :expert].sum() + local_map[:position, expert].sum())
                 total = total + rows[row].float()
                 total = total.bfloat16().float() if order == "ascending_rounded" else total
             assert torch.equal(found, total.bfloat16().float())
+    assert torch.equal(placed, torch.cat([tokens[local_map[:, expert]] for expert in range(num_experts)]))
 
 
 def test_tokens_come_to_their_rows_and_nowhere_else():
