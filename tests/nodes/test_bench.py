@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from ditron_train.tools.bench import nodes
 from tests.support.nodes import why_no_nodes
 from tests.support.patience import HANG_S
 
@@ -40,7 +43,7 @@ def test_nodes_of_one_rank(tmp_path):
     for row in _rows(tmp_path, ["--rate-mbit", "1400"], OPS):
         has_path = row["op"] != "attention_exchange"  # nodes of one rank have no rails to share
         assert (row["fused_sends"] > 0) is has_path is ("peer_us" in row)
-        if "Megatron's path" in row["plan"][0]:
+        if "Megatron's" in row["plan"][0]:
             assert row["ditron_us"] == row["native_us"]
         elif row["op"] != "muon_step":
             (plan,) = row["plan"]
@@ -50,3 +53,47 @@ def test_nodes_of_one_rank(tmp_path):
 
 def test_nodes_by_the_loopback_device(tmp_path):
     assert all(row["fused_sends"] > 0 for row in _rows(tmp_path, ["--loopback"], ["pp", "muon"]))
+
+
+class _Session:
+    """What a row is asked of: each path that is timed takes as long as its place among them."""
+
+    device, equal = torch.device("cpu"), staticmethod(lambda ours, native: ours == native)
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    def measure(self, paths, in_turn):
+        assert in_turn
+        return {name: SimpleNamespace(median_us=float(place)) for place, name in enumerate(paths, 1)}
+
+    def row(self, op, direction, model, sizes, timings, equal, **fields):
+        return dict(equal=equal, **{name: timing.median_us for name, timing in timings.items()}, **fields)
+
+    def add(self, row):
+        self.rows.append(row)
+
+
+@pytest.mark.parametrize(
+    "left, exchanges, plan, is_native",
+    [
+        ([], ["gather"], "strict: the fused path", False),
+        (["gather"], ["sums"], "strict: the fused path, gather by the process group", False),
+        (["gather"], ["gather", "sums"], "strict: the fused path, gather by the process group", False),
+        (["gather"], ["gather"], "strict: Megatron's calls, gather by the process group", True),
+        (["sums"], ["sums"], "strict: Megatron's calls, sums by the process group", True),
+    ],
+)
+def test_a_pass_that_is_left_to_the_process_group_repeats_megatrons_time(
+    monkeypatch, left, exchanges, plan, is_native
+):
+    context = SimpleNamespace(leaves_gather="gather" in left, leaves_sums="sums" in left)
+    monkeypatch.setattr(nodes.gate, "answer_for", lambda spec, call: SimpleNamespace(context=context, reason=None))
+    spec, shape = SimpleNamespace(name="tp column", row="x", measured="forward"), SimpleNamespace(model="m", sizes={})
+    strict = [lambda: [1], lambda: [1], lambda: [1]]  # native, by rails throughout, as the answer has it
+    case = nodes._Case(spec, None, shape, *strict[:2], lambda _: strict[2], frozenset(exchanges), measured="forward")
+    session = _Session()
+    nodes._add_row(session, case, [])
+    (row,) = session.rows
+    assert row["plan"] == [plan] and (row["ditron"] == row["native"]) is is_native and row["equal"]
+    assert row["peer_us"] == 2.0

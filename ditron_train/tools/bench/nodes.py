@@ -28,6 +28,7 @@ from ditron_train.tools.session import BenchSession, bench_session
 if TYPE_CHECKING:
     from ditron_train.megatron.tp.spec import LinearSpec
 
+_EXCHANGES = ("gather", "sums")  # of a linear layer
 PARTS = ("tp", "sp", "ep", "pp", "muon")
 _LINK_BYTES, _COPY_BYTES = 8 << 20, 1 << 30  # the latter far above what a GPU's cache holds
 
@@ -41,6 +42,8 @@ class _Case(NamedTuple):
         native, fused: What is compared and timed; ``fused`` is None where the op has no fused path on these nodes.
         strict: Makes what runs from the context of an answer, which may leave a part to Megatron's path; None:
             ``fused``.
+        exchanges: What the measured pass moves, ``gather`` or ``sums``: a pass that an answer leaves all of it to the
+            process group makes Megatron's calls. Both: of forward and backward.
         op, measured: Of the row, where they are not the spec's.
         is_asked: Whether jobs ask the gate.
     """
@@ -51,6 +54,7 @@ class _Case(NamedTuple):
     native: Callable[[], Any]
     fused: Callable[[], Any] | None
     strict: Callable[[Any], Callable[[], Any]] | None = None
+    exchanges: frozenset[str] = frozenset()
     op: str | None = None
     measured: Pass | None = None
     is_asked: bool = True
@@ -201,13 +205,15 @@ def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> I
         yield _Case(spec, call, Shape("posed", sizes), layer(None), layer(context))
         return
 
-    def case(make: Callable[[Any], Callable[[], Any]], **fields: Any) -> _Case:
+    def case(make: Callable[[Any], Callable[[], Any]], *exchanges: str, **fields: Any) -> _Case:
         """The fused path by rails throughout, whatever the answer's context leaves to the process group."""
-        return _Case(spec, call, Shape("posed", sizes), make(None), make(context), make, **fields)
+        native, fused = make(None), make(context)
+        return _Case(spec, call, Shape("posed", sizes), native, fused, make, frozenset(exchanges), **fields)
 
-    yield case(layer)
-    yield case(forward, op="ag_gemm" if spec.kind == "column" else "gemm_rs", measured="forward")
-    yield case(backward, measured="backward")
+    passes = ("gather", "sums") if spec.kind == "column" else ("sums", "gather")
+    yield case(layer, *passes)
+    yield case(forward, passes[0], op="ag_gemm" if spec.kind == "column" else "gemm_rs", measured="forward")
+    yield case(backward, passes[1], measured="backward")
 
 
 def _exchanges(session: BenchSession, divide: int) -> Iterator[_Case]:
@@ -273,12 +279,6 @@ def _matrices(session: BenchSession, divide: int) -> Iterator[_Case]:
     yield _case(MUON_STEP, call, shape)._replace(is_asked=False)
 
 
-def _left(context: Any) -> str:
-    """What an answer of a linear layer leaves to Megatron's calls, in words."""
-    names = [name for name in ("gather", "sums") if getattr(context, f"leaves_{name}", False)]
-    return f", {' and '.join(names)} by the process group" if names else ""
-
-
 def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
     surroundings: AbstractContextManager[Any] = nullcontext()
     if case.spec.name == "ep movement":
@@ -295,8 +295,12 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
             answer = gate.answer_for(case.spec, case.call)
             plan, strict = f"strict: Megatron's path, {answer.reason}", case.native
             if answer.context is not None:
-                plan = f"strict: the fused path{_left(answer.context)}"
+                left = [name for name in _EXCHANGES if getattr(answer.context, f"leaves_{name}", False)]
+                words = f", {' and '.join(left)} by the process group" if left else ""
+                plan = f"strict: the fused path{words}"
                 strict = case.fused if case.strict is None else case.strict(answer.context)
+                if case.exchanges and case.exchanges <= set(left):
+                    plan, strict = f"strict: Megatron's calls{words}", case.native
         assert strict is not None, "what nobody asks for has a fused path"
         # In turn: a link of sockets is slower from one second to the next. Not so a dispatch on GPUs: the fused one
         # took a third longer between calls of Megatron's path, which no job has.
