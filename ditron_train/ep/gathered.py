@@ -175,10 +175,10 @@ def _run(kernel: object, layout: RowLayout, source: int, hidden: int, tensors: t
     if layout.num_rows == 0 and kernel is place_tokens:
         return
     columns = min(next_power_of_2(hidden), _MOST_COLUMNS)
-    block_t = max(_TILE_ELEMENTS // columns, 1)
     places = layout.rows_of_token.shape[1]
-    constants = {"PLACES": places, "PLACE_LANES": next_power_of_2(places), **flags}
-    constants |= {"BLOCK_T": block_t, "BLOCK_H": columns}
+    lanes = next_power_of_2(places)
+    block_t = max(_TILE_ELEMENTS // max(columns, lanes), 1)
+    constants = {"PLACES": places, "PLACE_LANES": lanes, **flags, "BLOCK_T": block_t, "BLOCK_H": columns}
     is_cuda = kernel_target(first.device) != "interpreter"
     num_programs = min(_PROGRAMS_OF_AN_SM * num_sms(first.device), -(-layout.num_tokens // block_t)) if is_cuda else 1
     launch = _launch(kernel, num_programs, tuple(constants.items()), tuple(one.dtype for one in tensors))

@@ -77,8 +77,8 @@ def sum_rows(
             offsets = column + tl.arange(0, BLOCK_H)
             narrow = (offsets < hidden)[None, :]
             total = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
-            if not FROM_ZERO:
-                total = total * -1.0  # -0 + -0 is -0; a unary minus is 0 - x up to Triton 3.7
+            if not FROM_ZERO:  # -0 + -0 is -0; a unary minus is 0 - x up to Triton 3.7
+                total = tl.where((held > 0)[:, None], total * -1.0, total)
             for step in range(0, tl.max(held, axis=0)):
                 has = step < held
                 place = step if DESCENDING else held - 1 - step

@@ -59,7 +59,7 @@ class Observation:
         is_clear: Whether the times of the one lie above those of the other, but for a few, or ours were below native's
             so much alike in all rounds that chance hardly makes it: a difference smaller than what repetitions differ
             by is none.
-        host_longer_us: What ours takes the host longer, where that is not in its time.
+        host_longer_us: What ours takes the host longer, where jobs are to be looked at for it.
     """
 
     bits_equal: bool | None
@@ -254,7 +254,7 @@ def probe(
     equal = all([_compare(*pair, device) for pair in ((native, ours), *also)])  # all of them: they are collective
     if timed:
         observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, True))
-        if host_counts and observation.is_faster:
+        if host_counts and observation.is_faster and (observation.bits_equal or not needs_bits):
             observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, False))
         if host_counts:
             observation = replace(observation, host_longer_us=0.0)

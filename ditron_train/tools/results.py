@@ -61,7 +61,8 @@ class Row:
         jobs_ms: The time of a step in each job, ``native`` and ``ditron``.
         clocks_mhz: The clock of the GPUs' multiprocessors, likewise.
         joules: What a GPU takes for a step, likewise.
-        native_repeats: False where two jobs by Megatron's path differed, so that bits say nothing; None: not seen.
+        native_repeats: False where ours differ, but no earlier than two jobs by Megatron's path, so that bits say
+            nothing; None in all other cases.
     """
 
     op: str

@@ -92,9 +92,9 @@ SPECS = [
             kernel="ditron_train.ep.gathered_kernels:sum_rows",
             signature={"rows": "*bf16", "out": out, "rows_of_token": "*i32", "num_tokens": "i32", "hidden": "i32"},
             constexprs={
-                "PLACES": 15,
-                "PLACE_LANES": 16,
-                "FROM_ZERO": True,
+                "PLACES": places,
+                "PLACE_LANES": places + places // 15,
+                "FROM_ZERO": places > 1,
                 "DESCENDING": fused,
                 "ROUND_EACH": not fused,
                 "BLOCK_T": 8,
@@ -103,7 +103,11 @@ SPECS = [
             num_warps=8,
             aligned=("rows", "out", "hidden"),
         )
-        for name, out, fused in (("descending", "*fp32", True), ("rounded", "*bf16", False))
+        for name, out, fused, places in (
+            ("descending", "*fp32", True, 15),
+            ("rounded", "*bf16", False, 15),
+            ("of_slices", "*bf16", False, 1),
+        )  # fmt: skip
     ),
     KernelSpec(
         name="ep_list_tiles",

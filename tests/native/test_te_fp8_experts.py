@@ -79,9 +79,9 @@ def test_what_the_policy_compares():
     first, second = run(workers.spec_on_cpu)
     assert first == second
     assert first[:4] == [
-        "ep experts fp8 forward 3 experts 48x32 E4M3, host counted",
-        "ep experts fp8 forward 20 experts 48x32 E4M3, host counted",
-        "ep experts fp8 dgrad 3 experts 48x32 E5M2, host counted",
-        "ep experts fp8 dgrad 3 experts 48x32 E4M3, host counted",
+        "ep experts fp8 forward 3 experts 48x32 E4M3, host ahead or not",
+        "ep experts fp8 forward 20 experts 48x32 E4M3, host ahead or not",
+        "ep experts fp8 dgrad 3 experts 48x32 E5M2, host ahead or not",
+        "ep experts fp8 dgrad 3 experts 48x32 E4M3, host ahead or not",
     ]
     assert "multiples of 16" in first[4] and "covered is bfloat16" in first[5]

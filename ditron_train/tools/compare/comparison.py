@@ -123,7 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.results is not None:
         command = None if arguments.notes else _command(arguments)
         story = Story(command, None if traces is None else trace_table(*traces))
-        verdict: dict[str, Any] = dict(is_equal=is_equal and not found, native_repeats=False if own else None)
+        says_nothing = bool(found) and is_equal  # ours differ from where native jobs do, too
+        verdict: dict[str, Any] = dict(is_equal=is_equal and not found, native_repeats=False if says_nothing else None)
         path = write_row(arguments.results, arguments.model, runs, skip, story, **verdict)
         words = "no row was written: no step was timed" if path is None else f"written: {path}"
         Console(stderr=True).print(words, markup=False, highlight=False)

@@ -231,7 +231,8 @@ def test_every_result_file_reads_and_has_equal_bits() -> None:
             assert tables and all(not row["lost"] and row["ours_ran"] for row in tables), path
             continue
         _, rows = read_results(path)
-        assert rows and all(row.bitwise_equal for row in rows), path
+        different = [row for row in rows if not row.bitwise_equal]
+        assert rows and all(path.stem == TRAINING and row.native_repeats is False for row in different), path
         assert path.stem == TRAINING or (ROOT / picture_path(path.relative_to(ROOT))).exists(), (
             "python scripts/readme.py"
         )
@@ -326,5 +327,5 @@ def test_of_each_job_the_newest_step_is_shown(tmp_path):
     of_step = f"{step.speedup:.3f}x of {step.native_us / 1e3:.0f} ms"
     assert lines == [
         f"| `tp` | some |  | {of_step} (H100) |",
-        f"| `ep` | some | {of_step} (H200) **DIFFER** | {of_step} (H200) |",
+        f"| `ep` | some | {of_step} (H200), **DIFFER** | {of_step} (H200) |",
     ]

@@ -18,6 +18,7 @@ import torch
 
 from ditron_train.megatron.plugin import record_steps
 from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.compare import comparison
 from ditron_train.tools.compare.comparison import add_arguments, run
 from ditron_train.tools.compare.launch import LAUNCHER, RunningJob, may_start_together, with_launcher
 from ditron_train.tools.compare.row import Story, write_row
@@ -179,18 +180,50 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
 
 def test_one_bit_of_one_weight_is_found(monkeypatch, script, compare_here, tmp_path):
     pytest.importorskip("megatron.core")
-    status, said = compare_here(*_alone(monkeypatch, script, "--noise", "ours"))
+    results = tmp_path / "results"
+    status, said = compare_here("--results", results, *_alone(monkeypatch, script, "--noise", "ours"))
     assert status == 1, said
     assert "DIFFERENT: " in said and "of step 4 on rank 0" in said
     assert "kernel" not in said and not list(tmp_path.glob("out/*/trace*"))
+    assert _only_row(results).bits_words == "**DIFFER**"
     assert read_job(tmp_path / "out" / "native").header["trace"] is None
 
 
-def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, compare_here):
+def _only_row(folder):
+    (path,) = folder.glob("*/training.json")
+    (row,) = read_results(path)[1]
+    return row
+
+
+def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, compare_here, tmp_path):
     pytest.importorskip("megatron.core")
-    status, said = compare_here(*_alone(monkeypatch, script, "--noise", "always"))
+    results = tmp_path / "results"
+    status, said = compare_here("--results", results, *_alone(monkeypatch, script, "--noise", "always"))
     assert status == 0, said
     assert "native does not repeat itself: " in said and "all before that is equal" in said
+    assert _only_row(results).bits_words == "Megatron's own differ"
+
+
+@pytest.mark.parametrize(
+    "ours, native_again, words",
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], "equal"),
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 4.0], "equal"),
+        ([1.0, 2.0, 4.0], [1.0, 2.0, 5.0], "Megatron's own differ"),
+        ([1.0, 5.0, 3.0], [1.0, 2.0, 4.0], "**DIFFER**"),
+    ],
+)
+def test_what_differs_before_megatrons_own_jobs_do_is_ours(
+    monkeypatch, script, compare_here, tmp_path, ours, native_again, words
+):
+    jobs = {"native": [1.0, 2.0, 3.0], "ditron": ours, "native-2": native_again}
+    for name, losses in jobs.items():
+        _write(tmp_path / name, 0, 1, losses)
+    native, fused, again = (read_job(tmp_path / name) for name in jobs)
+    monkeypatch.setattr(comparison, "_train_all", lambda arguments: Runs([native, again], [fused]))
+    status, _ = compare_here("--skip", 1, "--results", tmp_path / "results", *_alone(monkeypatch, script))
+    assert _only_row(tmp_path / "results").bits_words == words
+    assert status == (words == "**DIFFER**")
 
 
 def test_a_job_that_fails(script, compare_here, tmp_path):
