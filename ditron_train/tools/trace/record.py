@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +25,7 @@ from ditron_train.runtime.traces import export_trace
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import check_folder
 from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
-from ditron_train.tools.op_rows import OpCalls, parts_of
+from ditron_train.tools.op_rows import OpCalls, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.trace.phases import at_best, show_phases
@@ -37,15 +38,17 @@ _HEAD_START_CYCLES = 40_000_000  # about 20 ms of the GPU's clock: what a layer'
 Contenders = Mapping[str, Callable[[int], object]]
 
 
-def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path, fp8: str | None = None) -> int:
+def record_op(
+    op: str, shape: tuple[int, int, int] | None, folder: Path, fp8: str | None = None, model: str | None = None
+) -> int:
     """Writes ``<op>-native.json``, ``<op>-ditron.json`` (Perfetto and chrome://tracing read them) and ``<op>.png``.
 
-    Rank 0 is recorded while all ranks run. Collective; returns the exit status. In a recipe ``fp8`` it is part of the
-    files' names.
+    Rank 0 is recorded while all ranks run. Collective; returns the exit status. A recipe ``fp8`` and a ``model``, at
+    whose shape the op is recorded, are part of the files' names.
 
     Raises:
-        SettingError: A shape that does not divide over the ranks or that the op does not take, a folder that cannot
-            be written, or an op that is not in FP8.
+        SettingError: A shape that does not divide over the ranks or that the op does not take, a model that the op has
+            no shape of, a folder that cannot be written, or an op that is not in FP8.
         NotSupportedError: What the op needs (a GPU, megatron-core, Transformer Engine) is not there.
     """
     spec = _specs(fp8).get(op)
@@ -53,6 +56,9 @@ def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path, fp8: st
         raise SettingError(f"--fp8 {fp8}: {op} is not in FP8; {', '.join([*_specs(fp8), *_FP8_LAYERS])} are")
     if shape is not None and not (spec and takes_shape(spec)):
         raise SettingError(f"--shape is of ag_gemm and gemm_rs; {op} has one of its own")
+    if model is not None and (spec is None or shape is not None):
+        what = "--shape and --model are two shapes" if spec is not None else f"--model is of ops; {op} is a layer"
+        raise SettingError(what)
     check_folder(folder)
     with bench_session("trace", argparse.Namespace()) as session:
         make: Callable[..., Any]
@@ -60,12 +66,16 @@ def record_op(op: str, shape: tuple[int, int, int] | None, folder: Path, fp8: st
             make, needs = _LAYERS[op]
             make = partial(make, fp8=fp8) if fp8 is not None else make
         else:
-            make, needs = partial(_spec_op, spec=spec), ()
+            make, needs = partial(_spec_op, spec=spec, model=model), ()
         for need in needs:
             need(session, op)
         with make(session, op=op, shape=shape) as (title, contenders):
-            stem = op if fp8 is None else f"{op}-fp8-{fp8}"
+            stem = "-".join([op, *([f"fp8-{fp8}"] if fp8 else []), *([_as_file_name(model)] if model else [])])
             return _record(session, title, stem, {name: contenders[name] for name in ("native", "ditron")}, folder)
+
+
+def _as_file_name(model: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", model).strip("-")
 
 
 def _gpu(session: BenchSession, op: str) -> None:
@@ -87,13 +97,15 @@ _te = _module("transformer_engine", f"Transformer Engine: {pip_command('transfor
 
 @contextmanager
 def _spec_op(
-    session: BenchSession, op: str, shape: tuple[int, int, int] | None, *, spec: OpSpec[Any, Any]
+    session: BenchSession, op: str, shape: tuple[int, int, int] | None, *, spec: OpSpec[Any, Any], model: str | None
 ) -> Iterator[tuple[str, Contenders]]:
-    """An op at its first shape, a GEMM of a linear layer at ``shape``."""
+    """An op at its first shape or that of ``model``, a GEMM of a linear layer at ``shape``."""
     on_gpu = session.device.type == "cuda"
     chosen = spec.traced_shape(session.world_size, on_gpu)
     if shape is not None:
         chosen = Shape("custom", dict(zip("mnk", shape, strict=True)))
+    if model is not None:
+        chosen = shapes_for(spec, argparse.Namespace(model=[model]), session.world_size, on_gpu)[0]
     why = spec.why_not_shape(chosen, session.world_size)
     if why is not None:
         raise SettingError(why)

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_argument(
         parser, "of ag_gemm and gemm_rs (default: LLaMA-70B's; a run without a GPU: 256 each)", repeated=False
     )
+    parser.add_argument("--model", metavar="NAME", help="of --op: at this model's shape, as bench calls it")
     parser.add_argument(
         "--output", type=Path, default=Path("trace"), metavar="DIR", help="where the files go (default %(default)s)"
     )
@@ -59,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise SettingError(f"{options}: of --schedule; --op runs on the ranks that are there")
         check_fp8(arguments.fp8, "trace")
-        return record_op(arguments.op, arguments.shape, arguments.output, arguments.fp8)
-    if arguments.fp8:
-        raise SettingError("--fp8 is of --op")
+        return record_op(arguments.op, arguments.shape, arguments.output, arguments.fp8, arguments.model)
+    if arguments.fp8 or arguments.model:
+        raise SettingError(f"--{'fp8' if arguments.fp8 else 'model'} is of --op")
     m, n, k = arguments.shape or _SHAPES[arguments.schedule]
     layout: dict[str, Any] = {
         name: default if getattr(arguments, name) is None else getattr(arguments, name)

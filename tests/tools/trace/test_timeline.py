@@ -193,9 +193,13 @@ def _record_other(op: str, folder: str) -> int:
     return record_op(op, None, Path(folder))
 
 
-def _refused(op: str, shape: tuple[int, int, int] | None, folder: str) -> str:
+def _record_model(op: str, model: str, folder: str) -> int:
+    return record_op(op, None, Path(folder), model=model)
+
+
+def _refused(op: str, shape: tuple[int, int, int] | None, folder: str, model: str | None = None) -> str:
     try:
-        record_op(op, shape, Path(folder))
+        record_op(op, shape, Path(folder), model=model)
     except (SettingError, NotSupportedError) as error:
         return str(error)
     return "accepted"
@@ -217,6 +221,16 @@ def test_record_on_cpu_processes(tmp_path: Path) -> None:
 def test_ops_of_the_other_rooms(tmp_path: Path, op: str) -> None:
     assert run_workers(2, _record_other, op, str(tmp_path)) == [0, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{op}-ditron.json", f"{op}-native.json", f"{op}.png"]
+
+
+def test_an_op_at_the_shape_of_a_model(tmp_path: Path) -> None:
+    assert run_workers(2, _record_model, "send_recv", "ring", str(tmp_path)) == [0, 0]
+    assert (tmp_path / "send_recv-ring-ditron.json").exists() and (tmp_path / "send_recv-ring.png").exists()
+    refused = {("send_recv", None, "nobody's"), ("ag_gemm", (64, 64, 64), "LLaMA3.1-70B"), ("moe_layer", None, "x")}
+    words = {op: run_workers(2, _refused, op, shape, str(tmp_path), model) for op, shape, model in refused}
+    assert len(set(words["send_recv"])) == 1 and "nobody's" in words["send_recv"][0]
+    assert words["ag_gemm"] == ["--shape and --model are two shapes"] * 2
+    assert words["moe_layer"] == ["--model is of ops; moe_layer is a layer"] * 2
 
 
 def test_what_cannot_be_recorded_is_refused_on_every_rank(tmp_path: Path) -> None:
