@@ -19,7 +19,8 @@ from ditron_train.policy.late_host import LateHost, late_host_of
 from ditron_train.policy.self_check import self_check
 from ditron_train.policy.spec import Call, Context, OpSpec
 from ditron_train.runtime.device import is_capturing
-from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.errors import ArenaError, NotSupportedError, PeerTimeoutError
+from ditron_train.runtime.flight_recorder import note_unless_over
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
@@ -175,16 +176,20 @@ def why_all_failed(error: Exception, group: dist.ProcessGroup | None, turns: int
     (collective).
 
     Raises:
-        Exception: ``error`` itself under ``force``, or where other ranks met none.
-        PeerTimeoutError: Others did not come within ``turns`` deadlines (``symm.exchange``).
+        Exception: ``error`` itself under ``force``, or where other ranks met none: they say so, or do not come within
+            ``turns`` deadlines (``symm.exchange``), waiting for this rank elsewhere.
     """
     words = f"the fused path cannot run here: {type(error).__name__}: {error}"
     if get_settings().policy == "force":
         raise error
-    if group is not None and not all(
-        str(said).startswith(_FAILED) for said in exchange(group, _FAILED + words, turns)
-    ):
-        raise error
+    if group is not None:
+        with note_unless_over(error):
+            try:
+                said = exchange(group, _FAILED + words, turns)
+            except PeerTimeoutError as timeout:
+                raise error from timeout
+            if not all(str(one).startswith(_FAILED) for one in said):
+                raise error
     get_logger("policy").debug("%s", words, exc_info=error)
     return words
 

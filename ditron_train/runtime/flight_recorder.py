@@ -21,8 +21,8 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -99,6 +99,19 @@ class _Ring:
         }  # fmt: skip
         self._header["state"] = "raised"
         self._keep = True
+        self._write_header()
+
+    @contextmanager
+    def noting(self, error: BaseException) -> Iterator[None]:
+        """As ``note_unless_over``."""
+        if self._header["error"] is not None:
+            yield
+            return
+        before = {name: self._header[name] for name in ("error", "state")}, self._keep
+        self.note(error, None)
+        yield
+        header, self._keep = before
+        self._header.update(header)
         self._write_header()
 
     def _write_header(self) -> None:
@@ -275,6 +288,14 @@ def records_of(group_name: str, ranks: Sequence[int]) -> OpRecords:
             log_once("many groups", f"records hold the calls of this job's first {_MAX_GROUPS} groups", name="records")
         found = _records[key] = OpRecords(ring if group_id is not None else None, group_id or 0)
     return found
+
+
+@contextmanager
+def note_unless_over(error: BaseException) -> Iterator[None]:
+    """``error`` is in this rank's file from now on, unless the block ends as it should: of what may concern all ranks,
+    while they are asked. What is raised inside comes behind it."""
+    with _ring.noting(error) if _ring is not None else nullcontext():
+        yield
 
 
 def note_error(error: DitronError, group_name: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +17,7 @@ from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.values import make_values
 from ditron_train.tools.bench.megatron_ep import expert_parallel_world
 from ditron_train.tools.catalog import ROOMS, add_spec, remove_spec, specs_of
+from ditron_train.tools.postmortem.files import read_folder
 from ditron_train.tp import all_gather, get_tp_context
 
 
@@ -144,6 +147,13 @@ def ask_gate_of_another_version(on_ranks: tuple[int, ...]) -> str | None:
     place = Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
     gate.forget()
     return gate.answer_for(spec, spec.sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
+
+
+def asked_and_recorded(on_ranks: tuple[int, ...]) -> tuple[str, object]:
+    """What this rank's record says behind a failure of all ranks, behind which the job goes on."""
+    assert ask_gate_of_another_version(on_ranks)
+    (file,) = (one for one in read_folder(Path(os.environ["DITRON_POSTMORTEM"])) if one.rank == dist.get_rank())
+    return file.state, file.error
 
 
 def names_of_specs() -> list[str]:

@@ -18,6 +18,7 @@ from bodies_specs import (  # noqa: E402
     ask_failing_gate,
     ask_gate,
     ask_gate_of_another_version,
+    asked_and_recorded,
     bad_calls_are_refused,
     doctor_names_the_op,
     names_of_specs,
@@ -28,6 +29,8 @@ from bodies_specs import (  # noqa: E402
 
 from ditron_train.policy import spec as spec_module  # noqa: E402
 from ditron_train.runtime.errors import NotSupportedError  # noqa: E402
+from ditron_train.tools.postmortem.diverge import find_divergence  # noqa: E402
+from ditron_train.tools.postmortem.files import read_folder  # noqa: E402
 from ditron_train.tools.results import read_results  # noqa: E402
 from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
@@ -78,9 +81,19 @@ def test_code_for_another_version_of_a_library_is_native() -> None:
         run_workers(2, ask_gate_of_another_version, (0, 1), env={"DITRON_POLICY": "force"})
 
 
-def test_code_that_fails_on_one_rank_is_its_error() -> None:
-    found = run_workers_once(2, ask_gate_of_another_version, (0,), env={"DITRON_TIMEOUT_S": "3"})
-    assert not found[0].ok and "rank 1 waited 3 s for rank 0" in found[1].traceback, found
+def test_code_that_fails_on_one_rank_is_its_error(tmp_path: Path) -> None:
+    """It asks the others whether they have met it, too; they wait for it elsewhere, and never come."""
+    env = {"DITRON_TIMEOUT_S": "3", "DITRON_POSTMORTEM": str(tmp_path)}
+    found = run_workers_once(2, ask_gate_of_another_version, (0,), env=env)
+    assert "rank 1 waited 3 s for rank 0" in found[1].traceback, found
+    assert type(found[0].error).__name__ == "TypeError" and "a_new_name" in found[0].traceback, found
+    divergence = find_divergence(read_folder(tmp_path))
+    assert divergence is not None and (divergence.kind, divergence.ranks) == ("raised", (0,)), divergence
+
+
+def test_what_all_ranks_have_met_is_in_no_record(tmp_path: Path) -> None:
+    found = run_workers_once(2, asked_and_recorded, (0, 1), env={"DITRON_POSTMORTEM": str(tmp_path)})
+    assert [outcome.value for outcome in found] == [("running", None)] * 2, found
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in ANY_SHAPE])
