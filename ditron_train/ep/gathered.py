@@ -6,7 +6,9 @@ The native order that bits need: rows by local expert, then source rank, then to
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ import torch
 from ditron_train.ep.gathered_kernels import place_tokens, sum_rows
 from ditron_train.ep.launch import DTYPES
 from ditron_train.ep.orders import SumOrder
-from ditron_train.ep.row_tiles import RowTiles, host_tiles, row_tiles
+from ditron_train.ep.row_tiles import RowTiles, block_rows, host_tiles, row_tiles, tiles_to_device
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
@@ -47,7 +49,7 @@ class RowLayout:
         self.num_tokens = len(rows_of_token) // self.world_size
         self.tokens_per_expert = counts.sum(0)
         self.num_rows = int(self.tokens_per_expert.sum())
-        self._tiles_of_parts: dict[tuple[int, int], tuple[list[RowTiles], RowTiles | None]] = {}
+        self._tiles_of_groups: dict[tuple[Hashable, ...], list[RowTiles | None]] = {}
 
     def tokens_of(self, source: int) -> slice:
         """The tokens of a rank among all."""
@@ -58,32 +60,47 @@ class RowLayout:
         """Row tiles of all experts."""
         return row_tiles(self.tokens_per_expert.to(self.rows_of_token.device), self.num_rows)
 
-    def tiles_of_parts(
-        self, fewest_rows: int = 0, cover_rows: int | None = None
-    ) -> tuple[list[RowTiles], RowTiles | None]:
-        """Row tiles of the rows that each source rank has at some experts, and of all rows of the others, if any.
+    def tiles_of_groups(
+        self, groups: Sequence[Sequence[int]], which: Literal["last", "first"], fewest_rows: int = 0
+    ) -> list[RowTiles | None]:
+        """Row tiles of each of some groups of source ranks; None for a group that has none.
 
-        A product that is cut by sources has more tiles that are not full. So the largest experts alone are cut, as
-        many as give each source ``cover_rows`` rows: all of them by default.
+        Tiles begin at an expert's first row, wherever the rows of a source begin: none is cut. One that has rows of
+        several groups is of one of them.
 
         Args:
-            fewest_rows: Experts of fewer rows, of all sources, are in no part.
-            cover_rows: Of each source in its part, as far as it has so many.
+            groups: All source ranks, in the order in which their rows come, or sums of them leave.
+            which: Of the groups that have rows in a tile, whose it is: the last one's, since rows have to be there, or
+                the first one's, since sums of them leave first.
+            fewest_rows: Experts of fewer rows are in no group.
         """
-        counts = self.counts.numpy().T  # [expert, source]
-        cut, whole = _cut_and_whole(counts, fewest_rows, self.num_rows if cover_rows is None else cover_rows)
-        key = (fewest_rows, len(cut))
-        if key not in self._tiles_of_parts:
-            ends = np.cumsum(counts.ravel()).reshape(counts.shape)
-            spans = [
-                np.stack([cut, ends[cut, source] - counts[cut, source], ends[cut, source]], axis=1)
-                for source in range(self.world_size)
-            ]
-            spans.append(np.stack([whole, ends[whole, -1] - counts[whole].sum(1), ends[whole, -1]], axis=1))
-            device = self.rows_of_token.device
-            *of_sources, rest = host_tiles(spans, self.num_rows, self.num_experts, device)
-            self._tiles_of_parts[key] = of_sources, rest if len(whole) else None
-        return self._tiles_of_parts[key]
+        key = (tuple(map(tuple, groups)), which, fewest_rows)
+        if key not in self._tiles_of_groups:
+            self._tiles_of_groups[key] = self._tiles_of(groups, which, fewest_rows)
+        return self._tiles_of_groups[key]
+
+    def _tiles_of(
+        self, groups: Sequence[Sequence[int]], which: Literal["last", "first"], fewest_rows: int
+    ) -> list[RowTiles | None]:
+        counts, device = self.counts.numpy().T, self.rows_of_token.device  # [expert, source]
+        ends = np.cumsum(counts.ravel()).reshape(counts.shape)
+        rows = counts.sum(1)
+        experts = np.flatnonzero(rows >= max(fewest_rows, 1))
+        expert_ends = ends[experts, -1]
+        tiles = host_tiles(experts, expert_ends - rows[experts], expert_ends, block_rows(device))
+        firsts, tile_ends = tiles[:, 1, None], np.minimum(tiles[:, 1] + block_rows(device), tiles[:, 2])[:, None]
+        of_expert, end_of_source = counts[tiles[:, 0]], ends[tiles[:, 0]]
+        has_rows = (of_expert > 0) & (end_of_source > firsts) & (end_of_source - of_expert < tile_ends)
+        group_of_source = np.zeros(self.world_size, dtype=np.int64)
+        for number, group in enumerate(groups):
+            group_of_source[list(group)] = number
+        if which == "last":
+            group_of_tile = np.where(has_rows, group_of_source, -1).max(1, initial=-1)
+        else:
+            group_of_tile = np.where(has_rows, group_of_source, len(groups)).min(1, initial=len(groups))
+        parts = [tiles[group_of_tile == number] for number in range(len(groups))]
+        made = tiles_to_device(parts, self.num_rows, self.num_experts, device)
+        return [one if len(part) else None for one, part in zip(made, parts)]
 
     def experts_below(self, rows: int) -> list[int]:
         """The experts that have some rows, but fewer than that."""
@@ -137,23 +154,6 @@ class SlicedLayout(RowLayout):
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
         super().__init__(counts, table, adds_up=False)
-
-
-def _cut_and_whole(counts: np.ndarray, fewest_rows: int, cover_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The experts of at least ``fewest_rows`` rows: the largest, until each source has ``cover_rows``, or all that it
-    has; and the others.
-
-    Args:
-        counts: [experts, sources].
-        fewest_rows, cover_rows: As of ``RowLayout.tiles_of_parts``.
-    """
-    rows = counts.sum(1)
-    experts = np.flatnonzero(rows >= max(fewest_rows, 1))
-    largest_first = experts[np.argsort(-rows[experts], kind="stable")]
-    wanted = np.minimum(cover_rows, counts[experts].sum(0))
-    enough = (np.cumsum(counts[largest_first], axis=0) >= wanted).all(1)
-    num_cut = int(enough.argmax()) + 1 if len(experts) else 0
-    return np.sort(largest_first[:num_cut]), np.sort(largest_first[num_cut:])
 
 
 @lru_cache(maxsize=256)

@@ -61,14 +61,15 @@ class RowTiles:
         return self.tiles[_TILE_WORDS * (self.max_tiles + 1) :]
 
 
-def _block_m(target: str) -> int:
-    return 32 if target == "interpreter" else 128
+def block_rows(device: torch.device) -> int:
+    """Rows of a tile of grouped GEMMs of 16 bits."""
+    return 32 if kernel_target(device) == "interpreter" else 128
 
 
 def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int, block_m: int | None = None) -> RowTiles:
     """Lists the tiles of ``tokens_per_expert`` (integers on the device, [num_experts]) that sum to ``num_rows`` at
     most; of ``block_m`` rows, or as many as grouped GEMMs of 16 bits take."""
-    num_experts, block_m = tokens_per_expert.numel(), block_m or _block_m(kernel_target(tokens_per_expert.device))
+    num_experts, block_m = tokens_per_expert.numel(), block_m or block_rows(tokens_per_expert.device)
     num_programs = -(-(-(-num_rows // block_m) + num_experts) // _LIST_BLOCK)
     max_tiles = num_programs * _LIST_BLOCK  # few different numbers, whatever the rows: launches are kept by number
     words = _TILE_WORDS * (max_tiles + 1) + num_experts
@@ -80,30 +81,39 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int, block_m: int | Non
     return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
 
 
-def host_tiles(spans: Sequence[np.ndarray], num_rows: int, num_experts: int, device: torch.device) -> list[RowTiles]:
-    """Row tiles of parts of the rows, for products that are computed part by part.
+def host_tiles(experts: np.ndarray, firsts: np.ndarray, ends: np.ndarray, block_m: int) -> np.ndarray:
+    """The tiles of rows that lie by expert, int32 [tiles, 4], as ``list_tiles`` lists them.
 
     Args:
-        spans: Of each part int [spans, 3]: expert, first row and end row.
+        experts, firsts, ends: int [experts]: which, their first rows, and the rows behind their last ones.
+        block_m: Rows of a tile.
+    """
+    sizes = -(-(ends - firsts) // block_m)
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    tiles = np.zeros((len(within), _TILE_WORDS), dtype=np.int32)
+    for word, values in enumerate((experts, firsts, ends)):
+        tiles[:, word] = np.repeat(values, sizes)
+    tiles[:, 1] += within * block_m
+    return tiles
+
+
+def tiles_to_device(
+    parts: Sequence[np.ndarray], num_rows: int, num_experts: int, device: torch.device
+) -> list[RowTiles]:
+    """Parts of the tiles of all rows as row tiles, for products that are computed part by part.
+
+    Args:
+        parts: Tiles of each, as of ``host_tiles``, of ``block_rows(device)`` rows.
         num_rows: Rows of all experts together.
         num_experts: Experts.
         device: Where the rows are.
     """
-    block_m = _block_m(kernel_target(device))
-    listed = []
-    for span in spans:
-        sizes = -(-(span[:, 2] - span[:, 1]) // block_m)
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        tiles = np.zeros((len(within), _TILE_WORDS), dtype=np.int32)
-        tiles[:, :3] = np.repeat(span, sizes, axis=0)
-        tiles[:, 1] += within * block_m
-        listed.append(tiles)
-    max_tiles = max(-(-max(map(len, listed)) // _LIST_BLOCK), 1) * _LIST_BLOCK
-    words = np.zeros((len(listed), _TILE_WORDS * (max_tiles + 1) + num_experts + _SLACK_WORDS), dtype=np.int32)
-    for line, tiles in zip(words, listed):
+    max_tiles = max(-(-max(map(len, parts)) // _LIST_BLOCK), 1) * _LIST_BLOCK
+    words = np.zeros((len(parts), _TILE_WORDS * (max_tiles + 1) + num_experts + _SLACK_WORDS), dtype=np.int32)
+    for line, tiles in zip(words, parts):
         line[0] = len(tiles)
         line[_TILE_WORDS : _TILE_WORDS * (len(tiles) + 1)] = tiles.ravel()
     table = torch.from_numpy(words)
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    return [RowTiles(one, num_rows, num_experts, block_m, max_tiles) for one in table]
+    return [RowTiles(one, num_rows, num_experts, block_rows(device), max_tiles) for one in table]

@@ -1,5 +1,7 @@
-"""Floor 2: stateless orders of tiles and chunks; each a NumPy function, and a device function that must equal it."""
+"""Floor 2: stateless orders of tiles, chunks and ranks; what kernels follow is a NumPy function, and a device function
+that must equal it."""
 
+from ditron_train.schedule.groups import groups_in_turn
 from ditron_train.schedule.orders import (
     arrival_order,
     chunk_order,
@@ -21,6 +23,7 @@ __all__ = [
     "gather_row_tile_order",
     "gather_tile_order",
     "grouped_tile_order",
+    "groups_in_turn",
     "lower_triangle_tile_order",
     "order_in_block",
     "rank_blocks",

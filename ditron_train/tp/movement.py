@@ -44,13 +44,19 @@ class StartedGather:
     """
 
     def __init__(
-        self, prepared: PreparedGather, rows: torch.Tensor, num_columns: int, started_on: torch.cuda.Stream | None
+        self,
+        prepared: PreparedGather,
+        rows: torch.Tensor,
+        num_columns: int,
+        started_on: torch.cuda.Stream | None,
+        copies_own: bool,
     ) -> None:
         self._prepared = prepared
+        self._own_rows = None if copies_own else rows[:, :num_columns]
         self._sent = rows  # kept until the stream is behind the sends
         self.rows = prepared.buffer.local[:, :num_columns]
         self._started_on = started_on
-        prepared.start(rows)
+        prepared.start(rows, copies_own=copies_own)
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows are there: [total rows, K], a view of the context's buffer that the
@@ -69,17 +75,24 @@ class StartedGather:
 
         def consume_rank(ranks: Sequence[int]) -> None:
             share = slice(starts[ranks[0]], starts[ranks[0] + 1])
-            each(share, self.rows[share])
+            is_own = ranks[0] == prepared.context.rank
+            each(share, self.rows[share] if self._own_rows is None or not is_own else self._own_rows)
 
         prepared.consume([(source,) for source in prepared.arrival_order], consume_rank, key)
 
 
 @outside_compile
 def start_all_gather(
-    x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None, in_turn: bool = False
+    x: torch.Tensor,
+    *,
+    context: TPContext,
+    row_counts: Sequence[int] | None = None,
+    in_turn: bool = False,
+    copies_own: bool = True,
 ) -> StartedGather:
     """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next. ``in_turn``:
-    each peer is told of its rows as soon as they are there, for ``StartedGather.consume``.
+    each peer is told of its rows as soon as they are there, for ``StartedGather.consume``, which gives this rank's own
+    rows where ``x`` is without ``copies_own``: the gathered rows lack them then.
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
@@ -87,7 +100,7 @@ def start_all_gather(
     counts = None if row_counts is None else tuple(row_counts)
     stream = context.enter("all_gather", x.shape if counts is None else counts, x.dtype)
     prepared = context.prepare(AllGatherCall, x.shape, x.dtype, x.device, counts, in_turn)
-    return StartedGather(prepared, sendable_rows(x), x.shape[-1], stream)
+    return StartedGather(prepared, sendable_rows(x), x.shape[-1], stream, copies_own)
 
 
 @outside_compile

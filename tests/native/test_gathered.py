@@ -110,7 +110,7 @@ def test_slices_that_were_refused_are_not_asked_for_again():
     ids=["small", "several_tiles", "no_rows", "one_expert_each", "few_rows"],
 )
 def test_products_beside_the_movement_are_exact(ranks, sizes):
-    """New routings on memory full of other values, each time with other ranks late."""
+    """New routings on memory full of other values, each time with other ranks late, and sources in other groups."""
     assert run_workers(ranks, layers_are_exact, *sizes, 0.2) == [True] * ranks
 
 
@@ -121,47 +121,44 @@ def test_experts_of_few_rows_are_multiplied_by_themselves(fewest):
     assert run_workers(2, layers_are_exact, *sizes, 0.1, 3, fewest) == [True] * 2
 
 
-def _rows_of(tiles):
-    """(expert, row) of each row that tiles cover: first their number, then four words a tile."""
-    table = tiles.tiles.tolist()
-    spans = [table[4 * (number + 1) :][:3] for number in range(table[0])]
-    return [(e, row) for e, start, end in spans for row in range(start, min(end, start + tiles.block_m))]
-
-
 @given(
     st.integers(1, 4),
     st.integers(1, 5),
     st.integers(0, 60),
-    st.none() | st.integers(0, 50),
+    st.sampled_from(["first", "last"]),
     st.randoms(use_true_random=False),
 )
-def test_parts_cover_the_rows_of_experts_of_many_rows(sources, experts, fewest, cover, draw):
-    """Each row once; those of a source are its own, and enough where there are so many."""
-    likely = [draw.random() for _ in range(experts)]
-    local_map = torch.tensor([[draw.random() < one for one in likely] for _ in range(16 * sources)])
+def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, which, draw):
+    """Each row of an expert of many rows once, in tiles from the expert's first row on; a tile is of the last group
+    that has a row in it, or of the first."""
+    likely = [draw.random() * draw.choice([0.1, 1.0]) for _ in range(experts)]
+    local_map = torch.tensor([[draw.random() < one for one in likely] for _ in range(24 * sources)])
     layout = GatheredLayout(local_map, sources)
     rows, ends = layout.tokens_per_expert.tolist(), layout.tokens_per_expert.cumsum(0).tolist()
     assert layout.experts_below(fewest) == [e for e, have in enumerate(rows) if 0 < have < fewest]
-    tiles_of_sources, tiles_of_rest = layout.tiles_of_parts(fewest, cover)
-    of_sources = [_rows_of(tiles) for tiles in tiles_of_sources]
-    rest = [] if tiles_of_rest is None else _rows_of(tiles_of_rest)
+    order, groups = draw.sample(range(sources), sources), []
+    while order:
+        number = draw.randint(1, len(order))
+        groups.append(order[:number])
+        order = order[number:]
+    found = layout.tiles_of_groups(groups, which, fewest)
+    assert all(tiles is None or tiles.tiles[0] > 0 for tiles in found)
+    covered = []
+    for number, tiles in enumerate(found):
+        if tiles is None:
+            continue
+        table = tiles.tiles.tolist()
+        for index in range(table[0]):
+            expert, first, end = table[4 * (index + 1) :][:3]
+            assert end == ends[expert] and (first - ends[expert] + rows[expert]) % tiles.block_m == 0
+            within = range(first, min(end, first + tiles.block_m))
+            covered += [(expert, row) for row in within]
+            owners = torch.repeat_interleave(torch.arange(sources), layout.counts[:, expert])
+            owners = {int(owners[row - ends[expert] + rows[expert]]) for row in within}
+            of_owners = [at for at, group in enumerate(groups) if owners & set(group)]
+            assert number == (max(of_owners) if which == "last" else min(of_owners))
     wanted = [(e, row) for e, have in enumerate(rows) for row in range(ends[e] - have, ends[e]) if have >= fewest]
-    assert sorted(sum(of_sources, rest)) == wanted
-    cut = {e for part in of_sources for e, _ in part}
-    assert not cut & {e for e, _ in rest} and (cover is not None or not rest)
-    for source, part in enumerate(of_sources):
-        for e in cut:
-            before = ends[e] - rows[e] + int(layout.counts[:source, e].sum())
-            own = [row for one, row in part if one == e]
-            assert own == list(range(before, before + int(layout.counts[source, e])))
-    of_all = [sum(int(layout.counts[source, e]) for e in {e for e, _ in wanted}) for source in range(sources)]
-    needed = [min(cover, have) if cover is not None else have for have in of_all]
-    assert all(len(part) >= need for part, need in zip(of_sources, needed))
-    least = min((rows[e] for e in cut), default=0)
-    assert all(rows[e] <= least for e, _ in rest)
-    if len(cut) > 1:  # one fewer would not do
-        last = max(e for e in cut if rows[e] == least)
-        assert any(sum(e != last for e, _ in part) < need for part, need in zip(of_sources, needed))
+    assert sorted(covered) == wanted
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,18 @@ alone or with the grouped GEMM beside them.
     out  = scatter(sum(z))                  dW2[e] = dz.T h
 
 Source by source: while copy engines bring the tokens of one rank, those of the one before are placed and multiplied;
-while they take the sums of one rank away, those of the next are multiplied and added up. Products are cut like that
-at as many experts as it takes to cover the transfers. The rows of the others are multiplied whole, behind the last
-arrival or before the first sums, natively where they are so few that cuBLAS may add up otherwise. The weight
-gradients, each one GEMM over all rows in native's order, run under the last transfer, or behind the last arrival.
+while they take the sums of one rank away, those of the next are multiplied and added up. One grouped GEMM takes the
+rows of as many sources as the transfers allow. Experts of so few rows that cuBLAS may add up otherwise are multiplied
+natively, behind the last arrival or before the first sums. The weight gradients, each one GEMM over all rows in
+native's order, run under the last transfer, or behind the last arrival.
 Megatron's path gathers the gradient in the type of the probabilities, which is a wider copy of it; ours in its own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,15 +27,14 @@ from ditron_train.ep.fused import FewProduct
 from ditron_train.ep.gathered import RowLayout, place, sum_to_tokens
 from ditron_train.ep.group_gemm import group_gemm, group_wgrad
 from ditron_train.ep.orders import SumOrder
-from ditron_train.ep.row_tiles import RowTiles
+from ditron_train.ep.row_tiles import block_rows
 from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.profiles import known_rates
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.schedule import arrival_order, chunk_order, groups_in_turn
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import StartedGather, reduce_scatter_rows, reserve_reduce_scatter, start_all_gather
-
 
 @dataclass
 class GatheredCall:
@@ -99,17 +97,18 @@ def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> Starte
     shape = torch.Size((context.world_size * x.shape[0], x.shape[1]))
     for dtype in dict.fromkeys((sum_dtype, x.dtype)):
         reserve_reduce_scatter(shape, dtype, context=context)
-    return start_all_gather(x, context=context, in_turn=True)
+    return start_all_gather(x, context=context, in_turn=True, copies_own=False)
 
 
 class _Product:
-    """A grouped GEMM of ``rows`` in parts: the rows of each source at the largest experts, as many as take longer than
-    the transfer of one source's tokens or sums, and the rest, those of few rows natively.
+    """A grouped GEMM of ``rows`` in parts: those of one or several sources at a time.
 
     Args:
         rows, weights, call: Of the product.
         transpose: As of ``group_gemm``.
         travels: What a source's transfer moves: features of a token, and their type.
+        comes: Whether rows come, so that a part is multiplied behind the last source that has rows in it; else sums of
+            them leave, and it is multiplied before the first.
     """
 
     def __init__(
@@ -119,45 +118,44 @@ class _Product:
         call: GatheredCall,
         transpose: bool,
         travels: tuple[int, torch.dtype],
+        *,
+        comes: bool,
     ) -> None:
-        self._rows, self._weights, self._transpose, self._multiply_few = rows, weights, transpose, call.few
-        layout, fewest = call.layout, 0 if call.few is None else call.fewest_rows
+        self._rows, self._weights, self._transpose, self._call = rows, weights, transpose, call
+        layout, context = call.layout, call.context
+        self._fewest = 0 if call.few is None else call.fewest_rows
         features, dtype = travels
-        transfer_bytes = layout.num_tokens * features * dtype.itemsize
-        cover_rows = _rows_that_take_longer(transfer_bytes, weights[0].shape, known_rates(call.context.machine))
-        self._of_sources, self._rest = layout.tiles_of_parts(fewest, cover_rows)
-        self._few = layout.experts_below(fewest)
-        block_m = self._of_sources[0].block_m
+        rates = known_rates(context.machine)
+        transfer_us = layout.num_tokens * features * dtype.itemsize / (1e3 * rates.link_gbps)
+        product_us = 2 * layout.num_rows / layout.world_size * weights[0].numel() / (1e6 * rates.gemm_tflops)
+        if comes:
+            order = arrival_order(context.rank, context.world_size).tolist()
+            self._groups = groups_in_turn(order, product_us, transfer_us)
+            self._starts = {group[-1]: number for number, group in enumerate(self._groups)}
+        else:  # the same backward in time
+            order = [context.rank, *chunk_order(context.rank, context.world_size, "sum_push")[::-1].tolist()]
+            self._groups = [group[::-1] for group in groups_in_turn(order, product_us, transfer_us)][::-1]
+            self._starts = {group[0]: number for number, group in enumerate(self._groups)}
+        self._which: Literal["last", "first"] = "last" if comes else "first"
+        block_m = block_rows(rows.device)
         self._memory = rows.new_empty(block_m + layout.num_rows, weights[0].shape[0 if transpose else 1])
-        self.result, self._is_rest_done = self._memory[block_m:], False
+        self.result = self._memory[block_m:]
 
     def compute(self, source: int) -> None:
-        """The rows of one source rank at the largest experts."""
-        self._compute(self._of_sources[source])
+        """The part that is due behind the rows of this source, or before its sums, if one is."""
+        if source not in self._starts:
+            return
+        # Made here, since what the device does first needs none: placing a source's rows.
+        tiles = self._call.layout.tiles_of_groups(self._groups, self._which, self._fewest)[self._starts[source]]
+        if tiles is not None:
+            options: dict[str, Any] = {"transpose": self._transpose, "into": self._memory}
+            self.result = group_gemm(self._rows, self._weights, tiles, **options)
 
-    def compute_behind_rest(self, source: int) -> None:
-        """The same behind the rest, which the first sums need, too."""
-        if not self._is_rest_done:
-            self.compute_rest()
-        self.compute(source)
-
-    def compute_rest(self) -> None:
-        """The rows of all sources at the other experts."""
-        self._is_rest_done = True
-        if self._rest is not None:
-            self._compute(self._rest)
-        if self._few and self._multiply_few is not None:
-            self._multiply_few(self._rows, self._weights, self._transpose, self.result, self._few)
-
-    def _compute(self, tiles: RowTiles) -> None:
-        options: dict[str, Any] = {"transpose": self._transpose, "into": self._memory}
-        self.result = group_gemm(self._rows, self._weights, tiles, **options)
-
-
-def _rows_that_take_longer(transfer_bytes: int, weight: torch.Size, rates: MachineRates) -> int:
-    """How many rows to multiply beside a transfer: a quarter more than the rates say."""
-    transfer_s = transfer_bytes / (1e9 * rates.link_gbps)
-    return math.ceil(1.25 * transfer_s * 1e12 * rates.gemm_tflops / (2 * weight.numel()))
+    def compute_few(self) -> None:
+        """The experts of few rows, of all sources."""
+        few = self._call.layout.experts_below(self._fewest)
+        if few and self._call.few is not None:
+            self._call.few(self._rows, self._weights, self._transpose, self.result, few)
 
 
 def _gather(
@@ -166,7 +164,7 @@ def _gather(
     """Fills ``rows`` as the tokens arrive; ``each`` runs behind those of each source."""
     started, call.started = call.started, None
     if started is None:
-        started = start_all_gather(x, context=call.context, in_turn=True)
+        started = start_all_gather(x, context=call.context, in_turn=True, copies_own=False)
 
     def place_share(share: slice, tokens: torch.Tensor) -> None:
         source = share.start // call.layout.num_tokens
@@ -231,9 +229,9 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: GatheredCall, *weights: torch.Tensor) -> torch.Tensor:
         rows = x.new_empty(call.layout.num_rows, x.shape[1])
-        product = _Product(rows, weights, call, True, (x.shape[1], x.dtype))
+        product = _Product(rows, weights, call, True, (x.shape[1], x.dtype), comes=True)
         _gather(x, call, rows, product.compute)
-        product.compute_rest()
+        product.compute_few()
         ctx.call = call
         ctx.save_for_backward(rows_to_save(rows, weights), *weights)
         return product.result
@@ -252,8 +250,9 @@ class _GatherLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:  # a rank whose GEMMs are apart scatters nothing then
             weight_grads()
             return (None, None, *grads[0])
-        product = _Product(grad_y, weights, call, False, (weights[0].shape[1], grad_y.dtype))
-        grad_x = _scatter(product.result, call, grad_y.dtype, product.compute_behind_rest, weight_grads)
+        product = _Product(grad_y, weights, call, False, (weights[0].shape[1], grad_y.dtype), comes=False)
+        product.compute_few()
+        grad_x = _scatter(product.result, call, grad_y.dtype, product.compute, weight_grads)
         return (grad_x, None, *grads[0])
 
 
@@ -264,17 +263,18 @@ class _LinearScatter(torch.autograd.Function):
         h = h.contiguous()
         ctx.call = call
         ctx.save_for_backward(rows_to_save(h, weights), *weights)
-        product = _Product(h, weights, call, True, (weights[0].shape[0], call.sum_dtype))
-        return _scatter(product.result, call, call.sum_dtype, product.compute_behind_rest)
+        product = _Product(h, weights, call, True, (weights[0].shape[0], call.sum_dtype), comes=False)
+        product.compute_few()
+        return _scatter(product.result, call, call.sum_dtype, product.compute)
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_derivatives("linear_scatter")
         (h, *weights), call = ctx.saved_tensors, ctx.call
         rows = grad_out.new_empty(call.layout.num_rows, grad_out.shape[1])
-        product = _Product(rows, weights, call, False, (grad_out.shape[1], grad_out.dtype))
+        product = _Product(rows, weights, call, False, (grad_out.shape[1], grad_out.dtype), comes=True)
         _gather(grad_out, call, rows, product.compute)
-        product.compute_rest()
+        product.compute_few()
         grads: Sequence[torch.Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
             grads = call.weight_grads(rows, h, weights)
