@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property, lru_cache
-from typing import Literal
 
-import numpy as np
 import torch
 
 from ditron_train.ep.gathered_kernels import place_tokens, sum_rows
 from ditron_train.ep.launch import DTYPES
 from ditron_train.ep.orders import SumOrder
-from ditron_train.ep.row_tiles import RowTiles, block_rows, host_tiles, row_tiles, tiles_to_device
+from ditron_train.ep.row_tiles import RowTiles, row_tiles, row_tiles_of_groups
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
@@ -33,6 +31,7 @@ class RowLayout:
 
     Args:
         counts: int64 [world_size, local experts] on the CPU: rows of each source and expert.
+        counts_there: The same on the device.
         rows_of_token: int32 [world_size * tokens, places]: the rows that a token has here, the last expert's first,
             and -1 behind them.
         adds_up: Whether a token's rows are added up, from zero on, as native does; else it has one place.
@@ -43,13 +42,16 @@ class RowLayout:
         num_rows: Of all experts.
     """
 
-    def __init__(self, counts: torch.Tensor, rows_of_token: torch.Tensor, *, adds_up: bool) -> None:
+    def __init__(
+        self, counts: torch.Tensor, counts_there: torch.Tensor, rows_of_token: torch.Tensor, *, adds_up: bool
+    ) -> None:
         self.counts, self.rows_of_token, self.adds_up = counts, rows_of_token, adds_up
+        self._counts_there = counts_there
         self.world_size, self.num_experts = counts.shape
         self.num_tokens = len(rows_of_token) // self.world_size
         self.tokens_per_expert = counts.sum(0)
-        self.num_rows = int(self.tokens_per_expert.sum())
-        self._tiles_of_groups: dict[tuple[Hashable, ...], list[RowTiles | None]] = {}
+        self.num_rows = int(counts.numpy().sum())
+        self._tiles_of_groups: dict[tuple[Hashable, ...], list[RowTiles]] = {}
 
     def tokens_of(self, source: int) -> slice:
         """The tokens of a rank among all."""
@@ -58,49 +60,16 @@ class RowLayout:
     @cached_property
     def tiles(self) -> RowTiles:
         """Row tiles of all experts."""
-        return row_tiles(self.tokens_per_expert.to(self.rows_of_token.device), self.num_rows)
+        return row_tiles(self._counts_there.sum(0), self.num_rows)
 
-    def tiles_of_groups(
-        self, groups: Sequence[Sequence[int]], which: Literal["last", "first"], fewest_rows: int = 0
-    ) -> list[RowTiles | None]:
-        """Row tiles of each of some groups of source ranks; None for a group that has none.
-
-        Tiles begin at an expert's first row, wherever the rows of a source begin: none is cut. One that has rows of
-        several groups is of one of them.
-
-        Args:
-            groups: All source ranks, in the order in which their rows come, or sums of them leave.
-            which: Of the groups that have rows in a tile, whose it is: the last one's, since rows have to be there, or
-                the first one's, since sums of them leave first.
-            fewest_rows: Experts of fewer rows are in no group.
-        """
-        key = (tuple(map(tuple, groups)), which, fewest_rows)
+    def tiles_of_groups(self, groups: Sequence[Sequence[int]], *, last: bool, fewest_rows: int = 0) -> list[RowTiles]:
+        """As ``row_tiles_of_groups``."""
+        key = (tuple(map(tuple, groups)), last, fewest_rows)
         if key not in self._tiles_of_groups:
-            self._tiles_of_groups[key] = self._tiles_of(groups, which, fewest_rows)
+            self._tiles_of_groups[key] = row_tiles_of_groups(
+                self._counts_there, groups, self.num_rows, last=last, fewest_rows=fewest_rows
+            )
         return self._tiles_of_groups[key]
-
-    def _tiles_of(
-        self, groups: Sequence[Sequence[int]], which: Literal["last", "first"], fewest_rows: int
-    ) -> list[RowTiles | None]:
-        counts, device = self.counts.numpy().T, self.rows_of_token.device  # [expert, source]
-        ends = np.cumsum(counts.ravel()).reshape(counts.shape)
-        rows = counts.sum(1)
-        experts = np.flatnonzero(rows >= max(fewest_rows, 1))
-        expert_ends = ends[experts, -1]
-        tiles = host_tiles(experts, expert_ends - rows[experts], expert_ends, block_rows(device))
-        firsts, tile_ends = tiles[:, 1, None], np.minimum(tiles[:, 1] + block_rows(device), tiles[:, 2])[:, None]
-        of_expert, end_of_source = counts[tiles[:, 0]], ends[tiles[:, 0]]
-        has_rows = (of_expert > 0) & (end_of_source > firsts) & (end_of_source - of_expert < tile_ends)
-        group_of_source = np.zeros(self.world_size, dtype=np.int64)
-        for number, group in enumerate(groups):
-            group_of_source[list(group)] = number
-        if which == "last":
-            group_of_tile = np.where(has_rows, group_of_source, -1).max(1, initial=-1)
-        else:
-            group_of_tile = np.where(has_rows, group_of_source, len(groups)).min(1, initial=len(groups))
-        parts = [tiles[group_of_tile == number] for number in range(len(groups))]
-        made = tiles_to_device(parts, self.num_rows, self.num_experts, device)
-        return [one if len(part) else None for one, part in zip(made, parts)]
 
     def experts_below(self, rows: int) -> list[int]:
         """The experts that have some rows, but fewer than that."""
@@ -124,8 +93,8 @@ class GatheredLayout(RowLayout):
         row_of_token = torch.where(by_expert, ends - 1, -1).t()
         # Rows lie by expert, so a token's rows in descending order are those of its experts in that order.
         rows_of_token = row_of_token.contiguous().sort(dim=1, descending=True).values
-        counts = local_map.view(world_size, num_tokens // world_size, num_experts).sum(1).cpu()
-        super().__init__(counts, rows_of_token, adds_up=True)
+        counts = local_map.view(world_size, num_tokens // world_size, num_experts).sum(1)
+        super().__init__(counts.cpu(), counts, rows_of_token, adds_up=True)
 
 
 class SlicedLayout(RowLayout):
@@ -150,10 +119,10 @@ class SlicedLayout(RowLayout):
             runs = zip(starts[:, rank].tolist(), of_experts)
             parts = [torch.arange(first, first + n, device="cpu") for first, n in runs]
             row_of_rank[rank, : int(rows[rank])] = torch.cat(parts).int()
-        table = row_of_rank.view(-1, 1)
+        table, counts_there = row_of_rank.view(-1, 1), counts.contiguous()
         if device.type == "cuda":
-            table = table.pin_memory().to(device, non_blocking=True)
-        super().__init__(counts, table, adds_up=False)
+            table, counts_there = (one.pin_memory().to(device, non_blocking=True) for one in (table, counts_there))
+        super().__init__(counts, counts_there, table, adds_up=False)
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +15,16 @@ from ditron_train.ep.arguments import GemmSizes
 from ditron_train.ep.group_choices import GroupOp, choose_group_config, default_group_config
 from ditron_train.ep.group_gemm_kernels import group_gemm_kernel, group_wgrad_kernel
 from ditron_train.ep.row_tiles import RowTiles, group_launch
+from ditron_train.ep.tables import int32_table, int64_table
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
-from ditron_train.runtime.device import is_capturing, kernel_target, num_sms
+from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.sizes import next_power_of_2
-from ditron_train.stream.events import current_stream
 
 _ALIGNMENT_BYTES = 16  # of addresses and strides in a descriptor
 _MAX_STRIDE_BYTES = 1 << 40
-#: Tables of each kind that no captured graph reads: a layer has some four; buffers of sharded gradients move at each
-#: step.
-_MOST_TABLES = 4096
 _TO_DESCRIPTOR, _TO_ADDED, _TO_WRITTEN = 0, 1, 2  # of ``group_wgrad_kernel``
 # A wider tile's old values and sums do not fit the registers of a program (tests/compile).
 _INTO_CONFIG = GemmConfig(128, 128, 64, 8, 4)
@@ -65,44 +61,6 @@ def reach_of(addresses: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
     ):
         return None
     return distances, unit
-
-
-class _Tables:
-    """Small tables on a device, by their values: launches know their addresses alone.
-
-    What a capture has met is kept for good, since replays read it. Of the others those that were used last are kept,
-    and the memory of one that goes is reused only behind the streams that it was used on.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._recent: OrderedDict[tuple[tuple[int, ...], torch.device], tuple[torch.Tensor, Any]] = OrderedDict()
-        self._captured: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
-
-    def __call__(self, values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        key = values, device
-        stream = current_stream(device) if device.type == "cuda" else None
-        known = self._recent.get(key)
-        if known is not None and known[1] == stream and len(self._recent) <= _MOST_TABLES // 2:
-            if not is_capturing(device):
-                return known[0]
-        if key in self._captured:
-            return self._captured[key]
-        table, used_on = self._recent.pop(key, (None, stream))
-        if table is None:
-            table = torch.tensor(values, dtype=self._dtype, device=device)
-        if is_capturing(device):
-            self._captured[key] = table
-            return table
-        if stream is not None and used_on != stream:
-            table.record_stream(stream)
-        self._recent[key] = table, stream
-        if len(self._recent) > _MOST_TABLES:
-            self._recent.popitem(last=False)
-        return table
-
-
-_places, _addresses = _Tables(torch.int32), _Tables(torch.int64)
 
 
 def are_whole(columns: Sequence[int], dtype: torch.dtype) -> bool:
@@ -149,11 +107,8 @@ def gemm_operands(
     *,
     transpose: bool,
     config: GemmConfig | None = None,
-    into: torch.Tensor | None = None,
 ) -> GemmOperands:
     """Checks the operands of ``group_gemm`` and describes them; allocates the result ``y`` [num_rows, N].
-
-    ``into``: [block_m + num_rows, N] that the result is the end of, where a call before allocated it.
 
     Raises:
         NotSupportedError: Shapes, types, strides or a device that are not covered.
@@ -161,19 +116,15 @@ def gemm_operands(
     if len(weights) != tiles.num_experts:
         raise NotSupportedError(f"{name}: {len(weights)} weights for {tiles.num_experts} experts")
     first = weights[0]
-    if any(
-        w.shape != first.shape or w.dtype != x.dtype or w.device != x.device or not w.is_contiguous() for w in weights
-    ):
+    kinds = {(w.shape, w.dtype, w.device, w.is_contiguous()) for w in weights}
+    if kinds != {(first.shape, x.dtype, x.device, True)}:
         raise NotSupportedError(f"{name}: weights must be contiguous and alike, of {x.dtype} on {x.device}")
     n, k = first.shape if transpose else first.shape[::-1]
     if x.dim() != 2 or x.shape[1] != k:
         raise NotSupportedError(f"{name}: rows of {tuple(x.shape)} for weights of {tuple(first.shape)}")
     target = _check(name, x, tiles, (n, k))
     x = x.contiguous()
-    padded = into
-    if padded is None:
-        padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
-    assert padded.shape == (tiles.block_m + tiles.num_rows, n), "of the same rows and columns"
+    padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
     reach = reach_of([weight.data_ptr() for weight in weights])
     if reach is None:  # allocations too far apart, or not aligned to each other: copies side by side
         weights = torch.stack(tuple(weights)).unbind(0)
@@ -197,7 +148,7 @@ def gemm_operands(
         make_descriptor(x if tiles.num_rows else first, (tiles.block_m, block_k)),  # no rows: any memory will do
         spanning,
         _clipped_rows(padded, tiles.block_m, config.store_block[1]),
-        _places(distances, x.device),
+        int32_table(distances, x.device),
         _own_storage(padded[tiles.block_m :]),
         n,
         k,
@@ -213,7 +164,6 @@ def group_gemm(
     *,
     transpose: bool = True,
     config: GemmConfig | None = None,
-    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[r] = x[r] @ weights[e(r)].T (``transpose``: forward), or x[r] @ weights[e(r)] (dgrad).
 
@@ -223,7 +173,6 @@ def group_gemm(
         tiles: Of the rows.
         transpose: Whether weights are stored [N, K].
         config: Tile sizes; by the shape where None.
-        into: Of a result that is computed part by part (``host_tiles``): its memory [block_m + num_rows, N].
 
     Returns:
         [num_rows, N].
@@ -231,22 +180,27 @@ def group_gemm(
     Raises:
         NotSupportedError: Shapes, types, strides or a device that are not covered.
     """
-    operands = gemm_operands("group_gemm", x, weights, tiles, transpose=transpose, config=config, into=into)
+    operands = gemm_operands("group_gemm", x, weights, tiles, transpose=transpose, config=config)
+    multiply(operands, tiles)
+    return operands.y
+
+
+def multiply(operands: GemmOperands, tiles: RowTiles) -> None:
+    """The rows of ``tiles``, which may be a part of all, of the product that ``gemm_operands`` described."""
     if 0 in operands.y.shape:
-        return operands.y
+        return
     chosen, b = operands.config, operands.b
     half_b = b
     if chosen.split_store:
         half = chosen.block_n // 2
-        half_b = TensorDescriptor(
-            b.base, b.shape, b.strides, [1, half, chosen.block_k] if transpose else [1, chosen.block_k, half]
-        )
-    num_programs = min(num_sms(x.device), tiles.max_tiles * -(-operands.n // chosen.block_n))
+        block = [1, half, chosen.block_k] if operands.sizes.TRANSPOSE_B else [1, chosen.block_k, half]
+        half_b = TensorDescriptor(b.base, b.shape, b.strides, block)
+    y = operands.y
+    num_programs = min(num_sms(y.device), tiles.max_tiles * -(-operands.n // chosen.block_n))
     constants = (("GEMM", operands.sizes),)
-    launch = group_launch(group_gemm_kernel, num_programs, constants, chosen.num_warps, chosen.num_stages, x.dtype)
-    with on_device(x.device):
+    launch = group_launch(group_gemm_kernel, num_programs, constants, chosen.num_warps, chosen.num_stages, y.dtype)
+    with on_device(y.device):
         launch(operands.a, b, half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k)
-    return operands.y
 
 
 def group_wgrad(
@@ -322,7 +276,7 @@ def group_wgrad_into(
     if target == "interpreter":
         sizes = (tiles.num_experts, tiles.num_rows, *shape)
         config = default_group_config("group_wgrad", *sizes, x.dtype, target, x.device)
-    addresses = _addresses(tuple(w.data_ptr() for w in main_grads), x.device)
+    addresses = int64_table(tuple(w.data_ptr() for w in main_grads), x.device)
     to = _TO_WRITTEN if overwrites else _TO_ADDED
     _launch_wgrad(grad, x, tiles, addresses, config, spare_sms, TO=to, WIDE=dtype == torch.float32)
 

@@ -59,6 +59,66 @@ def list_tiles(
     tl.store(tiles + 4 + index * 4 + 2, end, mask=inside)
 
 
+@triton.jit(do_not_specialize=["max_tiles", "fewest_rows"])
+def list_tiles_of_groups(
+    counts,
+    groups,
+    tiles,
+    max_tiles,
+    fewest_rows,
+    NUM_SOURCES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LAST: tl.constexpr,
+    SLACK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``list_tiles`` of ``counts`` [sources, experts], for experts of at least ``fewest_rows`` rows, parted by groups
+    of sources. Program g writes the tiles of group g, in their order, into a table of its own.
+
+    Source s is of group ``groups[s]``. A tile is of the last group (LAST), or of the first, that has a row in it.
+    """
+    group = tl.program_id(0)
+    table = tiles + group * (4 * (max_tiles + 1) + SLACK)
+    lanes = tl.arange(0, EXPERTS)
+    known = lanes < NUM_EXPERTS
+    rows = tl.zeros((EXPERTS,), tl.int32)
+    for source in range(NUM_SOURCES):
+        rows += tl.load(counts + source * NUM_EXPERTS + lanes, mask=known, other=0).to(tl.int32)
+    ends = tl.cumsum(rows, 0)
+    num_tiles = tl.where(rows >= fewest_rows, (rows + BLOCK_M - 1) // BLOCK_M, 0)
+    tile_ends = tl.cumsum(num_tiles, 0)
+    listed = 0
+    for block in range(0, tl.sum(num_tiles, axis=0), BLOCK):
+        index = block + tl.arange(0, BLOCK)
+        here = (index[:, None] >= (tile_ends - num_tiles)[None, :]) & (index[:, None] < tile_ends[None, :])
+        expert = tl.sum(tl.where(here, lanes[None, :], 0), axis=1)
+        begin = (ends - rows)[None, :] + (index[:, None] - (tile_ends - num_tiles)[None, :]) * BLOCK_M
+        first = tl.sum(tl.where(here, begin, 0), axis=1)
+        end = tl.sum(tl.where(here, ends[None, :], 0), axis=1)
+        chosen = tl.full((BLOCK,), -1 if LAST else NUM_SOURCES, tl.int32)
+        source_starts = ends - rows
+        for source in range(NUM_SOURCES):
+            source_ends = source_starts + tl.load(counts + source * NUM_EXPERTS + lanes, mask=known, other=0).to(
+                tl.int32
+            )
+            start_here = tl.sum(tl.where(here, source_starts[None, :], 0), axis=1)
+            end_here = tl.sum(tl.where(here, source_ends[None, :], 0), axis=1)
+            has_rows = (start_here < end_here) & (start_here < first + BLOCK_M) & (end_here > first)
+            number = tl.load(groups + source)
+            better = number > chosen if LAST else number < chosen
+            chosen = tl.where(has_rows & better, number, chosen)
+            source_starts = source_ends
+        mine = (chosen == group) & (index < tl.sum(num_tiles, axis=0))
+        entry = table + 4 * (listed + tl.cumsum(mine.to(tl.int32), 0))  # the first entry is behind the number
+        tl.store(entry, expert, mask=mine)
+        tl.store(entry + 1, first, mask=mine)
+        tl.store(entry + 2, end, mask=mine)
+        listed += tl.sum(mine.to(tl.int32), axis=0)
+    tl.store(table, listed)
+
+
 @triton.jit
 def tile_at(tiles, places, row_tile, BLOCK_M: tl.constexpr):
     """Of a row tile: where its expert's weight lies, its first row, how many of its rows there are."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from ditron_train.ep.arguments import as_constant
-from ditron_train.ep.group_gemm_kernels import list_tiles
+from ditron_train.ep.group_gemm_kernels import list_tiles, list_tiles_of_groups
+from ditron_train.ep.tables import int32_table
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.launch import KernelLaunch
@@ -81,39 +81,30 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int, block_m: int | Non
     return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
 
 
-def host_tiles(experts: np.ndarray, firsts: np.ndarray, ends: np.ndarray, block_m: int) -> np.ndarray:
-    """The tiles of rows that lie by expert, int32 [tiles, 4], as ``list_tiles`` lists them.
-
-    Args:
-        experts, firsts, ends: int [experts]: which, their first rows, and the rows behind their last ones.
-        block_m: Rows of a tile.
-    """
-    sizes = -(-(ends - firsts) // block_m)
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    tiles = np.zeros((len(within), _TILE_WORDS), dtype=np.int32)
-    for word, values in enumerate((experts, firsts, ends)):
-        tiles[:, word] = np.repeat(values, sizes)
-    tiles[:, 1] += within * block_m
-    return tiles
-
-
-def tiles_to_device(
-    parts: Sequence[np.ndarray], num_rows: int, num_experts: int, device: torch.device
+def row_tiles_of_groups(
+    counts: torch.Tensor, groups: Sequence[Sequence[int]], num_rows: int, *, last: bool, fewest_rows: int = 0
 ) -> list[RowTiles]:
-    """Parts of the tiles of all rows as row tiles, for products that are computed part by part.
+    """Row tiles of each of some groups of source ranks, for products that are computed part by part.
+
+    Tiles begin at an expert's first row, wherever the rows of a source begin, so that none is cut. One that has rows
+    of several groups is of one of them. ``row_ends`` is not there.
 
     Args:
-        parts: Tiles of each, as of ``host_tiles``, of ``block_rows(device)`` rows.
-        num_rows: Rows of all experts together.
-        num_experts: Experts.
-        device: Where the rows are.
+        counts: int64 [sources, experts] on the device: rows, which lie by expert, then by source.
+        groups: All sources.
+        num_rows: The sum of ``counts``.
+        last: Whether a tile is of the last group that has rows in it, which have to be there; else of the first.
+        fewest_rows: Experts of fewer rows are in no group.
     """
-    max_tiles = max(-(-max(map(len, parts)) // _LIST_BLOCK), 1) * _LIST_BLOCK
-    words = np.zeros((len(parts), _TILE_WORDS * (max_tiles + 1) + num_experts + _SLACK_WORDS), dtype=np.int32)
-    for line, tiles in zip(words, parts):
-        line[0] = len(tiles)
-        line[_TILE_WORDS : _TILE_WORDS * (len(tiles) + 1)] = tiles.ravel()
-    table = torch.from_numpy(words)
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    return [RowTiles(one, num_rows, num_experts, block_rows(device), max_tiles) for one in table]
+    (num_sources, num_experts), device = counts.shape, counts.device
+    block_m = block_rows(device)
+    max_tiles = -(-(num_rows // block_m + num_experts) // _LIST_BLOCK) * _LIST_BLOCK
+    tiles = torch.empty(len(groups), _TILE_WORDS * (max_tiles + 1) + _SLACK_WORDS, dtype=torch.int32, device=device)
+    of_source = {source: number for number, group in enumerate(groups) for source in group}
+    table = int32_table(tuple(of_source[source] for source in range(num_sources)), device)
+    sizes = dict(NUM_SOURCES=num_sources, NUM_EXPERTS=num_experts, EXPERTS=next_power_of_2(num_experts))
+    constants = dict(**sizes, LAST=last, SLACK=_SLACK_WORDS, BLOCK_M=block_m, BLOCK=_LIST_BLOCK)
+    launch = group_launch(list_tiles_of_groups, len(groups), tuple(constants.items()), 4, 3, counts.dtype)
+    with on_device(device):
+        launch(counts, table, tiles, max_tiles, max(fewest_rows, 1))
+    return [RowTiles(one, num_rows, num_experts, block_m, max_tiles) for one in tiles.unbind(0)]

@@ -12,8 +12,8 @@ _MARGIN = 1.25  # transfers take longer than by the rates: products run beside t
 def groups_in_turn(order: Sequence[int], product_us: float, transfer_us: float) -> list[list[int]]:
     """The ranks of ``order`` in consecutive groups, whose rows are multiplied together.
 
-    A product begins with programs that have nothing to wait for, ends with some that have nothing left to do, and takes
-    the host. So a group has as many ranks as can come while the groups before it are multiplied, and one at least.
+    Each product takes the host, and ends with programs that have nothing left to do. So a group has as many ranks as
+    can come while the groups before it are multiplied, and one at least.
 
     Args:
         order: Ranks in the order in which their rows come, the first one's being there. Where results leave, the last

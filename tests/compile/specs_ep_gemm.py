@@ -117,6 +117,24 @@ SPECS = [
         num_warps=4,
     ),
     *(
+        KernelSpec(
+            name=f"ep_list_tiles_of_groups_{which}",
+            kernel="ditron_train.ep.group_gemm_kernels:list_tiles_of_groups",
+            signature={"counts": "*i64", "groups": "*i32", "tiles": "*i32", "max_tiles": "i32", "fewest_rows": "i32"},
+            constexprs={
+                "NUM_SOURCES": 4,
+                "NUM_EXPERTS": 15,
+                "EXPERTS": 16,
+                "LAST": which == "last",
+                "SLACK": 1024,
+                "BLOCK_M": 128,
+                "BLOCK": 128,
+            },
+            num_warps=4,
+        )
+        for which in ("last", "first")
+    ),
+    *(
         spec
         for layout, transpose_b in (("nt", True), ("nn", False))
         for spec in (

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ditron_train.cpu.megatron_shim import megatron_on_cpu
 from ditron_train.ep.gathered import GatheredLayout
 from ditron_train.ep.spec import moe_layer
-from ditron_train.megatron.ep import gathered, gathered_spec
+from ditron_train.megatron.ep import gathered_product, gathered_spec
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, gather_to_rows, linear_scatter
 from ditron_train.policy import Place, results
 from ditron_train.tp.context import get_tp_context
@@ -59,16 +59,16 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
 
     world, rank, dtype = dist.get_world_size(), dist.get_rank(), torch.float32
     context, experts = get_tp_context(None, torch.device("cpu")), local_experts * dist.get_world_size()
-    empty, groups_in_turn, draw = torch.empty, gathered.groups_in_turn, random.Random(rank)
+    empty, groups_in_turn, draw = torch.empty, gathered_product.groups_in_turn, random.Random(rank)
     equal = True
 
     def drawn_groups(order, product_us, transfer_us):
         assert product_us >= 0 and transfer_us > 0
         ends = [place for place in range(1, world) if draw.random() < 0.7]
-        return [order[first:end] for first, end in zip([0, *ends], [*ends, world])]
+        return [list(order[first:end]) for first, end in zip([0, *ends], [*ends, world])]
 
     for turn in range(calls):
-        gathered.groups_in_turn = groups_in_turn if turn == 0 else drawn_groups
+        gathered_product.groups_in_turn = groups_in_turn if turn == 0 else drawn_groups
         generator = torch.Generator().manual_seed(turn)
         routed = torch.rand(world * num_tokens, experts, generator=generator) < density
         all_x, all_grads = ([_integers(num_tokens, hidden, seed=9 * turn + r + s, dtype=dtype) for r in range(world)]
@@ -100,7 +100,7 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
         pairs += list(zip([w.grad for w in first], grads[own]))
         pairs += list(zip([w.grad for w in second], grads[experts:][own]))
         equal &= all(torch.equal(one.double(), two) for one, two in pairs)
-    gathered.groups_in_turn = groups_in_turn
+    gathered_product.groups_in_turn = groups_in_turn
     return equal and len(asked) == (4 if fewest else 0)
 
 

@@ -121,14 +121,8 @@ def test_experts_of_few_rows_are_multiplied_by_themselves(fewest):
     assert run_workers(2, layers_are_exact, *sizes, 0.1, 3, fewest) == [True] * 2
 
 
-@given(
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.integers(0, 60),
-    st.sampled_from(["first", "last"]),
-    st.randoms(use_true_random=False),
-)
-def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, which, draw):
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 60), st.booleans(), st.randoms(use_true_random=False))
+def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, last, draw):
     """Each row of an expert of many rows once, in tiles from the expert's first row on; a tile is of the last group
     that has a row in it, or of the first."""
     likely = [draw.random() * draw.choice([0.1, 1.0]) for _ in range(experts)]
@@ -141,12 +135,10 @@ def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, which, dr
         number = draw.randint(1, len(order))
         groups.append(order[:number])
         order = order[number:]
-    found = layout.tiles_of_groups(groups, which, fewest)
-    assert all(tiles is None or tiles.tiles[0] > 0 for tiles in found)
+    found = layout.tiles_of_groups(groups, last=last, fewest_rows=fewest)
+    assert len(found) == len(groups)
     covered = []
     for number, tiles in enumerate(found):
-        if tiles is None:
-            continue
         table = tiles.tiles.tolist()
         for index in range(table[0]):
             expert, first, end = table[4 * (index + 1) :][:3]
@@ -156,7 +148,7 @@ def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, which, dr
             owners = torch.repeat_interleave(torch.arange(sources), layout.counts[:, expert])
             owners = {int(owners[row - ends[expert] + rows[expert]]) for row in within}
             of_owners = [at for at, group in enumerate(groups) if owners & set(group)]
-            assert number == (max(of_owners) if which == "last" else min(of_owners))
+            assert number == (max(of_owners) if last else min(of_owners))
     wanted = [(e, row) for e, have in enumerate(rows) for row in range(ends[e] - have, ends[e]) if have >= fewest]
     assert sorted(covered) == wanted
 

@@ -38,13 +38,13 @@ def test_tables_that_launches_read_are_kept_for_good():
 
 
 def test_tables_of_experts_are_kept_where_a_capture_has_met_them_else_the_last(captured, monkeypatch):
-    from ditron_train.ep import group_gemm
+    from ditron_train.ep import tables as module
 
-    monkeypatch.setattr(group_gemm, "_MOST_TABLES", 4)
-    tables = group_gemm._Tables(torch.int32)
+    monkeypatch.setattr(module, "_MOST_TABLES", 4)
+    tables = module.DeviceTables(torch.int32)
     known, dropped, last = (tables((0, number), CPU) for number in range(3))
     with monkeypatch.context() as during:
-        during.setattr(group_gemm, "is_capturing", lambda device: True)
+        during.setattr(module, "is_capturing", lambda device: True)
         assert tables((0, 0), CPU) is known
         new = tables((0, 9), CPU)
     for number in range(20, 40):

@@ -18,23 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ditron_train.ep.expert_functions import Gemm, IntoWgrad, Wgrad
 from ditron_train.ep.fused import FewProduct
 from ditron_train.ep.gathered import RowLayout, place, sum_to_tokens
-from ditron_train.ep.group_gemm import group_gemm, group_wgrad
+from ditron_train.ep.group_gemm import group_wgrad
 from ditron_train.ep.orders import SumOrder
-from ditron_train.ep.row_tiles import block_rows
+from ditron_train.megatron.ep.gathered_product import FewExperts, GatheredProduct
 from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.runtime.profiles import known_rates
-from ditron_train.schedule import arrival_order, chunk_order, groups_in_turn
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.movement import StartedGather, reduce_scatter_rows, reserve_reduce_scatter, start_all_gather
+
 
 @dataclass
 class GatheredCall:
@@ -83,9 +82,9 @@ def _check(name: str, x: torch.Tensor, num_rows: int, weights: Sequence[torch.Te
         raise NotSupportedError(f"{name}: a routing of {call.layout.world_size} ranks")
     if weights and len(weights) != call.layout.num_experts:
         raise NotSupportedError(f"{name}: {len(weights)} weights for {call.layout.num_experts} experts")
-    wrong = [tuple(w.shape) for w in weights if w.dim() != 2 or w.shape[1] != x.shape[1] or w.dtype != x.dtype]
-    if wrong:
-        raise NotSupportedError(f"{name}: weights {wrong[0]} for rows of {x.shape[1]} x {x.dtype}")
+    for shape, dtype in {(w.shape, w.dtype) for w in weights}:
+        if len(shape) != 2 or shape[1] != x.shape[1] or dtype != x.dtype:
+            raise NotSupportedError(f"{name}: weights {tuple(shape)} {dtype} for rows of {x.shape[1]} x {x.dtype}")
 
 
 def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> StartedGather:
@@ -100,62 +99,19 @@ def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> Starte
     return start_all_gather(x, context=context, in_turn=True, copies_own=False)
 
 
-class _Product:
-    """A grouped GEMM of ``rows`` in parts: those of one or several sources at a time.
-
-    Args:
-        rows, weights, call: Of the product.
-        transpose: As of ``group_gemm``.
-        travels: What a source's transfer moves: features of a token, and their type.
-        comes: Whether rows come, so that a part is multiplied behind the last source that has rows in it; else sums of
-            them leave, and it is multiplied before the first.
-    """
-
-    def __init__(
-        self,
-        rows: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        call: GatheredCall,
-        transpose: bool,
-        travels: tuple[int, torch.dtype],
-        *,
-        comes: bool,
-    ) -> None:
-        self._rows, self._weights, self._transpose, self._call = rows, weights, transpose, call
-        layout, context = call.layout, call.context
-        self._fewest = 0 if call.few is None else call.fewest_rows
-        features, dtype = travels
-        rates = known_rates(context.machine)
-        transfer_us = layout.num_tokens * features * dtype.itemsize / (1e3 * rates.link_gbps)
-        product_us = 2 * layout.num_rows / layout.world_size * weights[0].numel() / (1e6 * rates.gemm_tflops)
-        if comes:
-            order = arrival_order(context.rank, context.world_size).tolist()
-            self._groups = groups_in_turn(order, product_us, transfer_us)
-            self._starts = {group[-1]: number for number, group in enumerate(self._groups)}
-        else:  # the same backward in time
-            order = [context.rank, *chunk_order(context.rank, context.world_size, "sum_push")[::-1].tolist()]
-            self._groups = [group[::-1] for group in groups_in_turn(order, product_us, transfer_us)][::-1]
-            self._starts = {group[0]: number for number, group in enumerate(self._groups)}
-        self._which: Literal["last", "first"] = "last" if comes else "first"
-        block_m = block_rows(rows.device)
-        self._memory = rows.new_empty(block_m + layout.num_rows, weights[0].shape[0 if transpose else 1])
-        self.result = self._memory[block_m:]
-
-    def compute(self, source: int) -> None:
-        """The part that is due behind the rows of this source, or before its sums, if one is."""
-        if source not in self._starts:
-            return
-        # Made here, since what the device does first needs none: placing a source's rows.
-        tiles = self._call.layout.tiles_of_groups(self._groups, self._which, self._fewest)[self._starts[source]]
-        if tiles is not None:
-            options: dict[str, Any] = {"transpose": self._transpose, "into": self._memory}
-            self.result = group_gemm(self._rows, self._weights, tiles, **options)
-
-    def compute_few(self) -> None:
-        """The experts of few rows, of all sources."""
-        few = self._call.layout.experts_below(self._fewest)
-        if few and self._call.few is not None:
-            self._call.few(self._rows, self._weights, self._transpose, self.result, few)
+def _product(
+    rows: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    call: GatheredCall,
+    *,
+    transpose: bool,
+    travels: tuple[int, torch.dtype],
+    comes: bool,
+) -> GatheredProduct:
+    few = None if call.few is None else FewExperts(call.few, call.fewest_rows)
+    return GatheredProduct(
+        rows, weights, call.layout, call.context, few, transpose=transpose, travels=travels, comes=comes
+    )
 
 
 def _gather(
@@ -229,7 +185,7 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: GatheredCall, *weights: torch.Tensor) -> torch.Tensor:
         rows = x.new_empty(call.layout.num_rows, x.shape[1])
-        product = _Product(rows, weights, call, True, (x.shape[1], x.dtype), comes=True)
+        product = _product(rows, weights, call, transpose=True, travels=(x.shape[1], x.dtype), comes=True)
         _gather(x, call, rows, product.compute)
         product.compute_few()
         ctx.call = call
@@ -250,7 +206,8 @@ class _GatherLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:  # a rank whose GEMMs are apart scatters nothing then
             weight_grads()
             return (None, None, *grads[0])
-        product = _Product(grad_y, weights, call, False, (weights[0].shape[1], grad_y.dtype), comes=False)
+        travels = weights[0].shape[1], grad_y.dtype
+        product = _product(grad_y, weights, call, transpose=False, travels=travels, comes=False)
         product.compute_few()
         grad_x = _scatter(product.result, call, grad_y.dtype, product.compute, weight_grads)
         return (grad_x, None, *grads[0])
@@ -263,7 +220,8 @@ class _LinearScatter(torch.autograd.Function):
         h = h.contiguous()
         ctx.call = call
         ctx.save_for_backward(rows_to_save(h, weights), *weights)
-        product = _Product(h, weights, call, True, (weights[0].shape[0], call.sum_dtype), comes=False)
+        travels = weights[0].shape[0], call.sum_dtype
+        product = _product(h, weights, call, transpose=True, travels=travels, comes=False)
         product.compute_few()
         return _scatter(product.result, call, call.sum_dtype, product.compute)
 
@@ -272,7 +230,8 @@ class _LinearScatter(torch.autograd.Function):
         refuse_second_derivatives("linear_scatter")
         (h, *weights), call = ctx.saved_tensors, ctx.call
         rows = grad_out.new_empty(call.layout.num_rows, grad_out.shape[1])
-        product = _Product(rows, weights, call, False, (grad_out.shape[1], grad_out.dtype), comes=True)
+        travels = grad_out.shape[1], grad_out.dtype
+        product = _product(rows, weights, call, transpose=False, travels=travels, comes=True)
         _gather(grad_out, call, rows, product.compute)
         product.compute_few()
         grads: Sequence[torch.Tensor | None] = [None] * len(weights)

@@ -1,0 +1,54 @@
+"""Small tables on a device, by their values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from ditron_train.runtime.device import is_capturing
+from ditron_train.stream.events import current_stream
+
+#: Tables of each kind that no captured graph reads: a layer has some four; buffers of sharded gradients move at each
+#: step.
+_MOST_TABLES = 4096
+
+
+class DeviceTables:
+    """Tables of one type by their values: launches know their addresses alone.
+
+    What a capture has met is kept for good, since replays read it. Of the others those that were used last are kept,
+    and the memory of one that goes is reused only behind the streams that it was used on.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._recent: OrderedDict[tuple[tuple[int, ...], torch.device], tuple[torch.Tensor, Any]] = OrderedDict()
+        self._captured: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+
+    def __call__(self, values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        key = values, device
+        stream = current_stream(device) if device.type == "cuda" else None
+        known = self._recent.get(key)
+        if known is not None and known[1] == stream and len(self._recent) <= _MOST_TABLES // 2:
+            if not is_capturing(device):
+                return known[0]
+        if key in self._captured:
+            return self._captured[key]
+        table, used_on = self._recent.pop(key, (None, stream))
+        if table is None:
+            table = torch.tensor(values, dtype=self._dtype, device=device)
+        if is_capturing(device):
+            self._captured[key] = table
+            return table
+        if stream is not None and used_on != stream:
+            table.record_stream(stream)
+        self._recent[key] = table, stream
+        if len(self._recent) > _MOST_TABLES:
+            self._recent.popitem(last=False)
+        return table
+
+
+#: Of numbers, and of addresses.
+int32_table, int64_table = DeviceTables(torch.int32), DeviceTables(torch.int64)
