@@ -116,6 +116,23 @@ SPECS = [
         constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "BLOCK_M": 128, "BLOCK": 128},
         num_warps=4,
     ),
+    KernelSpec(
+        name="ep_largest_of_parts",
+        kernel="ditron_train.ep.fp8_scales_kernels:largest_of_parts",
+        signature={"values": "*bf16", "starts": "*i64", "largest": "*fp32", "columns": "i32"},
+        constexprs={"PARTS": 16, "BLOCK": 8192},
+        num_warps=8,
+    ),
+    *(
+        KernelSpec(
+            name=f"ep_scales_of_largest{name}",
+            kernel="ditron_train.ep.fp8_scales_kernels:scales_of_largest",
+            signature={"largest": "*fp32", "starts": "*i64", "amaxes": "*i64", "scales": "*i64"},
+            constexprs={"MAX_FP8": 448.0, "EPSILON": 0.0, "POWER_OF_2": bool(name), "PARTS": 16},
+            num_warps=1,
+        )
+        for name in ("", "_power_of_2")
+    ),
     *(
         KernelSpec(
             name=f"ep_list_tiles_of_groups_{which}",

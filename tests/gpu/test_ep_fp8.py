@@ -16,6 +16,7 @@ pytest.importorskip("transformer_engine", reason="Transformer Engine is not inst
 from test_ep import world  # noqa: E402, F401
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # noqa: E402
 
+from ditron_train.megatron.ep.fp8_rows_spec import FP8_ROWS  # noqa: E402
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS  # noqa: E402
 from ditron_train.megatron.ep.movement_spec import moe_config  # noqa: E402
 from ditron_train.policy import gate  # noqa: E402
@@ -47,6 +48,22 @@ def products(monkeypatch):
         return is_ours
 
     monkeypatch.setattr(te_fp8, "multiply", counted)
+    return found
+
+
+@pytest.fixture
+def quantised(monkeypatch):
+    """How many rows of all experts each call of ours quantised in layers."""
+    from ditron_train.megatron.ep import te_quantise
+
+    found, quantise = [], te_quantise.quantise
+
+    def counted(rows, *args):
+        results = quantise(rows, *args)
+        found.append(len(rows))
+        return results
+
+    monkeypatch.setattr(te_quantise, "quantise", counted)
     return found
 
 
@@ -108,13 +125,14 @@ def steps_of(layer, config, unusual):
 
 
 @pytest.mark.parametrize("recipe, policy, options", CASES)
-def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, recipe, policy, options):
+def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, quantised, recipe, policy, options):
     """Equal; with one scale a tensor both products of both layers in every step are ours, in the policy ``bits``
-    proved; those of blocks are native."""
+    proved; those of blocks are native. Under current scaling rows and gradients are quantised at once."""
     monkeypatch.setenv("DITRON_POLICY", policy)
     # Megatron's experimental functions pad the routing in a kernel.
     monkeypatch.setattr("megatron.core.config.ENABLE_EXPERIMENTAL", options.get("experimental", False))
     gate.forget(FP8_EXPERTS.name)
+    gate.forget(FP8_ROWS.name)
     config = moe_config(
         hidden=1024,
         ffn_hidden=512,
@@ -127,7 +145,7 @@ def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, recipe, po
     )
     layers = layer_pair(config, torch.device("cuda", torch.cuda.current_device()))
     native = steps_of(layers["native"], config, options.get("unusual"))
-    assert not products
+    assert not products and not quantised
     ours = steps_of(layers["ditron"], config, options.get("unusual"))
     assert layers["ditron"].token_dispatcher.ep_context is not None, "the movement is ours"
     assert len(native) == len(ours)
@@ -138,6 +156,9 @@ def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, recipe, po
         or (expected is not None and not torch.equal(bits(found), bits(expected)))
     ]
     assert all_equal(torch.tensor(len(different)), torch.tensor(0)), different
+    of_rows, has_scale_of_its_own = gate.answers(FP8_ROWS.name), recipe == "tensorwise"
+    assert bool(of_rows) == has_scale_of_its_own and all(answer.reason is None for answer in of_rows), of_rows
+    assert len(quantised) == 4 * STEPS * has_scale_of_its_own, "inputs and gradients of both layers"
     answers, is_covered = gate.answers(FP8_EXPERTS.name), recipe != "blockwise"
     assert len(answers) == 4 * is_covered and all(answer.reason is None for answer in answers), answers
     assert [products.count(name) for name in ("forward", "dgrad")] == [2 * STEPS * is_covered] * 2

@@ -5,6 +5,7 @@ below 4 and scales powers of two: everything is exact."""
 from __future__ import annotations
 
 import sys
+from unittest import mock
 
 import te_fp8_workers
 import torch
@@ -22,6 +23,29 @@ def split_quantize(tensor, splits, quantizers):
 def empty(self, part):
     transpose = torch.empty(part.shape[1], 0, dtype=torch.uint8) if self.columnwise_usage else None
     return Storage(torch.empty(part.shape, dtype=torch.uint8), torch.ones(1), self.dtype, transpose, self)
+
+
+class Float8CurrentScalingQuantizer(Float8CurrentScalingQuantizer):
+    # With Transformer Engine's own rule for scales, of powers of two.
+
+    def __init__(self, fp8_dtype, device, *, columnwise=True, force_pow_2_scales=True, amax_epsilon=0.0):
+        super().__init__(fp8_dtype, device, columnwise=columnwise)
+        self.force_pow_2_scales, self.amax_epsilon, self.use_existing_amax = force_pow_2_scales, amax_epsilon, False
+
+    def quantize(self, values):
+        self.amax.copy_(torch.where(values.isnan(), 0.0, values.abs()).max())
+        bounded = self.amax.clamp(min=self.amax_epsilon)
+        largest = 448.0 if self.dtype is DType.kFloat8E4M3 else 57344.0
+        scale = torch.full_like(bounded, largest).div(bounded).clamp(max=torch.finfo(torch.float32).max)
+        if self.force_pow_2_scales:
+            scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+        self.scale.copy_(torch.where((bounded > 0) & bounded.isfinite(), scale, 1.0))
+        return self.cast(values)
+
+    def copy(self):
+        made = Float8CurrentScalingQuantizer(self.dtype, None, columnwise=self.columnwise_usage)
+        made.scale, made.amax = self.scale, self.amax
+        return made
 
 
 Float8CurrentScalingQuantizer.empty = Float8Quantizer.empty = empty
@@ -133,23 +157,35 @@ STEPS = (
 
 
 def compare_layers(recipe):
-    """Native, ours asked for nothing, and with each product and both in one kernel: equal results, gradients and
-    states; the calls of each."""
+    """Native, ours asked for nothing, with each product and both in one kernel, and with rows quantised at once: equal
+    results, gradients and states; the calls of each, and how often rows were."""
     te_fp8 = install()
+    from ditron_train.megatron.ep import te_quantise
+
+    quantise, quantised = te_quantise.quantise, []
+
+    def counted(*args):
+        results = quantise(*args)
+        quantised.append(args[1])
+        return results
+
+    te_quantise.quantise = counted
     native = type("Native", (sys.modules["transformer_engine.pytorch.module.grouped_linear"].GroupedLinear,), {})
     ours = type("Ours", (native, te_fp8.grouped_base()), {})
     assert te_fp8.why_not_code() is None
     calls, seen = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS, []
     shape = (48, 32)
-    for products in (None, "", "forward", "dgrad", "forward dgrad"):
+    kinds = frozenset([te_quantise.RowsKind(32, "E4M3", True, 0.0), te_quantise.RowsKind(48, "E5M2", True, 0.0)])
+    for products in (None, "", "forward", "dgrad", "forward dgrad", "rows"):
         made = native if products is None else ours
         layer = made([te_fp8_workers._integers(shape, 7 + index) for index in range(3)], recipe)
         found = []
         calls.clear()
         for step, (splits, has_grad, split_accumulator) in enumerate(STEPS):
             x = te_fp8_workers._integers((sum(splits), shape[1]), step).requires_grad_(has_grad)
-            at_once = frozenset((product, FEWEST_ROWS) for product in (products or "").split())
-            with te_fp8.multiplying_at_once(at_once):
+            chosen = frozenset((one, FEWEST_ROWS) for one in (products or "").split() if one != "rows")
+            at_once = te_fp8.AtOnce(chosen, kinds if products == "rows" else frozenset())
+            with te_fp8.doing_at_once(at_once):
                 with torch.set_grad_enabled(has_grad):
                     y = layer(x, splits, split_accumulator)
             found.append(y.detach().clone())
@@ -159,11 +195,15 @@ def compare_layers(recipe):
                 layer.zero_grad()
         quantizers = [*layer.inputs, *layer.weights, *layer.grads]
         kept = [[getattr(one, name).item() for name in ("amax", "scale") if hasattr(one, name)] for one in quantizers]
-        seen.append((found, (kept, [one.history for one in quantizers]), list(calls)))
-    for found, state, _ in seen[1:]:
+        used = quantizers if products != "rows" or recipe == "delayed" else layer.weights  # rows by others' casts
+        seen.append((found, kept, [one.history for one in used], list(calls)))
+    for found, state, *_ in seen[1:]:
         assert len(found) == len(seen[0][0]) and all(map(torch.equal, found, seen[0][0]))
         assert state == seen[0][1]
-    return [products for _, _, products in seen]
+    histories = [history for _, _, history, _ in seen]
+    assert all(history == histories[0] for history in histories[:-1])
+    assert histories[-1] == histories[0] or histories[-1] == histories[0][3:6]
+    return [calls for *_, calls in seen], quantised
 
 
 def refused_code(change):
@@ -202,6 +242,70 @@ def spec_on_cpu():
                 assert expected.shape == found.shape and torch.isfinite(found).all() and not calls
             said[-1] = trial.words
     assert len(keys) == len(said)
+    return said
+
+
+def rows_spec_on_cpu():
+    """The trials of how rows are quantised: equal, and found out where they are not; what is not covered."""
+    install()
+    from ditron_train.megatron.ep import fp8_rows_spec, te_quantise
+    from ditron_train.megatron.ep.fp8_rows_spec import FP8_ROWS, Fp8RowsCall
+    from ditron_train.policy.probe import same_bits
+
+    said, keys = [], set()
+    for kind, dtype in (
+        ((32, "E4M3", True, 0.0), torch.bfloat16),
+        ((48, "E5M2", False, 0.5), torch.bfloat16),
+        ((48, "E5M2", False, 0.0), torch.float32),
+    ):
+        call = Fp8RowsCall(torch.empty(200, 32).to(dtype), 3, dist.group.WORLD, te_quantise.RowsKind(*kind))
+        keys.add(FP8_ROWS.key(call))
+        said.append(FP8_ROWS.why_not(call))
+        if said[-1] is None:
+            trial = FP8_ROWS.trial(call, FP8_ROWS.context(call))
+            pairs = [(trial.megatron, trial.fused), *trial.also]
+            assert trial.host_counts and all(same_bits(native(), ours()) for native, ours in pairs)
+            said[-1] = trial.words
+            with mock.patch.dict(te_quantise._LARGEST, kFloat8E4M3=100.0, kFloat8E5M2=100.0):
+                assert not any(same_bits(native(), ours()) for native, ours in pairs)
+    assert len(keys) == len(said) and fp8_rows_spec.FP8_ROWS.has_rows is False
+    return said
+
+
+def rows_kept_apart():
+    """What the log says, once each, of rows that are left to Transformer Engine; they are asked for twice."""
+    install()
+    from ditron_train.megatron.ep import te_quantise
+    from ditron_train.runtime.logs import decisions
+
+    tex, said, quantised = sys.modules["transformer_engine_torch"], [], []
+    write = te_quantise.write_scales
+    te_quantise.write_scales = lambda *args, **options: (quantised.append(args), write(*args, **options))
+    ours = te_quantise.Quantising(frozenset([te_quantise.RowsKind(32, "E4M3", True, 0.0)]))
+    assert ours.DType is tex.DType, "all else is Transformer Engine's"
+    rows = te_fp8_workers._integers((48, 32), 3)
+
+    def made(**changed):
+        quantizer = tex.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, None)
+        for name, value in changed.items():
+            setattr(quantizer, name, value)
+        return quantizer
+
+    delayed = tex.Float8Quantizer(tex.DType.kFloat8E4M3, torch.ones(1), torch.zeros(1))
+    for given, second in (
+        (rows, made()),
+        (rows.view(48, 1, 32), made()),
+        (rows, delayed),
+        (rows, made(amax_epsilon=0.5)),
+        (rows, made(use_existing_amax=True)),
+        (rows, made(columnwise_usage=False)),
+    ):
+        before, seen = len(decisions()), len(quantised)
+        for _ in range(2):
+            first, last = ours.split_quantize(given, [16, 32], [made(), second])
+            assert len(first._data) == 16 and len(last._data) == 32
+        said.append((len(quantised) == seen + 2, decisions()[before:]))
+        assert len(quantised) in (seen, seen + 2)
     return said
 
 

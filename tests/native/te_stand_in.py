@@ -89,12 +89,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 
 class Float8Quantizer(Quantizer):
-    def __init__(self, fp8_dtype, scale, amax):
-        super().__init__(fp8_dtype)
+    def __init__(self, fp8_dtype, scale, amax, *, rowwise=True, columnwise=True):
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         self.scale, self.amax = scale, amax
 
     def quantize(self, values):
-        torch.maximum(self.amax, values.abs().max(), out=self.amax)
+        torch.maximum(self.amax, torch.where(values.isnan(), 0.0, values.abs()).max(), out=self.amax)
         return self.cast(values)
 """
 

@@ -15,8 +15,10 @@ from te_fp8_workers import run  # noqa: E402
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_results_gradients_and_states_are_those_of_the_native_layer(recipe):
-    ((native, inherited, *others),) = run(workers.compare_layers, recipe, num_workers=1)
-    assert native == inherited, "products are ours only where they are asked for"
+    (((native, inherited, *others, with_rows), quantised),) = run(workers.compare_layers, recipe, num_workers=1)
+    assert native == inherited == with_rows, "products are ours only where they are asked for"
+    trained = [splits for splits, has_grad, _ in workers.STEPS if has_grad for _ in ("rows", "gradients")]
+    assert quantised == (trained if recipe == "tensorwise" else []), "without gradients rows have no transposes"
     passes = [("TN", tuple(splits), is_split) for splits, _, is_split in workers.STEPS]
     backward = [
         (layout, tuple(splits), True) for splits, has_grad, _ in workers.STEPS if has_grad for layout in ("NN", "NT")
@@ -73,6 +75,29 @@ def test_ranks_agree_from_how_many_rows_on_products_are_ours(kind, expected):
     """And a product that one of them cannot compute is the same refusal on both."""
     first, second = run(workers.measured_rows, kind)
     assert first == second and (first == expected or expected in str(first)), first
+
+
+def test_rows_that_transformer_engine_quantises_are_logged_once():
+    (found,) = run(workers.rows_kept_apart, num_workers=1)
+    assert found[0] == (True, [])
+    expected = ["in 3 dimensions", "of another kind", "that differ", "from elsewhere", "without their transposes"]
+    assert len(found) == 1 + len(expected)
+    for (is_ours, lines), words in zip(found[1:], expected):
+        assert not is_ours and len(lines) == 1 and words in lines[0], (words, lines)
+        assert lines[0].startswith("ep rows (FP8): native, ")
+
+
+def test_what_the_policy_compares_of_rows():
+    first, second = run(workers.rows_spec_on_cpu)
+    assert (
+        first
+        == second
+        == [
+            "ep rows fp8 3 experts of 32 E4M3 power of 2 epsilon 0, host ahead or not",
+            "ep rows fp8 3 experts of 48 E5M2 epsilon 0.5, host ahead or not",
+            "torch.float32 is not covered",
+        ]
+    )
 
 
 def test_what_the_policy_compares():

@@ -1,5 +1,5 @@
 """Transformer Engine's grouped experts without a host sync (part of feature ``ep``, with ``DITRON_EP_CAPACITY``), and
-with all forward products of a layer in FP8 in one kernel.
+with what a layer in FP8 does for all experts at once.
 
 ``TEGroupedMLP`` passes what it gets as ``tokens_per_expert`` through ``tolist()`` to its two grouped linear layers.
 With a capacity these counts exist on the device alone: ``DeviceCounts`` takes the place of the list, and the linear
@@ -31,15 +31,18 @@ from ditron_train.megatron.ep.experts import (
     why_not_called,
     why_not_options,
 )
+from ditron_train.megatron.ep.fp8_rows_spec import FP8_ROWS, Fp8RowsCall
 from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall, fewest_rows_of
 from ditron_train.megatron.ep.te_fp8 import (
     LOG_NAME,
+    NOTHING_AT_ONCE,
     AtOnce,
     ExpertProduct,
+    doing_at_once,
     grouped_base,
-    multiplying_at_once,
     why_not_code,
 )
+from ditron_train.megatron.ep.te_quantise import RowsKind
 from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
@@ -65,21 +68,35 @@ class DeviceCounts:
         return layout_tiles(self._layout)
 
 
-def _products_at_once(linear: Any, x: torch.Tensor) -> AtOnce:
-    """Which products of a layer in FP8 are one kernel for all experts: covered, with the bits of Transformer Engine's
-    calls, and faster; and from how many rows of each expert on."""
+def _at_once(linear: Any, x: torch.Tensor) -> AtOnce:
+    """What a layer in FP8 does for all experts at once: covered, with the bits of Transformer Engine's calls, and
+    faster."""
     group = experts_group()
     if group is None:
-        return frozenset()
+        return NOTHING_AT_ONCE
     reason = why_not_grouped_layer(linear) or _why_not_fp8(linear, x.device)
     if reason is not None:
         log_native(LOG_NAME, reason)
-        return frozenset()
-    grad_format = "E5M2" if FP8GlobalStateManager.get_fp8_recipe().fp8_format.name == "HYBRID" else "E4M3"
+        return NOTHING_AT_ONCE
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
+    grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
     asked: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
     calls = [Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group, product, grad_format) for product in asked]
     chosen = [call for call in calls if gate.context_for(FP8_EXPERTS, call) is not None]
-    return frozenset((call.product, fewest_rows_of(call)) for call in chosen)
+    rows = [Fp8RowsCall(x, linear.num_gemms, group, kind) for kind in _kinds_of_rows(linear, recipe, grad_format)]
+    return AtOnce(
+        frozenset((call.product, fewest_rows_of(call)) for call in chosen),
+        frozenset(call.kind for call in rows if gate.context_for(FP8_ROWS, call) is not None),
+    )
+
+
+def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[RowsKind]:
+    """The rows and gradients that a step of training quantises with their transposes under current scaling."""
+    if not (recipe.float8_current_scaling() and torch.is_grad_enabled()):
+        return []
+    n, k = linear.weight0.shape
+    sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp), (n, grad_format, recipe.fp8_quant_bwd_grad))
+    return [RowsKind(columns, name, side.power_2_scale, side.amax_epsilon) for columns, name, side in sides]
 
 
 def _why_not_fp8(linear: Any, device: torch.device) -> str | None:
@@ -113,7 +130,7 @@ class _TakesDeviceCounts:
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(m_splits, DeviceCounts):
             is_fp8 = FP8GlobalStateManager.is_fp8_enabled()
-            with multiplying_at_once(_products_at_once(self, x) if is_fp8 else frozenset()):
+            with doing_at_once(_at_once(self, x) if is_fp8 else NOTHING_AT_ONCE):
                 return super().forward(x, m_splits)  # type: ignore[misc]
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         return group_linear(x, weights, m_splits.tiles, own_wgrad_into(self)), None

@@ -1,9 +1,10 @@
 """Transformer Engine's experts in FP8: the forward products of a layer, or the gradients of its rows, in one kernel
 (part of feature ``ep``).
 
-Quantizers, scales, what is kept for backward and gradients of weights are left to Transformer Engine: the code of its
-own ``GroupedLinear`` runs, in a copy in which the function that multiplies is replaced. It gets what was quantised,
-wherever that lies, and multiplies all experts at once where each has rows enough for cuBLAS's usual order of sums.
+Quantizers, what is kept for backward and gradients of weights are left to Transformer Engine: the code of its own
+``GroupedLinear`` runs, in a copy in which the functions that multiply and quantise (``te_quantise``) are replaced. The
+first gets what was quantised, wherever that lies, and multiplies all experts at once where each has rows enough for
+cuBLAS's usual order of sums.
 Covered are recipes with one scale a tensor. With blocks of scales a Triton kernel was slower than Transformer Engine's
 calls, and not equal at every shape (docs/measurements/fp8.md).
 Imported only where Transformer Engine is installed.
@@ -16,12 +17,13 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformer_engine_torch as tex
 
 from ditron_train.ep.group_gemm_fp8 import ExpertRows, group_gemm_fp8
+from ditron_train.megatron.ep.te_quantise import Quantising, RowsKind
 from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
@@ -38,9 +40,21 @@ _LAYOUTS: dict[str, ExpertProduct] = {"TN": "forward", "NN": "dgrad"}
 _KNOWN = {"layout", "m_splits", "grad", "single_output", "use_split_accumulator", "out_dtype"}
 _OFF = {"bias", "use_bias", "accumulate", "gelu", "D_dtype"}
 
-#: Products that are one kernel, each with the rows that every expert must have for it.
-AtOnce = frozenset[tuple[ExpertProduct, int]]
-_active: ContextVar[AtOnce] = ContextVar("ditron_train_experts_products", default=frozenset())
+
+class AtOnce(NamedTuple):
+    """What a layer does for all experts at once.
+
+    Attributes:
+        products: That are one kernel, each with the rows that every expert must have for it.
+        rows: Which are quantised so.
+    """
+
+    products: frozenset[tuple[ExpertProduct, int]] = frozenset()
+    rows: frozenset[RowsKind] = frozenset()
+
+
+NOTHING_AT_ONCE = AtOnce()
+_active: ContextVar[AtOnce] = ContextVar("ditron_train_experts_at_once", default=NOTHING_AT_ONCE)
 
 
 def multiply(
@@ -113,7 +127,7 @@ def _is_plain_product(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
     )
 
 
-def _stand_in(products: AtOnce) -> Any:
+def _stand_in(products: frozenset[tuple[ExpertProduct, int]]) -> Any:
     """``general_grouped_gemm`` as Transformer Engine's code calls it, with one kernel for ``products``."""
     fewest_rows = dict(products)
 
@@ -131,9 +145,9 @@ def _stand_in(products: AtOnce) -> Any:
 
 
 @contextlib.contextmanager
-def multiplying_at_once(products: AtOnce) -> Iterator[None]:
-    """Inside, the forward of a layer on ``grouped_base``, and its backward later, have one kernel for ``products``."""
-    token = _active.set(products)
+def doing_at_once(at_once: AtOnce) -> Iterator[None]:
+    """Inside, the forward of a layer on ``grouped_base``, and its backward later, do this for all experts at once."""
+    token = _active.set(at_once)
     try:
         yield
     finally:
@@ -161,10 +175,10 @@ def why_not_code() -> str | None:
 
 
 @cache
-def _forward(products: AtOnce) -> Any:
+def _forward(at_once: AtOnce) -> Any:
     """The forward of ``GroupedLinear`` with an autograd function whose code is the native one's."""
     native = _module()
-    names = {"general_grouped_gemm": _stand_in(products)}
+    names = {"general_grouped_gemm": _stand_in(at_once.products), "tex": Quantising(at_once.rows)}
     passes = {
         name: staticmethod(with_names(getattr(native._GroupedLinear, name), names)) for name in ("forward", "backward")
     }
@@ -178,7 +192,7 @@ def grouped_base() -> type:
     native = _module().GroupedLinear
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        products = _active.get()
-        return (_forward(products) if products else native.forward)(self, *args, **kwargs)
+        at_once = _active.get()
+        return (native.forward if at_once == NOTHING_AT_ONCE else _forward(at_once))(self, *args, **kwargs)
 
     return type("GroupedAtOnceLinear", (native,), {"forward": forward, "__module__": native.__module__})

@@ -1,0 +1,119 @@
+"""Rows of Transformer Engine's experts in FP8 with a scale an expert (current scaling), quantised all at once (part of
+feature ``ep``).
+
+Transformer Engine takes four kernels an expert: it clears a maximum, finds it, divides and casts. Its delayed scaling
+casts all experts in one kernel, by scales that are there. So ours finds the maxima and scales of all experts, in the
+quantizers' own numbers, and that kernel of Transformer Engine casts by them.
+Imported only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+from ditron_train.ep.fp8_scales import write_scales
+from ditron_train.policy import log_native
+from ditron_train.runtime.errors import NotSupportedError
+
+#: What the log calls it.
+LOG_NAME = "ep rows (FP8)"
+
+_LARGEST = {"kFloat8E4M3": 448.0, "kFloat8E5M2": 57344.0}
+_ALIKE = ("dtype", "force_pow_2_scales", "amax_epsilon", "internal")
+
+
+class RowsKind(NamedTuple):
+    """Rows that are quantised alike.
+
+    Attributes:
+        columns: Of a row.
+        fp8_format: ``E4M3`` or ``E5M2``.
+        power_of_2: Whether scales are powers of two.
+        epsilon: What amax is at least.
+    """
+
+    columns: int
+    fp8_format: str
+    power_of_2: bool
+    epsilon: float
+
+
+def quantise(rows: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any]) -> list[Any]:
+    """``tex.split_quantize``: the rows of each expert in FP8, with their transposes, and the quantizers' numbers.
+
+    Raises:
+        NotSupportedError: They are not covered; nothing was launched.
+    """
+    first = quantizers[0]
+    reason = _why_not(rows, quantizers)
+    if reason is not None:
+        raise NotSupportedError(reason)
+    rows = rows.contiguous()
+    write_scales(
+        rows,
+        splits,
+        [one.amax for one in quantizers],
+        [one.scale for one in quantizers],
+        max_fp8=_LARGEST[first.dtype.name],
+        epsilon=first.amax_epsilon,
+        power_of_2=first.force_pow_2_scales,
+    )
+    results: list[Any] = tex.split_quantize(rows, list(splits), [_with_given_scale(one) for one in quantizers])
+    for result, quantizer in zip(results, quantizers, strict=True):
+        result._quantizer = quantizer.copy()  # what Transformer Engine keeps in it, too
+    return results
+
+
+def _why_not(rows: torch.Tensor, quantizers: Sequence[Any]) -> str | None:
+    first = quantizers[0]
+    if rows.dim() != 2 or rows.dtype != torch.bfloat16:
+        return f"rows of {rows.dtype} in {rows.dim()} dimensions are not covered"
+    if any(type(one) is not Float8CurrentScalingQuantizer for one in quantizers):
+        return "rows have quantizers of another kind"
+    if any(getattr(one, name) != getattr(first, name) for one in quantizers for name in _ALIKE):
+        return "experts have quantizers that differ"
+    if any(one.with_amax_reduction or one.use_existing_amax for one in quantizers):
+        return "amax comes from elsewhere"
+    if not all(one.rowwise_usage and one.columnwise_usage for one in quantizers):
+        return "rows are wanted without their transposes"  # which that kernel writes
+    return None
+
+
+def _with_given_scale(quantizer: Any) -> Any:
+    """A quantizer of delayed scaling with the same numbers. Its cast finds the maximum again, which changes none."""
+    made = Float8Quantizer(
+        scale=quantizer.scale, amax=quantizer.amax, fp8_dtype=quantizer.dtype, rowwise=True, columnwise=True
+    )
+    made.internal = quantizer.internal
+    return made
+
+
+class Quantising:
+    """``transformer_engine_torch`` as Transformer Engine's code calls it, with ours for rows of some kinds."""
+
+    def __init__(self, kinds: frozenset[RowsKind]) -> None:
+        self._kinds = kinds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tex, name)
+
+    def split_quantize(self, rows: Any, splits: Any, quantizers: Any, *args: Any, **options: Any) -> Any:
+        """See ``quantise``; Transformer Engine's own where that is not covered."""
+        if not args and not options and quantizers and _kind_of(rows, quantizers[0]) in self._kinds:
+            try:
+                return quantise(rows, splits, quantizers)
+            except NotSupportedError as error:
+                log_native(LOG_NAME, str(error))
+        return tex.split_quantize(rows, splits, quantizers, *args, **options)
+
+
+def _kind_of(rows: Any, quantizer: Any) -> RowsKind | None:
+    if type(quantizer) is not Float8CurrentScalingQuantizer:
+        return None
+    fp8_format = quantizer.dtype.name.removeprefix("kFloat8")
+    return RowsKind(rows.shape[-1], fp8_format, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
