@@ -32,19 +32,19 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 
 _COMPILER_THREADS = 8
 
-_MAX_KEPT = 256  # an integer that differs from call to call would be kept for ever
+_MAX_KEPT = 256  # a specialised integer that differs from call to call would be kept for ever
 _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same addresses again and again
 
 
-def _specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _specialization(arguments: tuple[Any, ...], any_value: frozenset[int] = frozenset()) -> tuple[Any, ...]:
     """What Triton specialises on: alignment of addresses, values of integers (stricter than Triton: the value
-    itself); of a tuple what it does for the parts."""
+    itself; of those at the places ``any_value`` the width); of a tuple what it does for the parts."""
     key: list[Any] = []
-    for argument in arguments:
+    for place, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor):
             key.append(argument.data_ptr() & 15)
         elif isinstance(argument, int):
-            key.append(argument)
+            key.append(argument.bit_length() > 31 if place in any_value else argument)
         elif isinstance(argument, tuple):
             key.append(_specialization(argument))
     return tuple(key)
@@ -55,7 +55,8 @@ class KernelLaunch:
 
     What always travels together may be one argument, a ``NamedTuple``, whose fields the kernel reads by name. A tuple
     holds no descriptors, and no sizes that are not to be specialised on: Triton looks at ``do_not_specialize`` for
-    whole arguments alone. A constant may be a ``NamedTuple`` or a frozen dataclass of constants.
+    whole arguments alone; those may change from launch to launch. A constant may be a ``NamedTuple`` or a frozen
+    dataclass of constants.
 
     Args:
         kernel: A ``@triton.jit`` function whose constexpr parameters come last.
@@ -75,6 +76,8 @@ class KernelLaunch:
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages, **COMPILE_OPTIONS}
         self._values = tuple(constants.values())
+        parameters = enumerate(getattr(kernel, "params", ()))  # what is interpreted has none
+        self._any_value = frozenset(place for place, one in parameters if getattr(one, "do_not_specialize", False))
         self._compiled: dict[tuple[Any, ...], tuple[Any, CallRecorder | None]] = {}
         self._repeated: dict[Hashable, RecordedCall] = {}
 
@@ -93,7 +96,8 @@ class KernelLaunch:
         ``key``: says for ``repeat`` what these arguments are; everything that can differ between two calls must be in
             it.
         """
-        specialization = (_current_device(), *_specialization(arguments))  # compiled code is loaded on one device
+        # Compiled code is loaded on one device.
+        specialization = (_current_device(), *_specialization(arguments, self._any_value))
         known = self._compiled.get(specialization)
         if known is None:
             self._first(specialization, arguments, stream)

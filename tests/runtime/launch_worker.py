@@ -38,6 +38,12 @@ def without_descriptors(x_ptr, size, y_ptr, scale, BLOCK: tl.constexpr):
     tl.store(x_ptr + lanes, tl.load(y_ptr + lanes, mask=lanes < size) * scale, mask=lanes < size)
 
 
+@triton.jit(do_not_specialize=["size"])
+def of_any_size(x_ptr, size, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    tl.store(x_ptr + lanes, lanes, mask=lanes < size)
+
+
 class Rows(NamedTuple):
     x: torch.Tensor
     size: int
@@ -210,6 +216,19 @@ def _launched_while_compiling(recording: _Recording) -> dict[str, Any]:
     }
 
 
+def _any_sizes(recording: _Recording) -> list[tuple[int, str]]:
+    """After launches with several sizes: how many kernels there are, and the size that the driver was given."""
+    made, x, found = KernelLaunch(of_any_size, 3, {"BLOCK": 64}), torch.zeros(64, dtype=torch.int32), []
+    for size in (12, 16, 1, 37, 1 << 31):
+        recording.expect("")
+        made(x, size)
+        (compiled, _) = list(made._compiled.values())[-1]
+        recording.expect(compiled.asm["ptx"])
+        made(x, size)
+        found.append((len(made._compiled), recording.last()["parameters"][1]))
+    return found
+
+
 def _main(folder: str) -> None:
     recording = _Recording(folder)
     driver = CudaDriver()
@@ -225,6 +244,7 @@ def _main(folder: str) -> None:
         answer[name] = _seen(name, kernel, recording)
     answer["while_compiling"] = _launched_while_compiling(recording)
     answer["compiled_by_field"] = _compiled_by_field(recording)
+    answer["any_sizes"] = _any_sizes(recording)
     answer["kept"] = _kept(recording, launching)
     print(json.dumps(answer))
 
