@@ -49,6 +49,18 @@ def fp32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), quiet_nan, rounded)
 
 
+def fp32_to_fp8_bits(values: np.ndarray, name: str) -> np.ndarray:
+    """The bytes of fp32 `values` in that type of torch, rounded to nearest even; what is beyond its largest number
+    becomes that, as GPUs' conversions have it."""
+    import torch
+
+    dtype = getattr(torch, name)
+    largest = torch.finfo(dtype).max
+    clipped = torch.from_numpy(np.clip(values, -largest, largest))
+    found: np.ndarray = clipped.to(dtype).view(torch.uint8).numpy()
+    return found
+
+
 def is_installed() -> bool:
     """Whether `install` has repaired the interpreter of this process."""
     import triton.runtime.interpreter as interpreter
@@ -135,9 +147,12 @@ def _repair_casts(interpreter: Any) -> None:
         truncates = rounding_mode is not None and rounding_mode != interpreter._ir.ROUNDING_MODE.RTNE
         ieee = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}
         known = (*ieee, tl.bfloat16)
-        if truncates or source not in known or target not in known:
+        fp8 = {tl.float8e4nv: "float8_e4m3fn", tl.float8e5: "float8_e5m2"}
+        if truncates or source not in known or target not in (*known, *fp8):
             return native_convert(data, source, target, rounding_mode)
         values = bf16_bits_to_fp32(data) if source == tl.bfloat16 else data
+        if target in fp8:
+            return fp32_to_fp8_bits(values.astype(np.float32), fp8[target])
         if target == tl.bfloat16:
             return fp32_to_bf16_bits(values.astype(np.float32))
         with np.errstate(over="ignore"):

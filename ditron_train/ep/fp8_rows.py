@@ -1,69 +1,118 @@
-"""Scales of experts' rows in FP8 (current scaling), of all experts in two kernels."""
+"""Rows of experts in FP8 with one scale an expert (current scaling), of all experts in three kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
-from ditron_train.ep.fp8_scales_kernels import largest_of_parts, scales_of_largest
-from ditron_train.ep.row_tiles import group_launch
+from ditron_train.ep.fp8_rows_kernels import cast_rows, largest_of_parts
+from ditron_train.ep.row_tiles import group_launch, row_tiles
 from ditron_train.ep.tables import int64_table
 from ditron_train.gemm.ops import on_device
-from ditron_train.runtime.device import kernel_target
+from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_STEP = 16  # FP8 products want as many rows and columns: what is loaded and stored at once
 _PARTS = 16  # of an expert's rows: some programs for each multiprocessor where there are as many experts
-_BLOCK = 8192
+_BLOCK, _TILE = 8192, 128
+_PROGRAMS_OF_AN_SM = 4
 
 
-def write_scales(
+class Fp8Rows(NamedTuple):
+    """Rows of experts in FP8.
+
+    Attributes:
+        data: uint8 [rows, K] of each expert.
+        transposes: uint8 [K, rows] of each expert.
+        inverses: fp32 [1] of each expert: what its values are to be multiplied by. Undefined without rows.
+    """
+
+    data: Sequence[torch.Tensor]
+    transposes: Sequence[torch.Tensor]
+    inverses: Sequence[torch.Tensor]
+
+
+def quantised_rows(
     rows: torch.Tensor,
     splits: Sequence[int],
     amaxes: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
+    dtype: torch.dtype,
     *,
-    max_fp8: float,
-    epsilon: float,
-    power_of_2: bool,
-) -> None:
-    """What Transformer Engine's current scaling leaves in a quantizer before it casts, of each expert that has rows.
+    epsilon: float = 0.0,
+    power_of_2: bool = False,
+) -> Fp8Rows:
+    """What Transformer Engine's current scaling makes of the rows of each expert, and leaves in its quantizer:
 
-        amaxes[e] = rows of e .abs().max()          scales[e] = max_fp8 / max(amaxes[e], epsilon)
+        amaxes[e] = rows of e .abs().max()          scales[e] = (largest number of dtype) / max(amaxes[e], epsilon)
+        data[e] = (rows of e * scales[e]).to(dtype)     transposes[e] = data[e].T     inverses[e] = 1 / scales[e]
 
-    Not a number counts as nothing. The scale is 1 where amax is 0 or infinite, and at most the largest fp32 number.
+    Not a number counts as nothing in amax. The scale is 1 where amax is 0 or infinite, and at most the largest fp32
+    number. Of an expert without rows nothing is written.
 
     Args:
-        rows: [num_rows, K], contiguous, by expert.
+        rows: [num_rows, K], contiguous, by expert; K and the rows of each expert are multiples of 16.
         splits: Rows of each expert; their sum is num_rows.
         amaxes, scales: Of each expert one fp32 number, written.
-        max_fp8: The largest number of the format.
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         epsilon: Of the recipe.
         power_of_2: Whether scales lose their mantissa.
 
-    Source: ``compute_scale_from_amax`` of Transformer Engine.
+    Source: ``Float8CurrentScalingQuantizer`` and ``compute_scale_from_amax`` of Transformer Engine.
 
     Raises:
         NotSupportedError: Shapes, types or strides that are not covered.
     """
-    if rows.dim() != 2 or not rows.is_contiguous() or len(rows) != sum(splits):
-        raise NotSupportedError(f"scales of rows: {tuple(rows.shape)} for {sum(splits)} rows")
-    if not len(splits) == len(amaxes) == len(scales):
-        raise NotSupportedError(f"scales of rows: {len(amaxes)} and {len(scales)} numbers for {len(splits)} experts")
-    device = rows.device
-    if any(one.dtype != torch.float32 or one.numel() != 1 or one.device != device for one in (*amaxes, *scales)):
-        raise NotSupportedError("scales of rows: numbers are not fp32, or elsewhere")
-    starts = torch.tensor([0, *accumulate(splits)], dtype=torch.int64, device="cpu")
+    _check(rows, splits, amaxes, scales, dtype)
+    device, (num_rows, columns), count = rows.device, rows.shape, len(splits)
+    data, transposes = torch.empty(2, num_rows * columns, dtype=torch.uint8, device=device)
+    inverses = torch.empty(count, dtype=torch.float32, device=device)
+    sizes = [size * columns for size in splits]
+    result = Fp8Rows(
+        data.view(num_rows, columns).split(list(splits)),
+        [part.view(columns, size) for part, size in zip(transposes.split(sizes), splits)],
+        inverses.split(1),
+    )
+    if not num_rows:
+        return result
+    counts = torch.tensor(splits, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
-        starts = starts.pin_memory().to(device, non_blocking=True)
-    block = _BLOCK if kernel_target(device) != "interpreter" else 256
-    largest = torch.empty(len(splits) * _PARTS, dtype=torch.float32, device=device)
-    parts = (("PARTS", _PARTS), ("BLOCK", block))
-    constants = (("MAX_FP8", max_fp8), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2), ("PARTS", _PARTS))
-    read = group_launch(largest_of_parts, len(largest), parts, 8, 3, rows.dtype)
-    write = group_launch(scales_of_largest, len(splits), constants, 1, 3, torch.float32)
-    places = (int64_table(tuple(one.data_ptr() for one in numbers), device) for numbers in (amaxes, scales))
+        counts = counts.pin_memory().to(device, non_blocking=True)
+    is_interpreted = kernel_target(device) == "interpreter"
+    tile = 32 if is_interpreted else _TILE
+    tiles = row_tiles(counts, num_rows, tile)
+    numbers = int64_table(tuple(one.data_ptr() for pair in zip(amaxes, scales) for one in pair), device)
+    largest = torch.empty(count * _PARTS, dtype=torch.float32, device=device)
+    parts = (("PARTS", _PARTS), ("BLOCK", 256 if is_interpreted else _BLOCK))
+    rule = (("MAX_FP8", _LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2), ("PARTS", _PARTS))
+    constants = (*rule, ("STEP", _STEP), ("BLOCK_M", tile), ("BLOCK_K", tile))
+    find = group_launch(largest_of_parts, len(largest), parts, 8, 3, rows.dtype)
+    cast = group_launch(cast_rows, _PROGRAMS_OF_AN_SM * num_sms(device), constants, 8, 3, rows.dtype)
     with on_device(device):
-        read(rows, starts, largest, rows.shape[1])
-        write(largest, starts, *places)
+        find(rows, tiles.row_ends, largest, columns)
+        cast(rows, tiles.tiles, tiles.row_ends, largest, numbers, data, transposes, inverses, columns)
+    return result
+
+
+def _check(
+    rows: torch.Tensor,
+    splits: Sequence[int],
+    amaxes: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    if rows.dim() != 2 or not rows.is_contiguous() or len(rows) != sum(splits):
+        raise NotSupportedError(f"rows in FP8: {tuple(rows.shape)} for {sum(splits)} rows")
+    if not len(splits) == len(amaxes) == len(scales):
+        raise NotSupportedError(f"rows in FP8: {len(amaxes)} and {len(scales)} numbers for {len(splits)} experts")
+    if dtype not in _LARGEST:
+        raise NotSupportedError(f"rows in FP8: {dtype} is no format of it")
+    if rows.shape[1] % _STEP or any(size % _STEP for size in splits):
+        raise NotSupportedError(
+            f"rows in FP8: an expert's rows, or {rows.shape[1]} columns, are no multiples of {_STEP}"
+        )
+    if {(one.dtype, one.numel(), one.device) for one in (*amaxes, *scales)} != {(torch.float32, 1, rows.device)}:
+        raise NotSupportedError("rows in FP8: numbers are not fp32, or elsewhere")

@@ -31,10 +31,10 @@ class RowLayout:
 
     Args:
         counts: int64 [world_size, local experts] on the CPU: rows of each source and expert.
-        counts_there: The same on the device.
         rows_of_token: int32 [world_size * tokens, places]: the rows that a token has here, the last expert's first,
             and -1 behind them.
         adds_up: Whether a token's rows are added up, from zero on, as native does; else it has one place.
+        counts_there: ``counts`` on the device, where they are there already.
 
     Attributes:
         num_tokens: Of each rank.
@@ -43,10 +43,15 @@ class RowLayout:
     """
 
     def __init__(
-        self, counts: torch.Tensor, counts_there: torch.Tensor, rows_of_token: torch.Tensor, *, adds_up: bool
+        self,
+        counts: torch.Tensor,
+        rows_of_token: torch.Tensor,
+        *,
+        adds_up: bool,
+        counts_there: torch.Tensor | None = None,
     ) -> None:
         self.counts, self.rows_of_token, self.adds_up = counts, rows_of_token, adds_up
-        self._counts_there = counts_there
+        self._given_counts = counts_there
         self.world_size, self.num_experts = counts.shape
         self.num_tokens = len(rows_of_token) // self.world_size
         self.tokens_per_expert = counts.sum(0)
@@ -56,6 +61,10 @@ class RowLayout:
     def tokens_of(self, source: int) -> slice:
         """The tokens of a rank among all."""
         return slice(source * self.num_tokens, (source + 1) * self.num_tokens)
+
+    @cached_property
+    def _counts_there(self) -> torch.Tensor:
+        return self.counts.to(self.rows_of_token.device) if self._given_counts is None else self._given_counts
 
     @cached_property
     def tiles(self) -> RowTiles:
@@ -94,7 +103,7 @@ class GatheredLayout(RowLayout):
         # Rows lie by expert, so a token's rows in descending order are those of its experts in that order.
         rows_of_token = row_of_token.contiguous().sort(dim=1, descending=True).values
         counts = local_map.view(world_size, num_tokens // world_size, num_experts).sum(1)
-        super().__init__(counts.cpu(), counts, rows_of_token, adds_up=True)
+        super().__init__(counts.cpu(), rows_of_token, adds_up=True, counts_there=counts)
 
 
 class SlicedLayout(RowLayout):
@@ -119,10 +128,10 @@ class SlicedLayout(RowLayout):
             runs = zip(starts[:, rank].tolist(), of_experts)
             parts = [torch.arange(first, first + n, device="cpu") for first, n in runs]
             row_of_rank[rank, : int(rows[rank])] = torch.cat(parts).int()
-        table, counts_there = row_of_rank.view(-1, 1), counts.contiguous()
+        table = row_of_rank.view(-1, 1)
         if device.type == "cuda":
-            table, counts_there = (one.pin_memory().to(device, non_blocking=True) for one in (table, counts_there))
-        super().__init__(counts, counts_there, table, adds_up=False)
+            table = table.pin_memory().to(device, non_blocking=True)
+        super().__init__(counts.contiguous(), table, adds_up=False)
 
 
 @lru_cache(maxsize=256)

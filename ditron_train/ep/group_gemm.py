@@ -90,6 +90,7 @@ class GemmOperands:
 
     a: TensorDescriptor
     b: TensorDescriptor
+    half_b: TensorDescriptor
     c: TensorDescriptor
     places: torch.Tensor
     y: torch.Tensor
@@ -138,15 +139,19 @@ def gemm_operands(
         choose = choose_group_config if name == "group_gemm" else default_group_config
         config = choose(op, *sizes, x.dtype, target, x.device)
     block_n, block_k = config.block_n, config.block_k
-    spanning = TensorDescriptor(
-        min(weights, key=torch.Tensor.data_ptr),
-        [max(distances) + 1, *first.shape],
-        [unit // x.element_size(), first.shape[1], 1],
-        [1, block_n, block_k] if transpose else [1, block_k, block_n],
+    spanning, half = (
+        TensorDescriptor(
+            min(weights, key=torch.Tensor.data_ptr),
+            [max(distances) + 1, *first.shape],
+            [unit // x.element_size(), first.shape[1], 1],
+            [1, width, block_k] if transpose else [1, block_k, width],
+        )
+        for width in (block_n, block_n // 2 if config.split_store else block_n)
     )
     return GemmOperands(
         make_descriptor(x if tiles.num_rows else first, (tiles.block_m, block_k)),  # no rows: any memory will do
         spanning,
+        half,
         _clipped_rows(padded, tiles.block_m, config.store_block[1]),
         int32_table(distances, x.device),
         _own_storage(padded[tiles.block_m :]),
@@ -189,18 +194,14 @@ def multiply(operands: GemmOperands, tiles: RowTiles) -> None:
     """The rows of ``tiles``, which may be a part of all, of the product that ``gemm_operands`` described."""
     if 0 in operands.y.shape:
         return
-    chosen, b = operands.config, operands.b
-    half_b = b
-    if chosen.split_store:
-        half = chosen.block_n // 2
-        block = [1, half, chosen.block_k] if operands.sizes.TRANSPOSE_B else [1, chosen.block_k, half]
-        half_b = TensorDescriptor(b.base, b.shape, b.strides, block)
-    y = operands.y
+    chosen, y = operands.config, operands.y
     num_programs = min(num_sms(y.device), tiles.max_tiles * -(-operands.n // chosen.block_n))
     constants = (("GEMM", operands.sizes),)
     launch = group_launch(group_gemm_kernel, num_programs, constants, chosen.num_warps, chosen.num_stages, y.dtype)
     with on_device(y.device):
-        launch(operands.a, b, half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k)
+        launch(
+            operands.a, operands.b, operands.half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k
+        )  # fmt: skip
 
 
 def group_wgrad(

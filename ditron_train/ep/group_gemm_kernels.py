@@ -94,22 +94,17 @@ def list_tiles_of_groups(
         index = block + tl.arange(0, BLOCK)
         here = (index[:, None] >= (tile_ends - num_tiles)[None, :]) & (index[:, None] < tile_ends[None, :])
         expert = tl.sum(tl.where(here, lanes[None, :], 0), axis=1)
-        begin = (ends - rows)[None, :] + (index[:, None] - (tile_ends - num_tiles)[None, :]) * BLOCK_M
-        first = tl.sum(tl.where(here, begin, 0), axis=1)
+        start = tl.sum(tl.where(here, (ends - rows)[None, :], 0), axis=1)
+        first = start + (index - tl.sum(tl.where(here, (tile_ends - num_tiles)[None, :], 0), axis=1)) * BLOCK_M
         end = tl.sum(tl.where(here, ends[None, :], 0), axis=1)
         chosen = tl.full((BLOCK,), -1 if LAST else NUM_SOURCES, tl.int32)
-        source_starts = ends - rows
         for source in range(NUM_SOURCES):
-            source_ends = source_starts + tl.load(counts + source * NUM_EXPERTS + lanes, mask=known, other=0).to(
-                tl.int32
-            )
-            start_here = tl.sum(tl.where(here, source_starts[None, :], 0), axis=1)
-            end_here = tl.sum(tl.where(here, source_ends[None, :], 0), axis=1)
-            has_rows = (start_here < end_here) & (start_here < first + BLOCK_M) & (end_here > first)
+            behind = start + tl.load(counts + source * NUM_EXPERTS + expert).to(tl.int32)
+            has_rows = (start < behind) & (start < first + BLOCK_M) & (behind > first)
             number = tl.load(groups + source)
             better = number > chosen if LAST else number < chosen
             chosen = tl.where(has_rows & better, number, chosen)
-            source_starts = source_ends
+            start = behind
         mine = (chosen == group) & (index < tl.sum(num_tiles, axis=0))
         entry = table + 4 * (listed + tl.cumsum(mine.to(tl.int32), 0))  # the first entry is behind the number
         tl.store(entry, expert, mask=mine)
@@ -117,6 +112,7 @@ def list_tiles_of_groups(
         tl.store(entry + 2, end, mask=mine)
         listed += tl.sum(mine.to(tl.int32), axis=0)
     tl.store(table, listed)
+    tl.store(table + 4 * (listed + 1 + tl.arange(0, SLACK // 4)), 0)  # a loop that runs ahead finds an expert there
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from ditron_train.runtime.sizes import next_power_of_2
 
 _TILE_WORDS = 4
 _LIST_BLOCK = 128  # tiles that a program lists
+_MOST_LANES = 4096  # of tiles times experts: more do not fit the registers of a program
 _SLACK_WORDS = 1024  # a loop that runs ahead may look at entries behind the last, whose values it then drops
 
 
@@ -47,6 +48,7 @@ class RowTiles:
         num_experts: Experts.
         block_m: Rows of a tile.
         max_tiles: Tiles at most.
+        has_row_ends: Whether ``row_ends`` is there: of all rows, not of a part.
     """
 
     tiles: torch.Tensor
@@ -54,10 +56,12 @@ class RowTiles:
     num_experts: int
     block_m: int
     max_tiles: int
+    has_row_ends: bool = True
 
     @property
     def row_ends(self) -> torch.Tensor:
         """int32 [num_experts]: first row behind each expert."""
+        assert self.has_row_ends, "tiles of a part"
         return self.tiles[_TILE_WORDS * (self.max_tiles + 1) :]
 
 
@@ -87,7 +91,7 @@ def row_tiles_of_groups(
     """Row tiles of each of some groups of source ranks, for products that are computed part by part.
 
     Tiles begin at an expert's first row, wherever the rows of a source begin, so that none is cut. One that has rows
-    of several groups is of one of them. ``row_ends`` is not there.
+    of several groups is of one of them.
 
     Args:
         counts: int64 [sources, experts] on the device: rows, which lie by expert, then by source.
@@ -103,8 +107,9 @@ def row_tiles_of_groups(
     of_source = {source: number for number, group in enumerate(groups) for source in group}
     table = int32_table(tuple(of_source[source] for source in range(num_sources)), device)
     sizes = dict(NUM_SOURCES=num_sources, NUM_EXPERTS=num_experts, EXPERTS=next_power_of_2(num_experts))
-    constants = dict(**sizes, LAST=last, SLACK=_SLACK_WORDS, BLOCK_M=block_m, BLOCK=_LIST_BLOCK)
+    block = min(_LIST_BLOCK, max(_MOST_LANES // sizes["EXPERTS"], 1))
+    constants = dict(**sizes, LAST=last, SLACK=_SLACK_WORDS, BLOCK_M=block_m, BLOCK=block)
     launch = group_launch(list_tiles_of_groups, len(groups), tuple(constants.items()), 4, 3, counts.dtype)
     with on_device(device):
         launch(counts, table, tiles, max_tiles, max(fewest_rows, 1))
-    return [RowTiles(one, num_rows, num_experts, block_m, max_tiles) for one in tiles.unbind(0)]
+    return [RowTiles(one, num_rows, num_experts, block_m, max_tiles, has_row_ends=False) for one in tiles.unbind(0)]

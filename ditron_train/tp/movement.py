@@ -41,6 +41,8 @@ class StartedGather:
 
     Args:
         started_on: What ``enter`` gave; ``wait`` may come on another stream.
+        copies_own: Else ``rows`` lack this rank's own, which ``consume`` gives where they are: they are read on its
+            stream, as late as that.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class StartedGather:
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows are there: [total rows, K], a view of the context's buffer that the
         next gather overwrites."""
+        assert self._own_rows is None, "own rows are not there"
         self._prepared.context.resume(self._started_on, self._sent)
         self._prepared.wait()
         return self.rows
@@ -69,6 +72,7 @@ class StartedGather:
         """Instead of ``wait``: ``each`` rank's place among all and its rows, this rank's own first, then the others'
         in the order of arrival, the current stream held until they are there. When it ends all are there and counted,
         as after ``wait``. ``key``: as of ``CopiedGather.consume``."""
+        assert key is None or self._own_rows is None, "own rows lie elsewhere in each call"
         prepared = self._prepared
         starts = prepared.partition.starts
         prepared.context.resume(self._started_on, self._sent)
@@ -79,6 +83,12 @@ class StartedGather:
             each(share, self.rows[share] if self._own_rows is None or not is_own else self._own_rows)
 
         prepared.consume([(source,) for source in prepared.arrival_order], consume_rank, key)
+
+    def give_up(self) -> None:
+        """Instead of ``wait`` or ``consume``, where what comes before it failed: the next gather's rows come behind
+        these, which are for nobody."""
+        self._prepared.context.resume(self._started_on, self._sent)
+        self._prepared.give_up()
 
 
 @outside_compile

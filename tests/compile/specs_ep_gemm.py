@@ -118,20 +118,43 @@ SPECS = [
     ),
     KernelSpec(
         name="ep_largest_of_parts",
-        kernel="ditron_train.ep.fp8_scales_kernels:largest_of_parts",
-        signature={"values": "*bf16", "starts": "*i64", "largest": "*fp32", "columns": "i32"},
+        kernel="ditron_train.ep.fp8_rows_kernels:largest_of_parts",
+        signature={"values": "*bf16", "ends": "*i32", "largest": "*fp32", "columns": "i32"},
         constexprs={"PARTS": 16, "BLOCK": 8192},
         num_warps=8,
     ),
     *(
         KernelSpec(
-            name=f"ep_scales_of_largest{name}",
-            kernel="ditron_train.ep.fp8_scales_kernels:scales_of_largest",
-            signature={"largest": "*fp32", "starts": "*i64", "amaxes": "*i64", "scales": "*i64"},
-            constexprs={"MAX_FP8": 448.0, "EPSILON": 0.0, "POWER_OF_2": bool(name), "PARTS": 16},
-            num_warps=1,
+            name=f"ep_cast_rows_{name}",
+            kernel="ditron_train.ep.fp8_rows_kernels:cast_rows",
+            signature={
+                "rows": "*bf16",
+                "tiles": "*i32",
+                "ends": "*i32",
+                "largest": "*fp32",
+                "numbers": "*i64",
+                "data": "*u8",
+                "transposes": "*u8",
+                "inverses": "*fp32",
+                "columns": "i32",
+            },
+            constexprs={
+                "MAX_FP8": largest,
+                "EPSILON": 0.0,
+                "POWER_OF_2": power_of_2,
+                "PARTS": 16,
+                "STEP": 16,
+                "BLOCK_M": 128,
+                "BLOCK_K": 128,
+            },
+            num_warps=8,
+            targets=("sm_90", "sm_100"),
         )
-        for name in ("", "_power_of_2")
+        for name, largest, power_of_2 in (
+            ("e4m3", 448.0, False),
+            ("e5m2", 57344.0, False),
+            ("power_of_2", 448.0, True),
+        )
     ),
     *(
         KernelSpec(

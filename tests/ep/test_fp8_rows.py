@@ -1,14 +1,15 @@
-"""Scales of experts' rows in FP8, against Transformer Engine's formula in NumPy."""
+"""Rows of experts in FP8, against Transformer Engine's rules in NumPy and PyTorch's casts."""
 
 import numpy as np
 import pytest
 import torch
 
 from ditron_train.cpu import interpreter
-from ditron_train.ep.fp8_scales import write_scales
+from ditron_train.ep.fp8_rows import quantised_rows
 from ditron_train.runtime.errors import NotSupportedError
 
 UNTOUCHED = 7.0
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -20,7 +21,7 @@ def numbers(count):
     return [torch.full((1,), UNTOUCHED) for _ in range(count)]
 
 
-def expected(rows, max_fp8, epsilon, power_of_2):
+def expected_numbers(rows, max_fp8, epsilon, power_of_2):
     if not len(rows):
         return UNTOUCHED, UNTOUCHED
     amax = np.float32(np.nan_to_num(rows.float().abs().numpy(), nan=0.0, posinf=np.inf).max(initial=0.0))
@@ -35,11 +36,13 @@ def expected(rows, max_fp8, epsilon, power_of_2):
 
 
 @pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("max_fp8, epsilon", [(448.0, 0.0), (57344.0, 0.0), (448.0, 0.25)])
-@pytest.mark.parametrize("columns", [8, 300])
-def test_every_expert_has_the_scale_of_its_own_rows(columns, max_fp8, epsilon, power_of_2):
+@pytest.mark.parametrize(
+    "dtype, epsilon", [(torch.float8_e4m3fn, 0.0), (torch.float8_e5m2, 0.0), (torch.float8_e4m3fn, 0.25)]
+)
+@pytest.mark.parametrize("columns", [16, 272])
+def test_every_expert_has_the_scale_of_its_own_rows(columns, dtype, epsilon, power_of_2):
     """Few rows and many, none, zeros, the smallest and the largest numbers, infinity and what is no number."""
-    splits = [3, 0, 64, 1, 5, 2, 2, 2, 2, 33]
+    splits = [16, 0, 80, 32, 16, 16, 16, 16, 16, 48]
     generator = torch.Generator().manual_seed(columns)
     rows = torch.randn(sum(splits), columns, generator=generator).bfloat16()
     parts = rows.split(splits)
@@ -50,29 +53,48 @@ def test_every_expert_has_the_scale_of_its_own_rows(columns, max_fp8, epsilon, p
     parts[7].fill_(float("nan"))
     parts[8][1, -1] = -torch.finfo(torch.bfloat16).max
     amaxes, scales = numbers(len(splits)), numbers(len(splits))
-    write_scales(rows, splits, amaxes, scales, max_fp8=max_fp8, epsilon=epsilon, power_of_2=power_of_2)
+    made = quantised_rows(rows, splits, amaxes, scales, dtype, epsilon=epsilon, power_of_2=power_of_2)
     found = [(amax.item(), scale.item()) for amax, scale in zip(amaxes, scales)]
-    assert found == [expected(part, max_fp8, epsilon, power_of_2) for part in parts]
+    assert found == [expected_numbers(part, LARGEST[dtype], epsilon, power_of_2) for part in parts]
     assert found[1] == (UNTOUCHED, UNTOUCHED) and found[5][1] == 1.0 and (epsilon or found[3] == (0.0, 1.0))
+    for index, (part, data, transpose, inverse) in enumerate(zip(parts, *made, strict=True)):
+        assert data.shape == part.shape and transpose.shape == part.shape[::-1] and inverse.shape == (1,)
+        assert torch.equal(transpose, data.t()) and transpose.is_contiguous() and data.is_contiguous()
+        is_finite = part.isfinite()
+        values = (part.float() * scales[index]).to(dtype).view(torch.uint8)
+        assert torch.equal(data[is_finite], values[is_finite])
+        assert data.view(dtype).float()[part.isnan()].isnan().all()
+        if len(part):
+            assert inverse.item() == np.float32(1.0) / np.float32(scales[index].item())
+
+
+def test_without_rows_nothing_is_written():
+    amaxes, scales = numbers(2), numbers(2)
+    made = quantised_rows(torch.zeros(0, 16).bfloat16(), [0, 0], amaxes, scales, torch.float8_e4m3fn)
+    assert [one.shape for one in made.data] == [(0, 16)] * 2 and [one.shape for one in made.transposes] == [
+        (16, 0)
+    ] * 2
+    assert [one.item() for one in (*amaxes, *scales)] == [UNTOUCHED] * 4
 
 
 @pytest.mark.parametrize(
-    "rows, splits, given",
+    "rows, splits, given, dtype, words",
     [
-        (torch.zeros(4, 8), [3, 2], 2),
-        (torch.zeros(4, 16)[:, ::2], [2, 2], 2),
-        (torch.zeros(4, 8), [2, 2], 1),
-        (torch.zeros(2, 2, 8), [2, 2], 2),
+        (torch.zeros(64, 16), [48, 32], 2, torch.float8_e4m3fn, "for 80 rows"),
+        (torch.zeros(64, 32)[:, ::2], [32, 32], 2, torch.float8_e4m3fn, "for 64 rows"),
+        (torch.zeros(64, 16), [32, 32], 1, torch.float8_e4m3fn, "1 and 2 numbers"),
+        (torch.zeros(64, 2, 16), [32, 32], 2, torch.float8_e4m3fn, "for 64 rows"),
+        (torch.zeros(64, 16), [32, 32], 2, torch.bfloat16, "no format"),
+        (torch.zeros(64, 16), [24, 40], 2, torch.float8_e4m3fn, "multiples of 16"),
+        (torch.zeros(64, 24), [32, 32], 2, torch.float8_e4m3fn, "24 columns"),
     ],
-    ids=["rows", "strides", "numbers", "dimensions"],
+    ids=["rows", "strides", "numbers", "dimensions", "format", "few_rows", "columns"],
 )
-def test_what_does_not_fit_is_refused(rows, splits, given):
-    with pytest.raises(NotSupportedError, match="scales of rows"):
-        write_scales(rows, splits, numbers(given), numbers(2), max_fp8=448.0, epsilon=0.0, power_of_2=False)
+def test_what_does_not_fit_is_refused(rows, splits, given, dtype, words):
+    with pytest.raises(NotSupportedError, match=words):
+        quantised_rows(rows, splits, numbers(given), numbers(2), dtype)
 
 
 def test_numbers_of_another_type_are_refused():
     with pytest.raises(NotSupportedError, match="fp32"):
-        write_scales(
-            torch.zeros(2, 8), [2], [torch.zeros(1).half()], numbers(1), max_fp8=448.0, epsilon=0.0, power_of_2=False
-        )
+        quantised_rows(torch.zeros(16, 16), [16], [torch.zeros(1).half()], numbers(1), torch.float8_e4m3fn)

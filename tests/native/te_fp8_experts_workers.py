@@ -42,10 +42,10 @@ class Float8CurrentScalingQuantizer(Float8CurrentScalingQuantizer):
         self.scale.copy_(torch.where((bounded > 0) & bounded.isfinite(), scale, 1.0))
         return self.cast(values)
 
-    def copy(self):
-        made = Float8CurrentScalingQuantizer(self.dtype, None, columnwise=self.columnwise_usage)
-        made.scale, made.amax = self.scale, self.amax
-        return made
+class Float8Tensor(Storage):
+    def __init__(self, shape, dtype, **fields):
+        super().__init__(**fields)
+        assert list(shape) == list(self._data.shape) and dtype == torch.bfloat16
 
 
 Float8CurrentScalingQuantizer.empty = Float8Quantizer.empty = empty
@@ -248,7 +248,8 @@ def spec_on_cpu():
 def rows_spec_on_cpu():
     """The trials of how rows are quantised: equal, and found out where they are not; what is not covered."""
     install()
-    from ditron_train.megatron.ep import fp8_rows_spec, te_quantise
+    from ditron_train.ep import fp8_rows
+    from ditron_train.megatron.ep import te_quantise
     from ditron_train.megatron.ep.fp8_rows_spec import FP8_ROWS, Fp8RowsCall
     from ditron_train.policy.probe import same_bits
 
@@ -266,9 +267,9 @@ def rows_spec_on_cpu():
             pairs = [(trial.megatron, trial.fused), *trial.also]
             assert trial.host_counts and all(same_bits(native(), ours()) for native, ours in pairs)
             said[-1] = trial.words
-            with mock.patch.dict(te_quantise._LARGEST, kFloat8E4M3=100.0, kFloat8E5M2=100.0):
+            with mock.patch.dict(fp8_rows._LARGEST, {one: 100.0 for one in fp8_rows._LARGEST}):
                 assert not any(same_bits(native(), ours()) for native, ours in pairs)
-    assert len(keys) == len(said) and fp8_rows_spec.FP8_ROWS.has_rows is False
+    assert len(keys) == len(said) and FP8_ROWS.has_rows is False
     return said
 
 
@@ -279,8 +280,8 @@ def rows_kept_apart():
     from ditron_train.runtime.logs import decisions
 
     tex, said, quantised = sys.modules["transformer_engine_torch"], [], []
-    write = te_quantise.write_scales
-    te_quantise.write_scales = lambda *args, **options: (quantised.append(args), write(*args, **options))
+    make = te_quantise.quantised_rows
+    te_quantise.quantised_rows = lambda *args, **options: (quantised.append(args), make(*args, **options))[1]
     ours = te_quantise.Quantising(frozenset([te_quantise.RowsKind(32, "E4M3", True, 0.0)]))
     assert ours.DType is tex.DType, "all else is Transformer Engine's"
     rows = te_fp8_workers._integers((48, 32), 3)

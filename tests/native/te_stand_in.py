@@ -67,7 +67,8 @@ class Quantizer:
         return self.quantize(values)
 
     def cast(self, values):
-        data = (values * self.scale).to(TYPES[self.dtype]).view(torch.uint8)
+        largest = torch.finfo(TYPES[self.dtype]).max
+        data = (values * self.scale).clamp(-largest, largest).to(TYPES[self.dtype]).view(torch.uint8)
         transpose = data.reshape(-1, data.shape[-1]).t().contiguous() if self.columnwise_usage else None
         return Storage(data, 1 / self.scale, self.dtype, transpose, self)
 
@@ -89,12 +90,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 
 class Float8Quantizer(Quantizer):
-    def __init__(self, fp8_dtype, scale, amax, *, rowwise=True, columnwise=True):
-        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+    def __init__(self, fp8_dtype, scale, amax):
+        super().__init__(fp8_dtype)
         self.scale, self.amax = scale, amax
 
     def quantize(self, values):
-        torch.maximum(self.amax, torch.where(values.isnan(), 0.0, values.abs()).max(), out=self.amax)
+        torch.maximum(self.amax, values.abs().max(), out=self.amax)
         return self.cast(values)
 """
 

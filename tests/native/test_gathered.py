@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 from ep_workers import gathered_layers_agree, slices_of_experts, slices_without_room  # noqa: E402
 from gathered_workers import (  # noqa: E402
+    a_gather_that_nobody_consumes,
     layers_are_exact,
     trial_of_an_evaluation,
     trials_beside_newer_permutations,
@@ -23,6 +24,7 @@ from gathered_workers import (  # noqa: E402
 )
 
 from ditron_train.cpu import interpreter  # noqa: E402
+from ditron_train.ep import row_tiles  # noqa: E402
 from ditron_train.ep.gathered import GatheredLayout, place, sum_to_tokens  # noqa: E402
 from ditron_train.megatron.ep import gathered_experts  # noqa: E402
 from ditron_train.runtime.errors import NotSupportedError  # noqa: E402
@@ -135,7 +137,9 @@ def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, last, dra
         number = draw.randint(1, len(order))
         groups.append(order[:number])
         order = order[number:]
-    found = layout.tiles_of_groups(groups, last=last, fewest_rows=fewest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_tiles, "_LIST_BLOCK", 4)  # several blocks of tiles, as of many experts
+        found = layout.tiles_of_groups(groups, last=last, fewest_rows=fewest)
     assert len(found) == len(groups)
     covered = []
     for number, tiles in enumerate(found):
@@ -177,6 +181,11 @@ def test_gathered_experts_are_tried_in_an_evaluation_before_training():
 def test_ranks_with_and_without_gemms_beside_agree_on_tokens_without_gradient():
     """Of frozen layers: who alone scattered gradients would wait for the others."""
     assert run_workers(2, weight_grads_of_frozen_tokens, env={"DITRON_TIMEOUT_S": "20"}) == [True] * 2
+
+
+@pytest.mark.parametrize("where", ["layout", "rows"])
+def test_a_gather_that_nobody_consumes_is_not_taken_for_the_next(where):
+    assert run_workers(2, a_gather_that_nobody_consumes, where) == [True] * 2
 
 
 def test_trials_of_gathered_experts_keep_no_memory():

@@ -16,7 +16,8 @@ Megatron's path gathers the gradient in the type of the probabilities, which is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from ditron_train.ep.fused import FewProduct
 from ditron_train.ep.gathered import RowLayout, place, sum_to_tokens
 from ditron_train.ep.group_gemm import group_wgrad
 from ditron_train.ep.orders import SumOrder
-from ditron_train.megatron.ep.gathered_product import FewExperts, GatheredProduct
+from ditron_train.megatron.ep.gathered_product import GatheredProduct
 from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -47,7 +48,7 @@ class GatheredCall:
         started: The gather of the tokens, which is on its way.
         wgrad: Weight gradients; None: ours.
         into: Where ours go if not into tensors of their own: ``main_grad``.
-        gemm: As of ``ExpertCall``; products source by source are ours in any case.
+        gemm: As of ``ExpertCall``; products beside a movement are ours in any case.
         fewest_rows: Experts of fewer rows, of all sources, are multiplied by ``few``.
         few: Natively; None: ours multiplies all.
     """
@@ -62,6 +63,18 @@ class GatheredCall:
     gemm: Gemm | None = None
     fewest_rows: int = 0
     few: FewProduct | None = None
+
+    @contextmanager
+    def guarding_start(self) -> Iterator[None]:
+        """Gives a started gather up where what was to consume it fails before: what comes later would take its rows
+        for those of the next one."""
+        try:
+            yield
+        except BaseException:
+            started, self.started = self.started, None
+            if started is not None:
+                started.give_up()
+            raise
 
     def weight_grads(
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
@@ -108,10 +121,9 @@ def _product(
     travels: tuple[int, torch.dtype],
     comes: bool,
 ) -> GatheredProduct:
-    few = None if call.few is None else FewExperts(call.few, call.fewest_rows)
-    return GatheredProduct(
-        rows, weights, call.layout, call.context, few, transpose=transpose, travels=travels, comes=comes
-    )
+    options: dict[str, Any] = dict(transpose=transpose, travels=travels, comes=comes)
+    options.update(few=call.few, fewest_rows=call.fewest_rows)
+    return GatheredProduct(rows, weights, call.layout, call.context, **options)
 
 
 def _gather(
@@ -243,8 +255,9 @@ class _LinearScatter(torch.autograd.Function):
 @outside_compile
 def gather_to_rows(x: torch.Tensor, call: GatheredCall) -> torch.Tensor:
     """``x`` [tokens, hidden] of all ranks at this rank's experts: [num_rows, hidden], by expert, source and token."""
-    _check("gather_to_rows", x, call.layout.num_tokens, (), call)
-    return _GatherToRows.apply(x, call)
+    with call.guarding_start():
+        _check("gather_to_rows", x, call.layout.num_tokens, (), call)
+        return _GatherToRows.apply(x, call)
 
 
 @outside_compile
@@ -258,8 +271,9 @@ def scatter_rows(rows: torch.Tensor, call: GatheredCall) -> torch.Tensor:
 @outside_compile
 def gather_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], call: GatheredCall) -> torch.Tensor:
     """``gather_to_rows`` with the experts' first linear layer ([N, hidden] each): [num_rows, N]."""
-    _check("gather_linear", x, call.layout.num_tokens, weights, call)
-    return _GatherLinear.apply(x, call, *weights)
+    with call.guarding_start():
+        _check("gather_linear", x, call.layout.num_tokens, weights, call)
+        return _GatherLinear.apply(x, call, *weights)
 
 
 @outside_compile

@@ -6,7 +6,8 @@ bits, one log line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -141,9 +142,21 @@ class DitronMoEAllGatherTokenDispatcher(
             self._native_because, self._gathered_context, self.routing_map = str(error), None, own_map
             self._log_native()
             return super().token_dispatch(hidden_states, probs)
-        if not is_open:
-            self._gather_routing()
-        return hidden_states, gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
+        with self._guarding_start():
+            if not is_open:
+                self._gather_routing()
+            return hidden_states, gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
+
+    @contextmanager
+    def _guarding_start(self) -> Iterator[None]:
+        """As ``GatheredCall.guarding_start``."""
+        try:
+            yield
+        except BaseException:
+            started, self._started = self._started, None
+            if started is not None:
+                started.give_up()
+            raise
 
     def _gather_routing(self) -> None:
         with torch.no_grad():
@@ -171,16 +184,16 @@ class DitronMoEAllGatherTokenDispatcher(
     ) -> tuple[torch.Tensor, Any, torch.Tensor]:
         if self._gathered_context is None:
             return super().dispatch_postprocess(hidden_states, probs)
-        self.local_map = self._local(self.routing_map).contiguous()
-        self.local_probs = self._local(probs).T.contiguous().masked_select(self.local_map.T.contiguous())
-        layout = GatheredLayout(self.local_map, self._gathered_context.world_size)
+        with self._guarding_start():
+            self.local_map = self._local(self.routing_map).contiguous()
+            self.local_probs = self._local(probs).T.contiguous().masked_select(self.local_map.T.contiguous())
+            layout = GatheredLayout(self.local_map, self._gathered_context.world_size)
+            # Ranks may differ in this: what they send is alike.
+            experts = self._layer_modules.get("experts")
+            fewest = fewest_rows_of_call(experts, layout, hidden_states) if self._fuses else None
         started, self._started, self.routing_map = self._started, None, None
         assert self._order is not None, "the context was asked for"
         call = self._call = GatheredCall(layout, self._gathered_context, self._order, probs.dtype, started)
-        # Ranks may differ in this: what they send is alike.
-        fewest = (
-            fewest_rows_of_call(self._layer_modules.get("experts"), layout, hidden_states) if self._fuses else None
-        )
         self._is_fused = fewest is not None
         if fewest is not None:
             call.fewest_rows = fewest

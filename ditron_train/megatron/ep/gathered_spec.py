@@ -186,9 +186,13 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         num = len(call.firsts)
 
         def function(x: torch.Tensor, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
-            started = start(x, context, call.sum_dtype)  # before the sizes are there, as a layer's tokens do
             fewest = self.fewest_rows(call) if HAVE_TE and x.is_cuda else 0
-            layout = GatheredLayout(call.local_map, context.world_size)
+            started = start(x, context, call.sum_dtype)  # before the sizes are there, as a layer's tokens do
+            try:
+                layout = GatheredLayout(call.local_map, context.world_size)
+            except BaseException:
+                started.give_up()
+                raise
             one = GatheredCall(layout, context, call.order, call.sum_dtype, started)
             if HAVE_TE and x.is_cuda:
                 from ditron_train.megatron.ep.experts import TEGemm, TEWgrad

@@ -1,9 +1,8 @@
 """Rows of Transformer Engine's experts in FP8 with a scale an expert (current scaling), quantised all at once (part of
 feature ``ep``).
 
-Transformer Engine takes four kernels an expert: it clears a maximum, finds it, divides and casts. Its delayed scaling
-casts all experts in one kernel, by scales that are there. So ours finds the maxima and scales of all experts, in the
-quantizers' own numbers, and that kernel of Transformer Engine casts by them.
+Transformer Engine takes four kernels and three allocations an expert: it clears a maximum, finds it, divides and
+casts. Ours takes three kernels for all experts, and leaves the quantizers' numbers as Transformer Engine does.
 Imported only where Transformer Engine is installed.
 """
 
@@ -14,16 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 import transformer_engine_torch as tex
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor
 
-from ditron_train.ep.fp8_scales import write_scales
+from ditron_train.ep.fp8_rows import quantised_rows
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
 
 #: What the log calls it.
 LOG_NAME = "ep rows (FP8)"
 
-_LARGEST = {"kFloat8E4M3": 448.0, "kFloat8E5M2": 57344.0}
+_DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_STORAGE: Any = Float8Tensor.__bases__[0]  # another name in each version: what is ``internal`` is no tensor
 _ALIKE = ("dtype", "force_pow_2_scales", "amax_epsilon", "internal")
 
 
@@ -53,20 +53,22 @@ def quantise(rows: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any
     reason = _why_not(rows, quantizers)
     if reason is not None:
         raise NotSupportedError(reason)
-    rows = rows.contiguous()
-    write_scales(
-        rows,
+    made = quantised_rows(
+        rows.contiguous(),
         splits,
         [one.amax for one in quantizers],
         [one.scale for one in quantizers],
-        max_fp8=_LARGEST[first.dtype.name],
+        _DTYPES[first.dtype.name],
         epsilon=first.amax_epsilon,
         power_of_2=first.force_pow_2_scales,
     )
-    results: list[Any] = tex.split_quantize(rows, list(splits), [_with_given_scale(one) for one in quantizers])
-    for result, quantizer in zip(results, quantizers, strict=True):
-        result._quantizer = quantizer.copy()  # what Transformer Engine keeps in it, too
-    return results
+    return [_tensor(*parts) for parts in zip(quantizers, *made, strict=True)]
+
+
+def _tensor(quantizer: Any, data: torch.Tensor, transpose: torch.Tensor, inverse: torch.Tensor) -> Any:
+    fields: dict[str, Any] = dict(data=data, data_transpose=transpose, fp8_scale_inv=inverse)
+    fields.update(fp8_dtype=quantizer.dtype, quantizer=quantizer)
+    return _STORAGE(**fields) if quantizer.internal else Float8Tensor(shape=data.shape, dtype=torch.bfloat16, **fields)
 
 
 def _why_not(rows: torch.Tensor, quantizers: Sequence[Any]) -> str | None:
@@ -80,17 +82,8 @@ def _why_not(rows: torch.Tensor, quantizers: Sequence[Any]) -> str | None:
     if any(one.with_amax_reduction or one.use_existing_amax for one in quantizers):
         return "amax comes from elsewhere"
     if not all(one.rowwise_usage and one.columnwise_usage for one in quantizers):
-        return "rows are wanted without their transposes"  # which that kernel writes
+        return "rows are wanted without their transposes"
     return None
-
-
-def _with_given_scale(quantizer: Any) -> Any:
-    """A quantizer of delayed scaling with the same numbers. Its cast finds the maximum again, which changes none."""
-    made = Float8Quantizer(
-        scale=quantizer.scale, amax=quantizer.amax, fp8_dtype=quantizer.dtype, rowwise=True, columnwise=True
-    )
-    made.internal = quantizer.internal
-    return made
 
 
 class Quantising:
