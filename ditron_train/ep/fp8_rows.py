@@ -18,6 +18,7 @@ _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _STEP = 16  # FP8 products want as many rows and columns: what is loaded and stored at once
 _PARTS = 16  # of an expert's rows: some programs for each multiprocessor where there are as many experts
 _BLOCK, _TILE = 8192, 128
+_ALIGNED = 64  # numbers: cuBLAS 13 multiplies nothing whose scale lies at another's end (H100)
 _PROGRAMS_OF_AN_SM = 4
 
 
@@ -27,7 +28,8 @@ class Fp8Rows(NamedTuple):
     Attributes:
         data: uint8 [rows, K] of each expert.
         transposes: uint8 [K, rows] of each expert.
-        inverses: fp32 [1] of each expert: what its values are to be multiplied by. Undefined without rows.
+        inverses: fp32 [1] of each expert, at 256 bytes: what its values are to be multiplied by. Undefined without
+            rows.
     """
 
     data: Sequence[torch.Tensor]
@@ -69,12 +71,12 @@ def quantised_rows(
     _check(rows, splits, amaxes, scales, dtype)
     device, (num_rows, columns), count = rows.device, rows.shape, len(splits)
     data, transposes = torch.empty(2, num_rows * columns, dtype=torch.uint8, device=device)
-    inverses = torch.empty(count, dtype=torch.float32, device=device)
+    inverses = torch.empty(count, _ALIGNED, dtype=torch.float32, device=device)
     sizes = [size * columns for size in splits]
     result = Fp8Rows(
         data.view(num_rows, columns).split(list(splits)),
         [part.view(columns, size) for part, size in zip(transposes.split(sizes), splits)],
-        inverses.split(1),
+        list(inverses[:, :1].unbind(0)),
     )
     if not num_rows:
         return result
@@ -88,7 +90,7 @@ def quantised_rows(
     largest = torch.empty(count * _PARTS, dtype=torch.float32, device=device)
     parts = (("PARTS", _PARTS), ("BLOCK", 256 if is_interpreted else _BLOCK))
     rule = (("MAX_FP8", _LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2), ("PARTS", _PARTS))
-    constants = (*rule, ("STEP", _STEP), ("BLOCK_M", tile), ("BLOCK_K", tile))
+    constants = (*rule, ("STEP", _STEP), ("ALIGNED", _ALIGNED), ("BLOCK_M", tile), ("BLOCK_K", tile))
     find = group_launch(largest_of_parts, len(largest), parts, 8, 3, rows.dtype)
     cast = group_launch(cast_rows, _PROGRAMS_OF_AN_SM * num_sms(device), constants, 8, 3, rows.dtype)
     with on_device(device):

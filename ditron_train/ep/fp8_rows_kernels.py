@@ -55,11 +55,12 @@ def cast_rows(
     POWER_OF_2: tl.constexpr,
     PARTS: tl.constexpr,
     STEP: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """data[r] = FP8(rows[r] * scale[e(r)]), as bytes; the same of expert e transposed, [columns, its rows], from
-    ``transposes[columns * first row]`` on; inverses[e] = 1 / scale[e].
+    ``transposes[columns * first row]`` on; inverses[e * ALIGNED] = 1 / scale[e].
 
     scale[e] is that of amax[e] = max(largest[e, :]); they go to the addresses ``numbers[e, 1]`` and ``numbers[e, 0]``.
     An expert without rows leaves all of them as they are. STEP divides every expert's rows and ``columns``. A program
@@ -76,7 +77,7 @@ def cast_rows(
         if (row == first) & (column == 0):
             tl.store(tl.load(numbers + 2 * expert).to(tl.pointer_type(tl.float32)), amax)
             tl.store(tl.load(numbers + 2 * expert + 1).to(tl.pointer_type(tl.float32)), scale)
-            tl.store(inverses + expert, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+            tl.store(inverses + expert * ALIGNED, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
         num_rows, width = tl.multiple_of(end - first, STEP), tl.multiple_of(columns, STEP)
         within = tl.multiple_of(row - first, STEP) + tl.arange(0, BLOCK_M)
         across = column + tl.arange(0, BLOCK_K)

@@ -144,6 +144,7 @@ SPECS = [
                 "POWER_OF_2": power_of_2,
                 "PARTS": 16,
                 "STEP": 16,
+                "ALIGNED": 64,
                 "BLOCK_M": 128,
                 "BLOCK_K": 128,
             },

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from unittest import mock
 
+import pytest
 import te_fp8_workers
 import torch
 import torch.distributed as dist
@@ -249,9 +250,10 @@ def rows_spec_on_cpu():
     """The trials of how rows are quantised: equal, and found out where they are not; what is not covered."""
     install()
     from ditron_train.ep import fp8_rows
-    from ditron_train.megatron.ep import te_quantise
+    from ditron_train.megatron.ep import fp8_rows_spec, te_quantise
     from ditron_train.megatron.ep.fp8_rows_spec import FP8_ROWS, Fp8RowsCall
     from ditron_train.policy.probe import same_bits
+    from ditron_train.runtime.errors import NotSupportedError
 
     said, keys = [], set()
     for kind, dtype in (
@@ -267,6 +269,10 @@ def rows_spec_on_cpu():
             pairs = [(trial.megatron, trial.fused), *trial.also]
             assert trial.host_counts and all(same_bits(native(), ours()) for native, ours in pairs)
             said[-1] = trial.words
+            assert [len(native()) for native, _ in pairs] == [3 * 3 + 2, 3 * 8 + 2 + 1 + 8], "products of the second"
+            with mock.patch.object(fp8_rows_spec, "grouped_gemm", side_effect=RuntimeError("cuBLAS")):
+                with pytest.raises(NotSupportedError, match="does not multiply such rows: cuBLAS"):
+                    pairs[1][1]()
             with mock.patch.dict(fp8_rows._LARGEST, {one: 100.0 for one in fp8_rows._LARGEST}):
                 assert not any(same_bits(native(), ours()) for native, ours in pairs)
     assert len(keys) == len(said) and FP8_ROWS.has_rows is False
