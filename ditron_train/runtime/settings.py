@@ -221,6 +221,16 @@ SETTINGS: tuple[Setting, ...] = (
         "native's. off: natively.",
     ),
     Setting(
+        "fp8_rows",
+        "DITRON_FP8_ROWS",
+        _one_of("on", "off"),
+        "off",
+        "on, off",
+        "Rows of experts in FP8 under tensorwise scaling. on: all experts' are quantised in three kernels, where the "
+        "policy finds that equal and faster. off: by Transformer Engine, expert by expert; the default until layers "
+        "have run so on GPUs.",
+    ),
+    Setting(
         "wgrad",
         "DITRON_WGRAD",
         _one_of("on", "off"),
@@ -274,6 +284,7 @@ class Settings:
     muon_opt_ins: tuple[str, ...] | None
     ep_capacity: float | None
     ep_rails: str
+    fp8_rows: str
     policy: str
     plan: str | None
     tuning: str | None

@@ -26,6 +26,7 @@ from ditron_train.tools.fp8.recipes import fp8_context, fp8_options  # noqa: E40
 STEPS = 3
 CASES = [
     ("tensorwise", "bits", {}),
+    ("tensorwise", "bits", {"rows": "off"}),
     ("tensorwise", "force", {"padded": True, "main_grad": True}),
     ("tensorwise", "force", {"unusual": (float("nan"), float("inf"), 3e38)}),
     ("delayed", "bits", {"padded": True}),
@@ -129,6 +130,7 @@ def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, quantised,
     """Equal; with one scale a tensor both products of both layers in every step are ours, in the policy ``bits``
     proved; those of blocks are native. Under current scaling rows and gradients are quantised at once."""
     monkeypatch.setenv("DITRON_POLICY", policy)
+    monkeypatch.setenv("DITRON_FP8_ROWS", options.get("rows", "on"))
     # Megatron's experimental functions pad the routing in a kernel.
     monkeypatch.setattr("megatron.core.config.ENABLE_EXPERIMENTAL", options.get("experimental", False))
     gate.forget(FP8_EXPERTS.name)
@@ -156,9 +158,9 @@ def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, quantised,
         or (expected is not None and not torch.equal(bits(found), bits(expected)))
     ]
     assert all_equal(torch.tensor(len(different)), torch.tensor(0)), different
-    of_rows, has_scale_of_its_own = gate.answers(FP8_ROWS.name), recipe == "tensorwise"
-    assert bool(of_rows) == has_scale_of_its_own and all(answer.reason is None for answer in of_rows), of_rows
-    assert len(quantised) == 4 * STEPS * has_scale_of_its_own, "inputs and gradients of both layers"
+    of_rows, is_asked = gate.answers(FP8_ROWS.name), recipe == "tensorwise" and options.get("rows") != "off"
+    assert bool(of_rows) == is_asked and all(answer.reason is None for answer in of_rows), of_rows
+    assert len(quantised) == 4 * STEPS * is_asked, "inputs and gradients of both layers"
     answers, is_covered = gate.answers(FP8_EXPERTS.name), recipe != "blockwise"
     assert len(answers) == 4 * is_covered and all(answer.reason is None for answer in answers), answers
     assert [products.count(name) for name in ("forward", "dgrad")] == [2 * STEPS * is_covered] * 2

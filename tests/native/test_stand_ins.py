@@ -450,8 +450,25 @@ from ditron_train.runtime.logs import decisions
 te_experts.experts_group = lambda: "a group"
 layer = te_experts.DitronTEColumnParallelGroupedLinear()
 layer.weight0, layer.single_grouped_weight = None, True  # as it leaves them, from 2.14 on
-assert te_experts._products_at_once(layer, torch.zeros(4, 4)) == frozenset()
+assert te_experts._at_once(layer, torch.zeros(4, 4)) == te_experts.NOTHING_AT_ONCE
 assert any(line.endswith("native, the experts share one grouped weight") for line in decisions()), decisions()
+"""
+
+_ROWS_OF_EXPERTS = f"""{_ONE_WEIGHT_OF_EXPERTS}
+import os
+from types import SimpleNamespace as Named
+
+inputs, grads = Named(power_2_scale=False, amax_epsilon=0.0), Named(power_2_scale=True, amax_epsilon=0.5)
+recipe = Named(float8_current_scaling=lambda: True, fp8_quant_fwd_inp=inputs, fp8_quant_bwd_grad=grads)
+layer.weight0 = torch.zeros(6, 4)
+assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "unless it is said"
+os.environ["DITRON_FP8_ROWS"] = "on"
+expected = [te_experts.RowsKind(4, "E4M3", False, 0.0), te_experts.RowsKind(6, "E5M2", True, 0.5)]
+assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == expected
+with torch.no_grad():
+    assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "no transposes are wanted"
+recipe.float8_current_scaling = lambda: False
+assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == []
 """
 
 _NORM_OF_ANOTHER = """
@@ -552,6 +569,7 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         _COMMUNICATION_OF_ANOTHER,
         _SYMMETRIC,
         _ONE_WEIGHT_OF_EXPERTS,
+        _ROWS_OF_EXPERTS,
         f"layer = Layer(){_NORM_OF_ANOTHER}",
         _FP8_IN_MEGATRONS_GRAPH,
         _FP8_ASKED_ONCE,
@@ -562,6 +580,7 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         "shared_experts",
         "symmetric",
         "one_weight",
+        "rows",
         "norm_of_another",
         "fp8_in_a_graph",
         "fp8_once",

@@ -92,7 +92,7 @@ def _at_once(linear: Any, x: torch.Tensor) -> AtOnce:
 
 def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[RowsKind]:
     """The rows and gradients that a step of training quantises with their transposes under current scaling."""
-    if not (recipe.float8_current_scaling() and torch.is_grad_enabled()):
+    if not (recipe.float8_current_scaling() and torch.is_grad_enabled()) or get_settings().fp8_rows == "off":
         return []
     n, k = linear.weight0.shape
     sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp), (n, grad_format, recipe.fp8_quant_bwd_grad))

@@ -178,7 +178,9 @@ def why_not_code() -> str | None:
 def _forward(at_once: AtOnce) -> Any:
     """The forward of ``GroupedLinear`` with an autograd function whose code is the native one's."""
     native = _module()
-    names = {"general_grouped_gemm": _stand_in(at_once.products), "tex": Quantising(at_once.rows)}
+    names: dict[str, Any] = {"general_grouped_gemm": _stand_in(at_once.products)}
+    if at_once.rows:
+        names["tex"] = Quantising(at_once.rows)
     passes = {
         name: staticmethod(with_names(getattr(native._GroupedLinear, name), names)) for name in ("forward", "backward")
     }

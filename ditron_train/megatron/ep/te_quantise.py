@@ -23,7 +23,6 @@ from ditron_train.runtime.errors import NotSupportedError
 LOG_NAME = "ep rows (FP8)"
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-_STORAGE: Any = Float8Tensor.__bases__[0]  # another name in each version: what is ``internal`` is no tensor
 _ALIKE = ("dtype", "force_pow_2_scales", "amax_epsilon", "internal")
 
 
@@ -68,7 +67,9 @@ def quantise(rows: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any
 def _tensor(quantizer: Any, data: torch.Tensor, transpose: torch.Tensor, inverse: torch.Tensor) -> Any:
     fields: dict[str, Any] = dict(data=data, data_transpose=transpose, fp8_scale_inv=inverse)
     fields.update(fp8_dtype=quantizer.dtype, quantizer=quantizer)
-    return _STORAGE(**fields) if quantizer.internal else Float8Tensor(shape=data.shape, dtype=torch.bfloat16, **fields)
+    if quantizer.internal:  # no tensor; its class has another name in each version
+        return Float8Tensor.__bases__[0](**fields)
+    return Float8Tensor(shape=data.shape, dtype=torch.bfloat16, **fields)
 
 
 def _why_not(rows: torch.Tensor, quantizers: Sequence[Any]) -> str | None:
