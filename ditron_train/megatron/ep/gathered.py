@@ -104,8 +104,10 @@ def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> Starte
     """Starts the gather of ``x`` [tokens, hidden]; all memory of the pass and of its backward is there then.
 
     Raises:
-        ArenaError, NotSupportedError: It cannot be had; on every rank alike.
+        ArenaError, NotSupportedError: It cannot be had, or ``x`` is something else; on every rank alike.
     """
+    if x.dim() != 2:
+        raise NotSupportedError(f"gathered experts: needs [tokens, hidden], got {tuple(x.shape)}")
     shape = torch.Size((context.world_size * x.shape[0], x.shape[1]))
     for dtype in dict.fromkeys((sum_dtype, x.dtype)):
         reserve_reduce_scatter(shape, dtype, context=context)
