@@ -64,17 +64,10 @@ class GatheredCall:
     fewest_rows: int = 0
     few: FewProduct | None = None
 
-    @contextmanager
-    def guarding_start(self) -> Iterator[None]:
-        """Gives a started gather up where what was to consume it fails before: what comes later would take its rows
-        for those of the next one."""
-        try:
-            yield
-        except BaseException:
-            started, self.started = self.started, None
-            if started is not None:
-                started.give_up()
-            raise
+    def take_started(self) -> StartedGather | None:
+        """The gather, which is the taker's from here on."""
+        started, self.started = self.started, None
+        return started
 
     def weight_grads(
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor]
@@ -98,6 +91,19 @@ def _check(name: str, x: torch.Tensor, num_rows: int, weights: Sequence[torch.Te
     for shape, dtype in {(w.shape, w.dtype) for w in weights}:
         if len(shape) != 2 or shape[1] != x.shape[1] or dtype != x.dtype:
             raise NotSupportedError(f"{name}: weights {tuple(shape)} {dtype} for rows of {x.shape[1]} x {x.dtype}")
+
+
+@contextmanager
+def given_up_on_error(take: Callable[[], StartedGather | None]) -> Iterator[None]:
+    """Where something fails inside before it has taken the started gather, that is given up: what comes later would
+    take its rows for those of the next one."""
+    try:
+        yield
+    except BaseException:
+        started = take()
+        if started is not None:
+            started.give_up()
+        raise
 
 
 def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> StartedGather:
@@ -132,7 +138,7 @@ def _gather(
     x: torch.Tensor, call: GatheredCall, rows: torch.Tensor, each: Callable[[int], None] | None = None
 ) -> None:
     """Fills ``rows`` as the tokens arrive; ``each`` runs behind those of each source."""
-    started, call.started = call.started, None
+    started = call.take_started()
     if started is None:
         started = start_all_gather(x, context=call.context, in_turn=True, copies_own=False)
 
@@ -257,7 +263,7 @@ class _LinearScatter(torch.autograd.Function):
 @outside_compile
 def gather_to_rows(x: torch.Tensor, call: GatheredCall) -> torch.Tensor:
     """``x`` [tokens, hidden] of all ranks at this rank's experts: [num_rows, hidden], by expert, source and token."""
-    with call.guarding_start():
+    with given_up_on_error(call.take_started):
         _check("gather_to_rows", x, call.layout.num_tokens, (), call)
         return _GatherToRows.apply(x, call)
 
@@ -273,7 +279,7 @@ def scatter_rows(rows: torch.Tensor, call: GatheredCall) -> torch.Tensor:
 @outside_compile
 def gather_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], call: GatheredCall) -> torch.Tensor:
     """``gather_to_rows`` with the experts' first linear layer ([N, hidden] each): [num_rows, N]."""
-    with call.guarding_start():
+    with given_up_on_error(call.take_started):
         _check("gather_linear", x, call.layout.num_tokens, weights, call)
         return _GatherLinear.apply(x, call, *weights)
 

@@ -6,8 +6,7 @@ bits, one log line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from ditron_train.ep import SumOrder, index_add_order
 from ditron_train.ep.gathered import GatheredLayout
 from ditron_train.megatron.ep.coverage import COMPARED, why_not_gathered, why_not_tensors
-from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, scatter_rows, start
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, given_up_on_error, scatter_rows, start
 from ditron_train.megatron.ep.gathered_experts import fewest_rows_of_call, fuses_here
 from ditron_train.megatron.ep.gathered_spec import GATHERED
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
@@ -142,21 +141,14 @@ class DitronMoEAllGatherTokenDispatcher(
             self._native_because, self._gathered_context, self.routing_map = str(error), None, own_map
             self._log_native()
             return super().token_dispatch(hidden_states, probs)
-        with self._guarding_start():
+        with given_up_on_error(self._take_started):
             if not is_open:
                 self._gather_routing()
             return hidden_states, gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
 
-    @contextmanager
-    def _guarding_start(self) -> Iterator[None]:
-        """As ``GatheredCall.guarding_start``."""
-        try:
-            yield
-        except BaseException:
-            started, self._started = self._started, None
-            if started is not None:
-                started.give_up()
-            raise
+    def _take_started(self) -> StartedGather | None:
+        started, self._started = self._started, None
+        return started
 
     def _gather_routing(self) -> None:
         with torch.no_grad():
@@ -184,16 +176,18 @@ class DitronMoEAllGatherTokenDispatcher(
     ) -> tuple[torch.Tensor, Any, torch.Tensor]:
         if self._gathered_context is None:
             return super().dispatch_postprocess(hidden_states, probs)
-        with self._guarding_start():
+        with given_up_on_error(self._take_started):
             self.local_map = self._local(self.routing_map).contiguous()
             self.local_probs = self._local(probs).T.contiguous().masked_select(self.local_map.T.contiguous())
             layout = GatheredLayout(self.local_map, self._gathered_context.world_size)
             # Ranks may differ in this: what they send is alike.
             experts = self._layer_modules.get("experts")
             fewest = fewest_rows_of_call(experts, layout, hidden_states) if self._fuses else None
-        started, self._started, self.routing_map = self._started, None, None
+        self.routing_map = None
         assert self._order is not None, "the context was asked for"
-        call = self._call = GatheredCall(layout, self._gathered_context, self._order, probs.dtype, started)
+        call = self._call = GatheredCall(
+            layout, self._gathered_context, self._order, probs.dtype, self._take_started()
+        )
         self._is_fused = fewest is not None
         if fewest is not None:
             call.fewest_rows = fewest

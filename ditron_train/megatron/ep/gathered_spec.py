@@ -23,7 +23,7 @@ from ditron_train.ep.native_products import Product, native_products
 from ditron_train.ep.orders import SumOrder, deterministic, index_add_order
 from ditron_train.ep.spec import MoeSpec, routing_of
 from ditron_train.megatron.ep.few_rows import agreed_fewest_rows, products_of
-from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter, start
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, given_up_on_error, linear_scatter, start
 from ditron_train.megatron.ep.movement_spec import repeating
 from ditron_train.megatron.ep.spec import MovementCall, MovementSpec
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape, Trial
@@ -188,11 +188,8 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         def function(x: torch.Tensor, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
             fewest = self.fewest_rows(call) if HAVE_TE and x.is_cuda else 0
             started = start(x, context, call.sum_dtype)  # before the sizes are there, as a layer's tokens do
-            try:
+            with given_up_on_error(lambda: started):
                 layout = GatheredLayout(call.local_map, context.world_size)
-            except BaseException:
-                started.give_up()
-                raise
             one = GatheredCall(layout, context, call.order, call.sum_dtype, started)
             if HAVE_TE and x.is_cuda:
                 from ditron_train.megatron.ep.experts import TEGemm, TEWgrad
