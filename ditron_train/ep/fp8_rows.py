@@ -18,7 +18,7 @@ _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _STEP = 16  # FP8 products want as many rows and columns: what is loaded and stored at once
 _PARTS = 16  # of an expert's rows: some programs for each multiprocessor where there are as many experts
 _BLOCK, _TILE = 8192, 128
-_ALIGNED = 64  # numbers: cuBLAS 13 multiplies nothing whose scale lies at another's end (H100)
+_ALIGNED = 64  # numbers from one scale to the next: cuBLAS refused products where it was one (H100, CUDA 13.0)
 _PROGRAMS_OF_AN_SM = 4
 
 
@@ -70,7 +70,8 @@ def quantised_rows(
     """
     _check(rows, splits, amaxes, scales, dtype)
     device, (num_rows, columns), count = rows.device, rows.shape, len(splits)
-    data, transposes = torch.empty(2, num_rows * columns, dtype=torch.uint8, device=device)
+    # Apart: a layer drops the ones and keeps the others for backward.
+    data, transposes = (torch.empty(num_rows * columns, dtype=torch.uint8, device=device) for _ in range(2))
     inverses = torch.empty(count, _ALIGNED, dtype=torch.float32, device=device)
     sizes = [size * columns for size in splits]
     result = Fp8Rows(

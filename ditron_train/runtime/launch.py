@@ -38,16 +38,25 @@ _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same add
 
 def _specialization(arguments: tuple[Any, ...], any_value: frozenset[int] = frozenset()) -> tuple[Any, ...]:
     """What Triton specialises on: alignment of addresses, values of integers (stricter than Triton: the value
-    itself; of those at the places ``any_value`` the width); of a tuple what it does for the parts."""
+    itself; of those at the places ``any_value`` the type); of a tuple what it does for the parts."""
     key: list[Any] = []
     for place, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor):
             key.append(argument.data_ptr() & 15)
         elif isinstance(argument, int):
-            key.append(argument.bit_length() > 31 if place in any_value else argument)
+            key.append(_type_of(argument) if place in any_value else argument)
         elif isinstance(argument, tuple):
             key.append(_specialization(argument))
     return tuple(key)
+
+
+def _type_of(number: int) -> str:
+    """That of the kernel's argument."""
+    if isinstance(number, bool):
+        return "u1"
+    if -(1 << 31) <= number < 1 << 31:
+        return "i32"
+    return "i64" if number < 1 << 63 else "u64"
 
 
 class KernelLaunch:

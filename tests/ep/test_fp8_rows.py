@@ -69,6 +69,13 @@ def test_every_expert_has_the_scale_of_its_own_rows(columns, dtype, epsilon, pow
             assert inverse.item() == np.float32(1.0) / np.float32(scales[index].item())
 
 
+def test_rows_and_transposes_have_memory_of_their_own():
+    """A layer drops the rows behind its product, and keeps the transposes for backward."""
+    made = quantised_rows(torch.ones(48, 32).bfloat16(), [16, 32], numbers(2), numbers(2), torch.float8_e4m3fn)
+    kept = [{one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in side} for side in made[:2]]
+    assert [list(one.values()) for one in kept] == [[48 * 32]] * 2 and not kept[0].keys() & kept[1].keys()
+
+
 def test_without_rows_nothing_is_written():
     amaxes, scales = numbers(2), numbers(2)
     made = quantised_rows(torch.zeros(0, 16).bfloat16(), [0, 0], amaxes, scales, torch.float8_e4m3fn)

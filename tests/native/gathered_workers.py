@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ditron_train.cpu.megatron_shim import megatron_on_cpu
 from ditron_train.ep.gathered import GatheredLayout
 from ditron_train.ep.spec import moe_layer
-from ditron_train.megatron.ep import gathered_product, gathered_spec
+from ditron_train.megatron.ep import gathered, gathered_product, gathered_spec
 from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, gather_to_rows, linear_scatter
 from ditron_train.policy import Place, results
 from ditron_train.tp import gather
@@ -115,7 +115,7 @@ def a_gather_that_nobody_consumes(where) -> bool:
     def fail(*args, **options):
         raise torch.OutOfMemoryError("no room")
 
-    owner, name = {"layout": (gathered_spec, "GatheredLayout"), "rows": (torch.Tensor, "new_empty")}[where]
+    owner, name = {"layout": (gathered_spec, "GatheredLayout"), "product": (gathered, "GatheredProduct")}[where]
     with megatron_on_cpu(), spec.surroundings(shape):
         context = spec.context(spec.sample(shape, place, 1))
         first, second = (spec.sample(shape, place, seed) for seed in (1, 2))

@@ -247,7 +247,8 @@ def spec_on_cpu():
 
 
 def rows_spec_on_cpu():
-    """The trials of how rows are quantised: equal, and found out where they are not; what is not covered."""
+    """The trials of how rows are quantised: equal, and found out where they are not; what is not covered, and what is
+    not multiplied on one of the ranks."""
     install()
     from ditron_train.ep import fp8_rows
     from ditron_train.megatron.ep import fp8_rows_spec, te_quantise
@@ -255,26 +256,37 @@ def rows_spec_on_cpu():
     from ditron_train.policy.probe import same_bits
     from ditron_train.runtime.errors import NotSupportedError
 
-    said, keys = [], set()
-    for kind, dtype in (
-        ((32, "E4M3", True, 0.0), torch.bfloat16),
-        ((48, "E5M2", False, 0.5), torch.bfloat16),
-        ((48, "E5M2", False, 0.0), torch.float32),
+    tex, said, keys, multiply = sys.modules["transformer_engine_torch"], [], set(), fp8_rows_spec.grouped_gemm
+    for kind, width, are_grads, dtype in (
+        ((32, "E4M3", True, 0.0), 48, False, torch.bfloat16),
+        ((48, "E5M2", False, 0.5), 32, True, torch.bfloat16),
+        ((48, "E5M2", False, 0.0), 32, True, torch.float32),
     ):
-        call = Fp8RowsCall(torch.empty(200, 32).to(dtype), 3, dist.group.WORLD, te_quantise.RowsKind(*kind))
+        x = torch.empty(200, 32).to(dtype)
+        call = Fp8RowsCall(x, 3, dist.group.WORLD, te_quantise.RowsKind(*kind), width, are_grads)
         keys.add(FP8_ROWS.key(call))
         said.append(FP8_ROWS.why_not(call))
-        if said[-1] is None:
-            trial = FP8_ROWS.trial(call, FP8_ROWS.context(call))
-            pairs = [(trial.megatron, trial.fused), *trial.also]
-            assert trial.host_counts and all(same_bits(native(), ours()) for native, ours in pairs)
-            said[-1] = trial.words
-            assert [len(native()) for native, _ in pairs] == [3 * 3 + 2, 3 * 8 + 2 + 1 + 8], "products of the second"
-            with mock.patch.object(fp8_rows_spec, "grouped_gemm", side_effect=RuntimeError("cuBLAS")):
-                with pytest.raises(NotSupportedError, match="does not multiply such rows: cuBLAS"):
-                    pairs[1][1]()
-            with mock.patch.dict(fp8_rows._LARGEST, {one: 100.0 for one in fp8_rows._LARGEST}):
-                assert not any(same_bits(native(), ours()) for native, ours in pairs)
+        if said[-1] is not None:
+            continue
+        fp8_rows_spec.grouped_gemm = noted = mock.Mock(side_effect=multiply)
+        trial = FP8_ROWS.trial(call, FP8_ROWS.context(call))
+        first = ("NN", True) if are_grads else (None, None)
+        options = [one.kwargs for one in noted.call_args_list]
+        kinds = [(one.get("layout"), one.get("use_split_accumulator")) for one in options]
+        assert kinds == [first, ("NT", True)] * 2, kinds
+        pairs = [(trial.megatron, trial.fused), *trial.also]
+        assert trial.host_counts and all(same_bits(native(), ours()) for native, ours in pairs)
+        said[-1] = trial.words
+        with mock.patch.dict(fp8_rows._LARGEST, {one: 100.0 for one in fp8_rows._LARGEST}):
+            assert not any(same_bits(native(), ours()) for native, ours in pairs)
+            with pytest.raises(NotSupportedError, match="are not multiplied: products differ"):
+                FP8_ROWS.context(call)
+        if dist.get_rank() == 1:
+            fp8_rows_spec.grouped_gemm = mock.Mock(side_effect=RuntimeError("cuBLAS refuses\nat a line"))
+        with pytest.raises(NotSupportedError, match="are not multiplied: cuBLAS refuses$"):  # on both ranks
+            FP8_ROWS.context(call)
+        with mock.patch.object(tex.Float8CurrentScalingQuantizer, "__init__", lambda self, *args: None):
+            assert FP8_ROWS.why_not(call).startswith("this version's quantizers have no amax, scale")
     assert len(keys) == len(said) and FP8_ROWS.has_rows is False
     return said
 
@@ -313,6 +325,14 @@ def rows_kept_apart():
             assert len(first._data) == 16 and len(last._data) == 32
         said.append((len(quantised) == seen + 2, decisions()[before:]))
         assert len(quantised) in (seen, seen + 2)
+    before, seen = len(decisions()), len(quantised)
+    split, tex.split_quantize = tex.split_quantize, mock.Mock()
+    ours.split_quantize(rows, [16, 32], [made(), made()], disable_bulk_allocation=False)  # as from 2.12 on
+    assert len(quantised) == seen + 1 and not tex.split_quantize.called
+    ours.split_quantize(rows, [16, 32], [made(), made()], disable_bulk_allocation=True)
+    assert len(quantised) == seen + 1 and tex.split_quantize.called
+    tex.split_quantize = split
+    said.append((False, decisions()[before:]))
     return said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from gathered_workers import (  # noqa: E402
 from ditron_train.cpu import interpreter  # noqa: E402
 from ditron_train.ep import row_tiles  # noqa: E402
 from ditron_train.ep.gathered import GatheredLayout, place, sum_to_tokens  # noqa: E402
-from ditron_train.megatron.ep import gathered_experts  # noqa: E402
+from ditron_train.megatron.ep import gathered_dispatcher, gathered_experts  # noqa: E402
+from ditron_train.megatron.ep.gathered import GatheredCall, given_up_on_error  # noqa: E402
 from ditron_train.runtime.errors import NotSupportedError  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
@@ -36,6 +38,7 @@ def _repaired_interpreter():
     interpreter.install()
 
 
+Dispatcher = gathered_dispatcher.DitronMoEAllGatherTokenDispatcher
 SPLIT = {
     "expert_model_parallel_size": 2,
     "tensor_model_parallel_size": 2,
@@ -139,11 +142,14 @@ def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, last, dra
         order = order[number:]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_tiles, "_LIST_BLOCK", 4)  # several blocks of tiles, as of many experts
+        patch.setattr(torch, "empty", lambda *size, **options: torch.full(size, 77, **options))
         found = layout.tiles_of_groups(groups, last=last, fewest_rows=fewest)
     assert len(found) == len(groups)
     covered = []
     for number, tiles in enumerate(found):
         table = tiles.tiles.tolist()
+        behind = table[4 * (table[0] + 1) :][: row_tiles._SLACK_WORDS]
+        assert not any(behind[::4]), "a loop that runs ahead finds an expert"
         for index in range(table[0]):
             expert, first, end = table[4 * (index + 1) :][:3]
             assert end == ends[expert] and (first - ends[expert] + rows[expert]) % tiles.block_m == 0
@@ -183,9 +189,61 @@ def test_ranks_with_and_without_gemms_beside_agree_on_tokens_without_gradient():
     assert run_workers(2, weight_grads_of_frozen_tokens, env={"DITRON_TIMEOUT_S": "20"}) == [True] * 2
 
 
-@pytest.mark.parametrize("where", ["layout", "rows"])
+@pytest.mark.parametrize("where", ["layout", "product"])
 def test_a_gather_that_nobody_consumes_is_not_taken_for_the_next(where):
     assert run_workers(2, a_gather_that_nobody_consumes, where) == [True] * 2
+
+
+class _Started:
+    """A gather on its way that counts how often it is given up."""
+
+    num_given_up = 0
+
+    def give_up(self):
+        self.num_given_up += 1
+
+
+def _dispatcher(started, **fields):
+    """What the dispatcher's steps read, with a gather that has started."""
+    made = SimpleNamespace(_started=started, _gathered_context=object(), _fuses=False, routing_map=None, **fields)
+    made._take_started = lambda: Dispatcher._take_started(made)
+    return made
+
+
+def _fail(*args, **options):
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_a_layer_gives_up_what_it_cannot_wait_for(monkeypatch):
+    """Whatever fails while tokens are on their way, and what a call before has left."""
+    before, started = _Started(), _Started()
+    monkeypatch.setattr(gathered_dispatcher, "start", lambda *args: started)
+    made = _dispatcher(before, _context_for=lambda *args: object(), _gather_routing=_fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        Dispatcher.token_dispatch(made, torch.zeros(2, 4), torch.zeros(2, 2))
+    assert (before.num_given_up, started.num_given_up, made._started) == (1, 1, None)
+    started = _Started()
+    made = _dispatcher(started, _local=_fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        Dispatcher.dispatch_postprocess(made, torch.zeros(2, 4), torch.zeros(2, 2))
+    assert started.num_given_up == 1 and made._started is None
+
+
+def test_a_gather_is_given_up_once(monkeypatch):
+    """By the first that has it; what has been taken is its taker's."""
+    started = _Started()
+    call = GatheredCall(None, None, "ascending", torch.float32, started)
+    with pytest.raises(torch.OutOfMemoryError):
+        with given_up_on_error(call.take_started):
+            with given_up_on_error(call.take_started):
+                _fail()
+    assert started.num_given_up == 1
+    call.started = started
+    with pytest.raises(torch.OutOfMemoryError):
+        with given_up_on_error(call.take_started):
+            call.take_started()
+            _fail()
+    assert started.num_given_up == 1
 
 
 def test_trials_of_gathered_experts_keep_no_memory():

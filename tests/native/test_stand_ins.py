@@ -463,7 +463,7 @@ recipe = Named(float8_current_scaling=lambda: True, fp8_quant_fwd_inp=inputs, fp
 layer.weight0 = torch.zeros(6, 4)
 assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "unless it is said"
 os.environ["DITRON_FP8_ROWS"] = "on"
-expected = [te_experts.RowsKind(4, "E4M3", False, 0.0), te_experts.RowsKind(6, "E5M2", True, 0.5)]
+expected = [(te_experts.RowsKind(4, "E4M3", False, 0.0), 6), (te_experts.RowsKind(6, "E5M2", True, 0.5), 4)]
 assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == expected
 with torch.no_grad():
     assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "no transposes are wanted"

@@ -81,6 +81,7 @@ def test_rows_that_transformer_engine_quantises_are_logged_once():
     (found,) = run(workers.rows_kept_apart, num_workers=1)
     assert found[0] == (True, [])
     expected = ["in 3 dimensions", "of another kind", "that differ", "from elsewhere", "without their transposes"]
+    expected.append("options: disable_bulk_allocation")
     assert len(found) == 1 + len(expected)
     for (is_ours, lines), words in zip(found[1:], expected):
         assert not is_ours and len(lines) == 1 and words in lines[0], (words, lines)

@@ -219,10 +219,10 @@ def _launched_while_compiling(recording: _Recording) -> dict[str, Any]:
 def _any_sizes(recording: _Recording) -> list[tuple[int, str]]:
     """After launches with several sizes: how many kernels there are, and the size that the driver was given."""
     made, x, found = KernelLaunch(of_any_size, 3, {"BLOCK": 64}), torch.zeros(64, dtype=torch.int32), []
-    for size in (12, 16, 1, 37, 1 << 31):
+    for size in (12, 16, 1, 37, -5, 1 << 31, -(1 << 31)):
         recording.expect("")
         made(x, size)
-        (compiled, _) = list(made._compiled.values())[-1]
+        (compiled, _) = made._compiled[(0, *launching._specialization((x, size), made._any_value))]
         recording.expect(compiled.asm["ptx"])
         made(x, size)
         found.append((len(made._compiled), recording.last()["parameters"][1]))

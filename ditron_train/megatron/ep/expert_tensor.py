@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 
 from ditron_train.ep.gathered import SlicedLayout
-from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, scatter_rows, start
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_to_rows, given_up_on_error, scatter_rows, start
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
@@ -118,12 +118,13 @@ class ExpertSlices:
         whole group in [expert, tensor parallel rank, source rank, token] order."""
         call = self._call = self._begin(rows, probs.dtype)
         if call is not None:
-            probs = gather_from_sequence_parallel_region(
-                probs, group=self._group, output_split_sizes=self._rows_of_ranks
-            )
-            if len(self.tokens_per_expert) > 1:
-                probs = self._move(probs[:, None], self._chunks, (2, 0, 1))[0][:, 0]
-            return gather_to_rows(_padded(rows, call.layout.num_tokens), call), probs
+            with given_up_on_error(call.take_started):
+                probs = gather_from_sequence_parallel_region(
+                    probs, group=self._group, output_split_sizes=self._rows_of_ranks
+                )
+                if len(self.tokens_per_expert) > 1:
+                    probs = self._move(probs[:, None], self._chunks, (2, 0, 1))[0][:, 0]
+                return gather_to_rows(_padded(rows, call.layout.num_tokens), call), probs
         if self._mine is not None:
             rows, probs = self._move(rows, self._mine, (1, 0), probs)
         rows, probs = (

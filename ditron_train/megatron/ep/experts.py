@@ -25,7 +25,7 @@ from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear
 from ditron_train.ep.group_gemm import group_wgrad_into
 from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.megatron.compat import activate_experts, why_not_experts
-from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
+from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, given_up_on_error, linear_scatter
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
 from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.module_hooks import has_hooks
@@ -236,12 +236,15 @@ class DitronTEGroupedMLP(TEGroupedMLP, metaclass=InPlaceOf, native=TEGroupedMLP)
 
     def _forward_gathered(self, x: torch.Tensor, call: GatheredCall, probs: torch.Tensor) -> Any:
         """The same between a gather and a reduce-scatter."""
-        gemm = TEGemm(call.layout.tokens_per_expert.tolist())
-        call.gemm, call.few = gemm, gemm.some if call.fewest_rows else None
-        first, second = (_call_of(linear, call) for linear in (self.linear_fc1, self.linear_fc2))
-        second.started = None  # it gathers in backward alone
-        with calling(self.linear_fc1, lambda x: gather_linear(x, _weights_of(self.linear_fc1), first)) as linear:
-            y = linear(x)
+        holders = [call]  # of the started gather
+        with given_up_on_error(lambda: holders[0].take_started()):
+            gemm = TEGemm(call.layout.tokens_per_expert.tolist())
+            call.gemm, call.few = gemm, gemm.some if call.fewest_rows else None
+            first, second = (_call_of(linear, call) for linear in (self.linear_fc1, self.linear_fc2))
+            second.started = None  # it gathers in backward alone
+            holders[0] = first
+            with calling(self.linear_fc1, lambda x: gather_linear(x, _weights_of(self.linear_fc1), first)) as linear:
+                y = linear(x)
         h = activate_experts(self, y, probs.unsqueeze(-1))
         with calling(self.linear_fc2, lambda x: linear_scatter(x, _weights_of(self.linear_fc2), second)) as linear:
             return linear(h), None

@@ -11,17 +11,19 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-from ditron_train.megatron.ep.te_quantise import RowsKind, quantise
+from ditron_train.ep.few_rows import giving_memory_back
+from ditron_train.megatron.ep.te_quantise import RowsKind, quantise, why_not_quantizers
 from ditron_train.megatron.shared.devices import why_not_fp8_on_device
 from ditron_train.policy import Function, OpSpec
-from ditron_train.policy.probe import Run
+from ditron_train.policy.probe import Run, same_bits
 from ditron_train.policy.spec import Trial
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.transformer_engine import grouped_gemm
 from ditron_train.runtime.values import normal_values
+from ditron_train.symm.exchange import exchange
 
 _STEP = 16  # rows of an expert are padded to multiples of it
-_NARROW = 128  # columns of what rows are multiplied with
+_MULTIPLIED = [128, 16, 144]  # rows of experts that are multiplied
 _MOST_BYTES = 1 << 30  # of the rows that are timed
 #: Rows of experts that are compared beside those that are timed: whole tiles of the kernels and parts of them, none.
 _SPLITS = [128, 16, 0, 144, 256, 32, 16, 16, 16]
@@ -35,12 +37,16 @@ class Fp8RowsCall(NamedTuple):
         num_experts: Of this rank.
         group: Expert parallel group.
         kind: Of the rows, or of the gradients of its results.
+        width: Columns of the other ones.
+        are_grads: Whether it is the gradients'.
     """
 
     x: torch.Tensor
     num_experts: int
     group: dist.ProcessGroup
     kind: RowsKind
+    width: int
+    are_grads: bool
 
 
 class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
@@ -50,16 +56,35 @@ class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
 
     def key(self, call: Fp8RowsCall) -> tuple[Hashable, ...]:
         """See `OpSpec`: ranks have different rows."""
-        return call.kind, call.num_experts, call.x.dtype, call.x.device
+        return call.kind, call.width, call.are_grads, call.num_experts, call.x.dtype, call.x.device
 
     def why_not(self, call: Fp8RowsCall) -> str | None:
         if call.x.dtype != torch.bfloat16:
             return f"{call.x.dtype} is not covered"
-        return why_not_fp8_on_device(call.x.device)
+        return why_not_fp8_on_device(call.x.device) or why_not_quantizers(call.x.device)
 
     def context(self, call: Fp8RowsCall) -> object:
-        """See `OpSpec`: a mark, the op has no memory of its own."""
+        """See `OpSpec`: a mark, the op has no memory of its own.
+
+        Raises:
+            NotSupportedError: Transformer Engine does not multiply what is quantised so, on some rank: cuBLAS does not
+                take all that lies otherwise than Transformer Engine lays it.
+        """
+        reasons = [reason for reason in exchange(call.group, self._why_not_multiplied(call)) if reason]
+        if reasons:
+            raise NotSupportedError(f"{self.where(call)}are not multiplied: {reasons[0]}")
         return _DECIDED
+
+    def _why_not_multiplied(self, call: Fp8RowsCall) -> str | None:
+        """Of this rank."""
+        try:
+            with torch.no_grad(), giving_memory_back(call.x.device):
+                native, ours = (run() for run in self._multiplied(call))
+                return None if same_bits(native, ours) else "products differ"
+        except RuntimeError as error:  # of cuBLAS, of memory; what cannot go on fails again
+            return str(error).splitlines()[0]
+        except NotSupportedError as error:
+            return str(error)
 
     def words(self, call: Fp8RowsCall, context: object) -> str:
         kind = call.kind
@@ -70,43 +95,37 @@ class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
         return f"rows of {call.kind.columns} in {call.kind.fp8_format} "
 
     def trial(self, call: Fp8RowsCall, context: object) -> Trial:
-        """See `OpSpec`: random values, and such as scales have rules of their own for, with products of them: cuBLAS
-        does not multiply all that lies otherwise than Transformer Engine lays it."""
-        columns = call.kind.columns
-        own = call.x.shape[:-1].numel() // call.num_experts // _STEP * _STEP
-        most = _MOST_BYTES // (2 * columns) // call.num_experts // _STEP * _STEP
-        sizes = [max(_STEP, min(own, most))] * call.num_experts
+        """See `OpSpec`: random values, and such as scales have rules of their own for."""
+        columns, sizes = call.kind.columns, _timed_sizes(call)
         rows = normal_values((sum(sizes), columns), torch.bfloat16, call.x.device, 1)
-        unusual = _unusual_rows(columns, call.x.device)
-        pairs = [self.pair(call, rows, sizes), self.pair(call, unusual, _SPLITS, multiplies=True)]
+        pairs = [self.pair(call, rows, sizes), self.pair(call, _unusual_rows(columns, call.x.device), _SPLITS)]
         return Trial(self.words(call, context), *pairs[0], also=pairs[1:], host_counts=True)
 
-    def pair(
-        self, call: Fp8RowsCall, rows: torch.Tensor, splits: list[int], *, multiplies: bool = False
-    ) -> tuple[Run, Run]:
-        """Both ways of quantising ``rows``: what each expert with rows gets, and all quantizers' numbers; and what
-        Transformer Engine multiplies of them."""
+    def pair(self, call: Fp8RowsCall, rows: torch.Tensor, splits: list[int]) -> tuple[Run, Run]:
+        """Both ways of quantising ``rows``: what each expert with rows gets, and all quantizers' numbers."""
 
         def run(is_ours: bool) -> list[torch.Tensor]:
             quantizers = [_quantizer(call.kind, call.x.device) for _ in splits]
             made = (quantise if is_ours else tex.split_quantize)(rows, splits, quantizers)
-            made = [one for one, size in zip(made, splits) if size]
-            found = [tensor for one in made for tensor in (one._data, one._transpose, one._scale_inv)]
-            found += [torch.cat([getattr(one, name) for one in quantizers]) for name in ("amax", "scale")]
-            if multiplies:
-                try:
-                    found += _products(call.kind, made, [size for size in splits if size], call.x.device)
-                except RuntimeError as error:
-                    if isinstance(error, torch.OutOfMemoryError):
-                        raise
-                    raise NotSupportedError(f"Transformer Engine does not multiply such rows: {error}") from None
-            return found
+            found = [one for one, size in zip(made, splits) if size]
+            numbers = [torch.cat([getattr(one, name) for one in quantizers]) for name in ("amax", "scale")]
+            return [*(part for one in found for part in (one._data, one._transpose, one._scale_inv)), *numbers]
+
+        return lambda: run(False), lambda: run(True)
+
+    def _multiplied(self, call: Fp8RowsCall) -> tuple[Run, Run]:
+        """Transformer Engine's products of rows that were quantised both ways."""
+        rows = normal_values((sum(_MULTIPLIED), call.kind.columns), torch.bfloat16, call.x.device, 5)
+
+        def run(is_ours: bool) -> list[torch.Tensor]:
+            quantizers = [_quantizer(call.kind, call.x.device) for _ in _MULTIPLIED]
+            return _products(call, (quantise if is_ours else tex.split_quantize)(rows, _MULTIPLIED, quantizers))
 
         return lambda: run(False), lambda: run(True)
 
     def held_bytes(self, call: Fp8RowsCall) -> int:
-        """See `OpSpec`: rows, and both results of them."""
-        return 4 * _MOST_BYTES
+        """See `OpSpec`: rows, both results of them, and what compares them."""
+        return 8 * call.kind.columns * (sum(_timed_sizes(call)) + sum(_SPLITS)) + (1 << 20)
 
     def inputs(self, call: Fp8RowsCall) -> Sequence[torch.Tensor]:
         return (call.x,)
@@ -120,19 +139,29 @@ class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
         return lambda x: self.trial(call, context).fused()
 
 
-def _products(kind: RowsKind, rows: list[Any], splits: list[int], device: torch.device) -> list[torch.Tensor]:
-    """Transformer Engine's products of rows with a weight, and of their transposes with those of others."""
-    narrow = kind._replace(columns=_NARROW, fp8_format="E4M3")
-    weight = _quantizer(narrow, device)(normal_values((_NARROW, kind.columns), torch.bfloat16, device, 3))
-    out = torch.empty(sum(splits), _NARROW, dtype=torch.bfloat16, device=device)
-    grouped_gemm([weight] * len(splits), rows, [out], out.dtype, m_splits=splits, single_output=True)
-    values = normal_values((sum(splits), _NARROW), torch.bfloat16, device, 4)
-    others = tex.split_quantize(values, splits, [_quantizer(narrow, device) for _ in splits])
-    wgrads = [torch.empty(_NARROW, kind.columns, dtype=torch.bfloat16, device=device) for _ in splits]
-    if kind.fp8_format == "E5M2":  # gradients: they are the second operand
-        rows, others, wgrads = others, rows, [one.view(kind.columns, _NARROW) for one in wgrads]
-    options: dict[str, Any] = dict(layout="NT", grad=True, use_split_accumulator=True)
-    grouped_gemm(rows, others, wgrads, out.dtype, m_splits=splits, **options)
+def _timed_sizes(call: Fp8RowsCall) -> list[int]:
+    """Rows of each expert that are timed: as many as there are."""
+    own = call.x.shape[:-1].numel() // call.num_experts // _STEP * _STEP
+    most = _MOST_BYTES // (2 * call.kind.columns) // call.num_experts // _STEP * _STEP
+    return [max(_STEP, min(own, most))] * call.num_experts
+
+
+def _products(call: Fp8RowsCall, rows: list[Any]) -> list[torch.Tensor]:
+    """Of ``rows`` with a weight, and of their transposes with those of the other ones, as a layer multiplies them."""
+    (columns, *_), width, device = call.kind, call.width, call.x.device
+    others_kind = call.kind._replace(columns=width, fp8_format="E4M3")
+    count, num_rows = len(_MULTIPLIED), sum(_MULTIPLIED)
+    shape = (columns, width) if call.are_grads else (width, columns)
+    weight = _quantizer(others_kind, device)(normal_values(shape, torch.bfloat16, device, 3))
+    out = torch.empty(num_rows, width, dtype=torch.bfloat16, device=device)
+    options: dict[str, Any] = dict(layout="NN", grad=True, use_split_accumulator=True) if call.are_grads else {}
+    grouped_gemm([weight] * count, rows, [out], out.dtype, m_splits=_MULTIPLIED, single_output=True, **options)
+    values = normal_values((num_rows, width), torch.bfloat16, device, 4)
+    others = tex.split_quantize(values, _MULTIPLIED, [_quantizer(others_kind, device) for _ in _MULTIPLIED])
+    inputs, grads = (others, rows) if call.are_grads else (rows, others)
+    wgrads = [torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in _MULTIPLIED]
+    options = dict(layout="NT", grad=True, use_split_accumulator=True)
+    grouped_gemm(inputs, grads, wgrads, out.dtype, m_splits=_MULTIPLIED, **options)
     return [out, *wgrads]
 
 

@@ -126,7 +126,9 @@ class DitronMoEAllGatherTokenDispatcher(
         context = self._gathered_context = self._context_for(hidden_states, probs)
         if context is None:
             return super().token_dispatch(hidden_states, probs)
-        own_map, is_open = self.routing_map, self._fuses is None
+        own_map, is_open, left_over = self.routing_map, self._fuses is None, self._take_started()
+        if left_over is not None:  # of a call that ended before its tokens were asked for
+            left_over.give_up()
         try:
             if is_open:  # what is tried for it cannot run while tokens are on their way
                 self._gather_routing()

@@ -187,16 +187,17 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
 
         def function(x: torch.Tensor, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
             fewest = self.fewest_rows(call) if HAVE_TE and x.is_cuda else 0
+            one: GatheredCall | None = None
             started = start(x, context, call.sum_dtype)  # before the sizes are there, as a layer's tokens do
-            with given_up_on_error(lambda: started):
+            with given_up_on_error(lambda: started if one is None else one.take_started()):
                 layout = GatheredLayout(call.local_map, context.world_size)
-            one = GatheredCall(layout, context, call.order, call.sum_dtype, started)
-            if HAVE_TE and x.is_cuda:
-                from ditron_train.megatron.ep.experts import TEGemm, TEWgrad
+                one = GatheredCall(layout, context, call.order, call.sum_dtype, started)
+                if HAVE_TE and x.is_cuda:
+                    from ditron_train.megatron.ep.experts import TEGemm, TEWgrad
 
-                splits = layout.tokens_per_expert.tolist()
-                one.wgrad, one.few, one.fewest_rows = TEWgrad(splits), TEGemm(splits).some, fewest
-            y = gather_linear(x, weights[:num], one)
+                    splits = layout.tokens_per_expert.tolist()
+                    one.wgrad, one.few, one.fewest_rows = TEWgrad(splits), TEGemm(splits).some, fewest
+                y = gather_linear(x, weights[:num], one)
             h = y[:, : weights[num].shape[1]].contiguous()
             return [linear_scatter(h, weights[num:], replace(one))]
 

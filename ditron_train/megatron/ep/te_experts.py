@@ -8,6 +8,8 @@ layers run our grouped GEMMs for it. Imported only where Transformer Engine is i
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,20 +85,32 @@ def _at_once(linear: Any, x: torch.Tensor) -> AtOnce:
     asked: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
     calls = [Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group, product, grad_format) for product in asked]
     chosen = [call for call in calls if gate.context_for(FP8_EXPERTS, call) is not None]
-    rows = [Fp8RowsCall(x, linear.num_gemms, group, kind) for kind in _kinds_of_rows(linear, recipe, grad_format)]
+    rows = [
+        Fp8RowsCall(x, linear.num_gemms, group, kind, width, are_grads=bool(place))
+        for place, (kind, width) in enumerate(_kinds_of_rows(linear, recipe, grad_format))
+    ]
     return AtOnce(
         frozenset((call.product, fewest_rows_of(call)) for call in chosen),
         frozenset(call.kind for call in rows if gate.context_for(FP8_ROWS, call) is not None),
     )
 
 
-def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[RowsKind]:
-    """The rows and gradients that a step of training quantises with their transposes under current scaling."""
-    if not (recipe.float8_current_scaling() and torch.is_grad_enabled()) or get_settings().fp8_rows == "off":
+@cache
+def _asks_for_rows(setting: str | None) -> bool:
+    """``setting``: of the environment, so that another one is asked anew."""
+    return get_settings().fp8_rows == "on"
+
+
+def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[tuple[RowsKind, int]]:
+    """The rows and the gradients that a step of training quantises with their transposes under current scaling, each
+    with the other's columns."""
+    if not (recipe.float8_current_scaling() and torch.is_grad_enabled()):
+        return []
+    if not _asks_for_rows(os.environ.get("DITRON_FP8_ROWS")):
         return []
     n, k = linear.weight0.shape
-    sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp), (n, grad_format, recipe.fp8_quant_bwd_grad))
-    return [RowsKind(columns, name, side.power_2_scale, side.amax_epsilon) for columns, name, side in sides]
+    sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp, n), (n, grad_format, recipe.fp8_quant_bwd_grad, k))
+    return [(RowsKind(own, name, side.power_2_scale, side.amax_epsilon), other) for own, name, side, other in sides]
 
 
 def _why_not_fp8(linear: Any, device: torch.device) -> str | None:

@@ -8,7 +8,9 @@ Imported only where Transformer Engine is installed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ from ditron_train.runtime.errors import NotSupportedError
 LOG_NAME = "ep rows (FP8)"
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_READ = ("amax", "scale", "use_existing_amax", "with_amax_reduction", "force_pow_2_scales", "amax_epsilon", "internal")
+_KNOWN = {"disable_bulk_allocation"}  # options that are off where nothing is offloaded, from 2.12 on
 _ALIKE = ("dtype", "force_pow_2_scales", "amax_epsilon", "internal")
 
 
@@ -68,8 +72,22 @@ def _tensor(quantizer: Any, data: torch.Tensor, transpose: torch.Tensor, inverse
     fields: dict[str, Any] = dict(data=data, data_transpose=transpose, fp8_scale_inv=inverse)
     fields.update(fp8_dtype=quantizer.dtype, quantizer=quantizer)
     if quantizer.internal:  # no tensor; its class has another name in each version
-        return Float8Tensor.__bases__[0](**fields)
+        storage = Float8Tensor.__bases__[0]
+        return storage(**fields, **({"fake_dtype": torch.bfloat16} if _knows_its_type(storage) else {}))
     return Float8Tensor(shape=data.shape, dtype=torch.bfloat16, **fields)
+
+
+@cache
+def _knows_its_type(storage: type) -> bool:
+    """From 2.14 on what is no tensor says of which type it stands for one."""
+    return "fake_dtype" in inspect.signature(storage.__new__).parameters
+
+
+def why_not_quantizers(device: torch.device) -> str | None:
+    """Why Transformer Engine's quantizers of current scaling are of another build, or None."""
+    made = Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device)
+    missing = [name for name in _READ if not hasattr(made, name)]
+    return f"this version's quantizers have no {', '.join(missing)}" if missing else None
 
 
 def _why_not(rows: torch.Tensor, quantizers: Sequence[Any]) -> str | None:
@@ -98,8 +116,10 @@ class Quantising:
 
     def split_quantize(self, rows: Any, splits: Any, quantizers: Any, *args: Any, **options: Any) -> Any:
         """See ``quantise``; Transformer Engine's own where that is not covered."""
-        if not args and not options and quantizers and _kind_of(rows, quantizers[0]) in self._kinds:
+        if quantizers and _kind_of(rows, quantizers[0]) in self._kinds:
             try:
+                if args or any(options.values()) or options.keys() - _KNOWN:
+                    raise NotSupportedError(f"rows are quantised with options: {', '.join(options) or 'unnamed'}")
                 return quantise(rows, splits, quantizers)
             except NotSupportedError as error:
                 log_native(LOG_NAME, str(error))
