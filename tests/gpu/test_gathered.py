@@ -119,7 +119,7 @@ def test_experts_of_few_rows_are_multiplied_natively(device, all_equal, monkeypa
     assert len(asked) == 4 and all(asked)
 
 
-def test_the_same_call_gives_the_same_bits_again(device, all_equal):
+def test_the_same_call_gives_the_same_bits_again(device, all_equal, parts):
     shape = moe_layer("test", 512, 512, 256, 4 * dist.get_world_size(), 2)
     call = GATHERED_EXPERTS.sample(shape, Place(dist.group.WORLD, device, torch.bfloat16), 5)
     context, draw = GATHERED_EXPERTS.context(call), random.Random(7 + dist.get_rank())
