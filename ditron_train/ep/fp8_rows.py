@@ -8,18 +8,21 @@ from typing import NamedTuple
 import torch
 
 from ditron_train.ep.fp8_rows_kernels import cast_rows, largest_of_parts
-from ditron_train.ep.row_tiles import group_launch, row_tiles
+from ditron_train.ep.row_tiles import RowTiles, group_launch, row_tiles
 from ditron_train.ep.tables import int64_table
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-_STEP = 16  # FP8 products want as many rows and columns: what is loaded and stored at once
+#: The largest number of each format.
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+#: FP8 products want multiples of as many rows and columns: what is loaded and stored at once.
+STEP = 16
+
+_PROGRAMS_OF_AN_SM = 4
 _PARTS = 16  # of an expert's rows: some programs for each multiprocessor where there are as many experts
 _BLOCK, _TILE = 8192, 128
 _ALIGNED = 64  # numbers from one scale to the next: cuBLAS refused products where it was one (H100, CUDA 13.0)
-_PROGRAMS_OF_AN_SM = 4
 
 
 class Fp8Rows(NamedTuple):
@@ -68,54 +71,62 @@ def quantised_rows(
     Raises:
         NotSupportedError: Shapes, types or strides that are not covered.
     """
-    _check(rows, splits, amaxes, scales, dtype)
+    check_rows(rows, splits, dtype)
+    _check_numbers(splits, amaxes, scales, rows.device)
     device, (num_rows, columns), count = rows.device, rows.shape, len(splits)
     # Apart: a layer drops the ones and keeps the others for backward.
     data, transposes = (torch.empty(num_rows * columns, dtype=torch.uint8, device=device) for _ in range(2))
     inverses = torch.empty(count, _ALIGNED, dtype=torch.float32, device=device)
+    if num_rows:
+        is_interpreted = kernel_target(device) == "interpreter"
+        tile = 32 if is_interpreted else _TILE
+        tiles = listed_tiles(splits, tile, device)
+        numbers = int64_table(tuple(one.data_ptr() for pair in zip(amaxes, scales) for one in pair), device)
+        largest = torch.empty(count * _PARTS, dtype=torch.float32, device=device)
+        parts = (("PARTS", _PARTS), ("BLOCK", 256 if is_interpreted else _BLOCK))
+        rule = (("MAX_FP8", LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2), ("PARTS", _PARTS))
+        constants = (*rule, ("STEP", STEP), ("ALIGNED", _ALIGNED), ("BLOCK_M", tile), ("BLOCK_K", tile))
+        find = group_launch(largest_of_parts, len(largest), parts, 8, 3, rows.dtype)
+        cast = group_launch(cast_rows, _PROGRAMS_OF_AN_SM * num_sms(device), constants, 8, 3, rows.dtype)
+        with on_device(device):
+            find(rows, tiles.row_ends, largest, columns)
+            cast(rows, tiles.tiles, tiles.row_ends, largest, numbers, data, transposes, inverses, columns)
     sizes = [size * columns for size in splits]
-    result = Fp8Rows(
+    return Fp8Rows(  # while the device is at work
         data.view(num_rows, columns).split(list(splits)),
         [part.view(columns, size) for part, size in zip(transposes.split(sizes), splits)],
         list(inverses[:, :1].unbind(0)),
     )
-    if not num_rows:
-        return result
+
+
+def listed_tiles(splits: Sequence[int], block_m: int, device: torch.device) -> RowTiles:
+    """Tiles of ``block_m`` rows of experts that have so many, listed on the device."""
     counts = torch.tensor(splits, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         counts = counts.pin_memory().to(device, non_blocking=True)
-    is_interpreted = kernel_target(device) == "interpreter"
-    tile = 32 if is_interpreted else _TILE
-    tiles = row_tiles(counts, num_rows, tile)
-    numbers = int64_table(tuple(one.data_ptr() for pair in zip(amaxes, scales) for one in pair), device)
-    largest = torch.empty(count * _PARTS, dtype=torch.float32, device=device)
-    parts = (("PARTS", _PARTS), ("BLOCK", 256 if is_interpreted else _BLOCK))
-    rule = (("MAX_FP8", _LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2), ("PARTS", _PARTS))
-    constants = (*rule, ("STEP", _STEP), ("ALIGNED", _ALIGNED), ("BLOCK_M", tile), ("BLOCK_K", tile))
-    find = group_launch(largest_of_parts, len(largest), parts, 8, 3, rows.dtype)
-    cast = group_launch(cast_rows, _PROGRAMS_OF_AN_SM * num_sms(device), constants, 8, 3, rows.dtype)
-    with on_device(device):
-        find(rows, tiles.row_ends, largest, columns)
-        cast(rows, tiles.tiles, tiles.row_ends, largest, numbers, data, transposes, inverses, columns)
-    return result
+    return row_tiles(counts, sum(splits), block_m)
 
 
-def _check(
-    rows: torch.Tensor,
-    splits: Sequence[int],
-    amaxes: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-) -> None:
+def check_rows(rows: torch.Tensor, splits: Sequence[int], dtype: torch.dtype, columns: int = STEP) -> None:
+    """That rows of experts can be quantised at once; a row has a multiple of ``columns``.
+
+    Raises:
+        NotSupportedError: They cannot.
+    """
     if rows.dim() != 2 or not rows.is_contiguous() or len(rows) != sum(splits):
         raise NotSupportedError(f"rows in FP8: {tuple(rows.shape)} for {sum(splits)} rows")
+    if dtype not in LARGEST:
+        raise NotSupportedError(f"rows in FP8: {dtype} is no format of it")
+    if rows.shape[1] % columns:
+        raise NotSupportedError(f"rows in FP8: {rows.shape[1]} columns are no multiple of {columns}")
+    if any(size % STEP for size in splits):
+        raise NotSupportedError(f"rows in FP8: an expert's rows are no multiple of {STEP}")
+
+
+def _check_numbers(
+    splits: Sequence[int], amaxes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], device: torch.device
+) -> None:
     if not len(splits) == len(amaxes) == len(scales):
         raise NotSupportedError(f"rows in FP8: {len(amaxes)} and {len(scales)} numbers for {len(splits)} experts")
-    if dtype not in _LARGEST:
-        raise NotSupportedError(f"rows in FP8: {dtype} is no format of it")
-    if rows.shape[1] % _STEP or any(size % _STEP for size in splits):
-        raise NotSupportedError(
-            f"rows in FP8: an expert's rows, or {rows.shape[1]} columns, are no multiples of {_STEP}"
-        )
-    if {(one.dtype, one.numel(), one.device) for one in (*amaxes, *scales)} != {(torch.float32, 1, rows.device)}:
+    if {(one.dtype, one.numel(), one.device) for one in (*amaxes, *scales)} != {(torch.float32, 1, device)}:
         raise NotSupportedError("rows in FP8: numbers are not fp32, or elsewhere")

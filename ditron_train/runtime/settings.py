@@ -224,11 +224,10 @@ SETTINGS: tuple[Setting, ...] = (
         "fp8_rows",
         "DITRON_FP8_ROWS",
         _one_of("on", "off"),
-        "off",
+        "on",
         "on, off",
-        "Rows of experts in FP8 under tensorwise scaling. on: all experts' are quantised in three kernels, where the "
-        "policy finds that equal and faster. off: by Transformer Engine, expert by expert; the default until layers "
-        "have run so on GPUs.",
+        "Rows of experts in FP8 under tensorwise and blockwise scaling. on: all experts' are quantised at once, where "
+        "the policy finds that equal and faster. off: by Transformer Engine, expert by expert.",
     ),
     Setting(
         "wgrad",

@@ -93,8 +93,8 @@ def test_without_rows_nothing_is_written():
         (torch.zeros(64, 16), [32, 32], 1, torch.float8_e4m3fn, "1 and 2 numbers"),
         (torch.zeros(64, 2, 16), [32, 32], 2, torch.float8_e4m3fn, "for 64 rows"),
         (torch.zeros(64, 16), [32, 32], 2, torch.bfloat16, "no format"),
-        (torch.zeros(64, 16), [24, 40], 2, torch.float8_e4m3fn, "multiples of 16"),
-        (torch.zeros(64, 24), [32, 32], 2, torch.float8_e4m3fn, "24 columns"),
+        (torch.zeros(64, 16), [24, 40], 2, torch.float8_e4m3fn, "no multiple of 16"),
+        (torch.zeros(64, 24), [32, 32], 2, torch.float8_e4m3fn, "24 columns are no multiple of 16"),
     ],
     ids=["rows", "strides", "numbers", "dimensions", "format", "few_rows", "columns"],
 )

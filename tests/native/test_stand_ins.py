@@ -440,7 +440,9 @@ assert TELinears().why_not_out(layer, 1) is None, "a reduce-scatter adds up"
 _ONE_WEIGHT_OF_EXPERTS = """
 import torch
 
-for name in ("_torch", ".pytorch.tensor", ".pytorch.tensor.float8_tensor", ".pytorch.module.grouped_linear"):
+tensor = ".pytorch.tensor"
+tensors = (tensor, f"{tensor}.float8_tensor", f"{tensor}.float8_blockwise_tensor")
+for name in ("_torch", *tensors, ".pytorch.module.grouped_linear"):
     sys.modules["transformer_engine" + name] = MagicMock()
 grouped = sys.modules["transformer_engine.pytorch.module.grouped_linear"]
 grouped.GroupedLinear = type("Layer", (), {"__module__": "posed"})
@@ -461,14 +463,18 @@ from types import SimpleNamespace as Named
 inputs, grads = Named(power_2_scale=False, amax_epsilon=0.0), Named(power_2_scale=True, amax_epsilon=0.5)
 recipe = Named(float8_current_scaling=lambda: True, fp8_quant_fwd_inp=inputs, fp8_quant_bwd_grad=grads)
 layer.weight0 = torch.zeros(6, 4)
-assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "unless it is said"
-os.environ["DITRON_FP8_ROWS"] = "on"
+os.environ["DITRON_FP8_ROWS"] = "off"
+assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "it is said"
+del os.environ["DITRON_FP8_ROWS"]
 expected = [(te_experts.RowsKind(4, "E4M3", False, 0.0), 6), (te_experts.RowsKind(6, "E5M2", True, 0.5), 4)]
 assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == expected
 with torch.no_grad():
     assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "no transposes are wanted"
-recipe.float8_current_scaling = lambda: False
+recipe.float8_current_scaling = recipe.float8_block_scaling = lambda: False
 assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == []
+recipe.float8_block_scaling = lambda: True
+found = te_experts._kinds_of_rows(layer, recipe, "E4M3")
+assert [kind for kind, _ in found] == [(4, "E4M3", False, 0.0, "blocks"), (6, "E4M3", True, 0.5, "blocks")]
 """
 
 _NORM_OF_ANOTHER = """

@@ -31,20 +31,24 @@ _FP8_STEP = 16  # of which the sizes of a weight in FP8 are multiples
 _by_rails: GroupCache[tuple[dist.ProcessGroup, torch.device], bool] = GroupCache()
 
 
-def why_not_fp8_recipe(names: Sequence[str], *, has_fp8_parameters: bool) -> str | None:
+def why_not_fp8_recipe(names: Sequence[str]) -> str | None:
     """Why products of experts in FP8 are a call an expert, by their recipe, or None.
 
     Args:
         names: Of the recipe's class, then of those that it is derived from.
+    """
+    return None if set(_ONE_SCALE) & set(names) else f"products expert by expert in the recipe {names[0]}"
+
+
+def why_not_fp8_options(*, is_plain: bool, has_fp8_parameters: bool) -> str | None:
+    """Why experts in FP8 are quantised and multiplied one by one, by the layer's options, or None.
+
+    Args:
+        is_plain: Whether the layer has neither quantization parameters nor a bias, and nothing is offloaded.
         has_fp8_parameters: Whether the weights are kept in FP8.
     """
     if has_fp8_parameters:
         return "the parameters are FP8 (--fp8-param-gather)"
-    return None if set(_ONE_SCALE) & set(names) else f"products expert by expert in the recipe {names[0]}"
-
-
-def why_not_fp8_options(*, is_plain: bool) -> str | None:
-    """Why products of experts in FP8 are a call an expert, by the layer's options, or None."""
     return None if is_plain else "the layer has quantization parameters or a bias, or activations are offloaded"
 
 

@@ -44,7 +44,7 @@ from ditron_train.megatron.ep.te_fp8 import (
     grouped_base,
     why_not_code,
 )
-from ditron_train.megatron.ep.te_quantise import RowsKind
+from ditron_train.megatron.ep.te_quantise import RowsKind, Scaling
 from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
@@ -82,9 +82,14 @@ def _at_once(linear: Any, x: torch.Tensor) -> AtOnce:
         return NOTHING_AT_ONCE
     recipe = FP8GlobalStateManager.get_fp8_recipe()
     grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
-    asked: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
-    calls = [Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group, product, grad_format) for product in asked]
-    chosen = [call for call in calls if gate.context_for(FP8_EXPERTS, call) is not None]
+    chosen = []
+    reason = why_not_fp8_recipe([one.__name__ for one in type(recipe).__mro__])  # Megatron has subclasses of some
+    if reason is None:
+        asked: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
+        calls = [Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group, product, grad_format) for product in asked]
+        chosen = [call for call in calls if gate.context_for(FP8_EXPERTS, call) is not None]
+    else:
+        log_native(LOG_NAME, reason)
     rows = [
         Fp8RowsCall(x, linear.num_gemms, group, kind, width, are_grads=bool(place))
         for place, (kind, width) in enumerate(_kinds_of_rows(linear, recipe, grad_format))
@@ -102,15 +107,24 @@ def _asks_for_rows(setting: str | None) -> bool:
 
 
 def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[tuple[RowsKind, int]]:
-    """The rows and the gradients that a step of training quantises with their transposes under current scaling, each
-    with the other's columns."""
-    if not (recipe.float8_current_scaling() and torch.is_grad_enabled()):
-        return []
-    if not _asks_for_rows(os.environ.get("DITRON_FP8_ROWS")):
+    """The rows and the gradients that a step of training quantises with their transposes under current scaling or by
+    blocks, each with the other's columns."""
+    scaling = _scaling(recipe) if torch.is_grad_enabled() else None
+    if scaling is None or not _asks_for_rows(os.environ.get("DITRON_FP8_ROWS")):
         return []
     n, k = linear.weight0.shape
     sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp, n), (n, grad_format, recipe.fp8_quant_bwd_grad, k))
-    return [(RowsKind(own, name, side.power_2_scale, side.amax_epsilon), other) for own, name, side, other in sides]
+    return [
+        (RowsKind(own, name, side.power_2_scale, side.amax_epsilon, scaling), other)
+        for own, name, side, other in sides
+    ]
+
+
+def _scaling(recipe: Any) -> Scaling | None:
+    """Under which rows are quantised at once, or None."""
+    if recipe.float8_current_scaling():
+        return "current"
+    return "blocks" if recipe.float8_block_scaling() else None
 
 
 def _why_not_fp8(linear: Any, device: torch.device) -> str | None:
@@ -120,14 +134,11 @@ def _why_not_fp8(linear: Any, device: torch.device) -> str | None:
     recipe = FP8GlobalStateManager.get_fp8_recipe()
     if getattr(recipe, "backward_override", None) is not None:
         return "the backward is not in FP8 (backward_override)"
-    names = [one.__name__ for one in type(recipe).__mro__]  # Megatron has subclasses of some
-    reason = why_not_fp8_recipe(names, has_fp8_parameters=linear.primary_weights_in_fp8)
-    if reason is not None:
-        return reason
-    if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
+    is_split = hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator
+    if is_split and not recipe.float8_block_scaling():
         return "the forward product has a split accumulator"
     is_plain = linear.te_quant_params is None and not linear.use_bias and not is_cpu_offload_enabled()
-    reason = why_not_fp8_options(is_plain=is_plain)
+    reason = why_not_fp8_options(is_plain=is_plain, has_fp8_parameters=linear.primary_weights_in_fp8)
     if reason is not None:
         return reason
     if torch.is_autocast_enabled(device.type):

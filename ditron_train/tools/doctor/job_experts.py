@@ -55,9 +55,9 @@ def experts_of(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
 
 def _why_not_products(job: Job, config: Any) -> str | None:
     """As the grouped linear layers ask in FP8."""
-    reason = why_not_fp8_recipe([str(recipe_of(config))], has_fp8_parameters=bool(config.fp8_param))
     is_plain = config.quant_recipe is None and not config.add_bias_linear and not config.cpu_offloading
-    reason = reason or why_not_fp8_options(is_plain=is_plain)
+    reason = why_not_fp8_options(is_plain=is_plain, has_fp8_parameters=bool(config.fp8_param))
+    reason = reason or why_not_fp8_recipe([str(recipe_of(config))])
     ffn = job.model.expert_ffn // config.expert_tensor_parallel_size
     for sizes in ((ffn * (2 if config.gated_linear_unit else 1), config.hidden_size), (config.hidden_size, ffn)):
         reason = reason or why_not_fp8_weight(config.params_dtype, tensor(*sizes, dtype=config.params_dtype))
