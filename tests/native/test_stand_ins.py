@@ -473,6 +473,8 @@ with torch.no_grad():
 recipe.float8_current_scaling = recipe.float8_block_scaling = lambda: False
 assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == []
 recipe.float8_block_scaling = lambda: True
+assert te_experts._kinds_of_rows(layer, recipe, "E4M3") == [], "unless it is said"
+os.environ["DITRON_FP8_ROWS"] = "on"
 found = te_experts._kinds_of_rows(layer, recipe, "E4M3")
 assert [kind for kind, _ in found] == [(4, "E4M3", False, 0.0, "blocks"), (6, "E4M3", True, 0.5, "blocks")]
 """

@@ -101,16 +101,16 @@ def _at_once(linear: Any, x: torch.Tensor) -> AtOnce:
 
 
 @cache
-def _asks_for_rows(setting: str | None) -> bool:
+def _asks_for_rows(scaling: Scaling, setting: str | None) -> bool:
     """``setting``: of the environment, so that another one is asked anew."""
-    return get_settings().fp8_rows == "on"
+    return get_settings().fp8_rows in (("on",) if scaling == "blocks" else ("on", "tensorwise"))
 
 
 def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[tuple[RowsKind, int]]:
     """The rows and the gradients that a step of training quantises with their transposes under current scaling or by
     blocks, each with the other's columns."""
     scaling = _scaling(recipe) if torch.is_grad_enabled() else None
-    if scaling is None or not _asks_for_rows(os.environ.get("DITRON_FP8_ROWS")):
+    if scaling is None or not _asks_for_rows(scaling, os.environ.get("DITRON_FP8_ROWS")):
         return []
     n, k = linear.weight0.shape
     sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp, n), (n, grad_format, recipe.fp8_quant_bwd_grad, k))
