@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ditron_train.ep.fp8_rows_kernels import cast_rows, largest_of_parts
+from ditron_train.ep.fp8_rows_kernels import cast_rows, largest_of_tiles
 from ditron_train.ep.row_tiles import RowTiles, group_launch, row_tiles
 from ditron_train.ep.tables import int64_table
 from ditron_train.gemm.ops import on_device
@@ -20,7 +20,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 STEP = 16
 
 _PROGRAMS_OF_AN_SM = 4
-_PARTS = 16  # of an expert's rows: some programs for each multiprocessor where there are as many experts
+_PARTS = 4  # of a tile's rows, each the work of a program: of few tiles all multiprocessors have some
 _BLOCK, _TILE = 8192, 128
 _ALIGNED = 64  # numbers from one scale to the next: cuBLAS refused products where it was one (H100, CUDA 13.0)
 
@@ -82,14 +82,15 @@ def quantised_rows(
         tile = 32 if is_interpreted else _TILE
         tiles = listed_tiles(splits, tile, device)
         numbers = int64_table(tuple(one.data_ptr() for pair in zip(amaxes, scales) for one in pair), device)
-        largest = torch.empty(count * _PARTS, dtype=torch.float32, device=device)
-        parts = (("PARTS", _PARTS), ("BLOCK", 256 if is_interpreted else _BLOCK))
+        largest = torch.empty(sum(-(-size // tile) for size in splits) * _PARTS, dtype=torch.float32, device=device)
+        parts = (("PARTS", _PARTS), ("BLOCK_M", tile), ("BLOCK", 256 if is_interpreted else _BLOCK))
         rule = (("MAX_FP8", LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2), ("PARTS", _PARTS))
         constants = (*rule, ("STEP", STEP), ("ALIGNED", _ALIGNED), ("BLOCK_M", tile), ("BLOCK_K", tile))
-        find = group_launch(largest_of_parts, len(largest), parts, 8, 3, rows.dtype)
-        cast = group_launch(cast_rows, _PROGRAMS_OF_AN_SM * num_sms(device), constants, 8, 3, rows.dtype)
+        num_programs = _PROGRAMS_OF_AN_SM * num_sms(device)
+        find = group_launch(largest_of_tiles, num_programs, parts, 8, 3, rows.dtype)
+        cast = group_launch(cast_rows, num_programs, constants, 8, 3, rows.dtype)
         with on_device(device):
-            find(rows, tiles.row_ends, largest, columns)
+            find(rows, tiles.tiles, largest, columns)
             cast(rows, tiles.tiles, tiles.row_ends, largest, numbers, data, transposes, inverses, columns)
     sizes = [size * columns for size in splits]
     return Fp8Rows(  # while the device is at work

@@ -5,25 +5,38 @@ import triton.language as tl
 
 
 @triton.jit
-def _rows_of(ends, expert):
-    """An expert's first row and the row behind its last one."""
-    return tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+def _first_row(ends, expert):
+    return tl.load(ends + expert - 1, mask=expert > 0, other=0)
 
 
 @triton.jit
-def largest_of_parts(values, ends, largest, columns, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """largest[e * PARTS + p] = max |values| over part p of expert e's rows, which end at ``ends[e]``.
+def largest_of_tiles(values, tiles, largest, columns, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """largest[t * PARTS + p] = max |values| over part p of the rows of tile t of ``list_tiles``.
 
-    What is not a number counts as nothing, as in Transformer Engine's.
+    What is not a number counts as nothing, as in Transformer Engine's. Work is dealt by tiles, so that an expert with
+    most of the rows takes no longer than others with as many.
     """
-    first, last = _rows_of(ends, tl.program_id(0) // PARTS)
-    begin, end = tl.cast(first, tl.int64) * columns, tl.cast(last, tl.int64) * columns
-    most = tl.zeros((BLOCK,), tl.float32)
-    for block in range(tl.program_id(0) % PARTS, tl.cast(tl.cdiv(end - begin, BLOCK), tl.int32), PARTS):
-        place = begin + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        size = tl.abs(tl.load(values + place, mask=place < end, other=0.0).to(tl.float32))
-        most = tl.maximum(most, tl.where(size == size, size, 0.0))
-    tl.store(largest + tl.program_id(0), tl.max(most, axis=0))
+    for index in range(tl.program_id(0), tl.load(tiles) * PARTS, tl.num_programs(0)):
+        entry = tiles + 4 + 4 * (index // PARTS)
+        first = tl.load(entry + 1)
+        last = tl.minimum(first + BLOCK_M, tl.load(entry + 2))
+        begin, end = tl.cast(first, tl.int64) * columns, tl.cast(last, tl.int64) * columns
+        most = tl.zeros((BLOCK,), tl.float32)
+        for block in range(index % PARTS, tl.cast(tl.cdiv(end - begin, BLOCK), tl.int32), PARTS):
+            place = begin + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            size = tl.abs(tl.load(values + place, mask=place < end, other=0.0).to(tl.float32))
+            most = tl.maximum(most, tl.where(size == size, size, 0.0))
+        tl.store(largest + index, tl.max(most, axis=0))
+
+
+@triton.jit
+def _largest_of(largest, count):
+    """The maximum of ``count`` numbers, none of them negative; 0 of none."""
+    lanes = tl.arange(0, 128)
+    most = tl.zeros((128,), tl.float32)
+    for start in range(0, count, 128):
+        most = tl.maximum(most, tl.load(largest + start + lanes, mask=start + lanes < count, other=0.0))
+    return tl.max(most, axis=0)
 
 
 @triton.jit
@@ -95,16 +108,18 @@ def cast_rows(
     """data[r] = FP8(rows[r] * scale[e(r)]), as bytes; the same of expert e transposed, [columns, its rows], from
     ``transposes[columns * first row]`` on; inverses[e * ALIGNED] = 1 / scale[e].
 
-    scale[e] is that of amax[e] = max(largest[e, :]); they go to the addresses ``numbers[e, 1]`` and ``numbers[e, 0]``.
-    An expert without rows leaves all of them as they are. STEP divides every expert's rows and ``columns``. A program
-    takes tiles of ``list_tiles``, all columns of one after the other.
+    scale[e] is that of amax[e], the maximum over ``largest_of_tiles`` of its tiles; they go to the addresses
+    ``numbers[e, 1]`` and ``numbers[e, 0]``. An expert without rows leaves all of them as they are. STEP divides every
+    expert's rows and ``columns``. A program takes tiles of ``list_tiles``, all columns of one after the other.
     """
     column_tiles = tl.cdiv(columns, BLOCK_K)
     for index in range(tl.program_id(0), tl.load(tiles) * column_tiles, tl.num_programs(0)):
-        entry = tiles + 4 + 4 * (index // column_tiles)
+        tile = index // column_tiles
+        entry = tiles + 4 + 4 * tile
         expert, row, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        first, _ = _rows_of(ends, expert)
-        amax = tl.max(tl.load(largest + expert * PARTS + tl.arange(0, PARTS)), axis=0)
+        first = _first_row(ends, expert)
+        own = largest + (tile - (row - first) // BLOCK_M) * PARTS
+        amax = _largest_of(own, tl.cdiv(end - first, BLOCK_M) * PARTS)
         scale = scale_of_amax(amax, MAX_FP8, EPSILON, POWER_OF_2, 3.4028234663852886e38)
         column = (index % column_tiles) * BLOCK_K
         if (row == first) & (column == 0):
@@ -155,7 +170,7 @@ def cast_blocks(
         tile, block = index // column_tiles, index % column_tiles
         entry = tiles + 4 + 4 * tile
         expert, row, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        first, _ = _rows_of(ends, expert)
+        first = _first_row(ends, expert)
         num_rows, width = tl.multiple_of(end - first, STEP), tl.multiple_of(columns, BLOCK)
         steps = tl.arange(0, BLOCK)
         inside = steps < tl.multiple_of(end - row, STEP)

@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs what has no outcome yet, writes and shows the table; 1 where a test is lost or was not reached."""
+    """Runs what has no outcome yet, writes and shows the table; 1 where a test is lost or was not reached.
+
+    Raises:
+        SettingError: No checkout, or one of which no test passes natively, so that nothing was compared.
+    """
     checkout = _checkout()
     has_gpus = torch.cuda.is_available()
     num_ranks = arguments.ranks or (min(8, torch.cuda.device_count()) if has_gpus else 2)
@@ -65,6 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     policies = arguments.policy or _POLICIES
     _launch_all(launcher, checkout, _suites(arguments.folder), policies, arguments.jobs)
     rows = [row_of(policy, num_ranks, _pairs(arguments.records, policy)) for policy in policies]
+    if not rows[0].native_passed:
+        raise SettingError(
+            f"no test passes natively, so nothing is compared; logs are in {arguments.records / NATIVE}"
+        )
     device = torch.device("cuda" if has_gpus else "cpu")
     settings = {"features": arguments.features, "megatron_lm": _version(checkout), "NCCL_MAX_NCHANNELS": NUM_CHANNELS}
     num_devices = min(num_ranks, torch.cuda.device_count()) if has_gpus else num_ranks  # posed ranks share GPUs

@@ -117,10 +117,10 @@ SPECS = [
         num_warps=4,
     ),
     KernelSpec(
-        name="ep_largest_of_parts",
-        kernel="ditron_train.ep.fp8_rows_kernels:largest_of_parts",
-        signature={"values": "*bf16", "ends": "*i32", "largest": "*fp32", "columns": "i32"},
-        constexprs={"PARTS": 16, "BLOCK": 8192},
+        name="ep_largest_of_tiles",
+        kernel="ditron_train.ep.fp8_rows_kernels:largest_of_tiles",
+        signature={"values": "*bf16", "tiles": "*i32", "largest": "*fp32", "columns": "i32"},
+        constexprs={"PARTS": 4, "BLOCK_M": 128, "BLOCK": 8192},
         num_warps=8,
     ),
     *(
@@ -139,6 +139,7 @@ SPECS = [
             },
             constexprs={"MAX_FP8": largest, "EPSILON": 0.0, "POWER_OF_2": power_of_2, "STEP": 16, "BLOCK": 128},
             num_warps=8,
+            targets=("sm_90", "sm_100"),
         )
         for name, largest, power_of_2 in (("e4m3", 448.0, False), ("e5m2", 57344.0, True), ("power_of_2", 448.0, True))
     ),
@@ -161,7 +162,7 @@ SPECS = [
                 "MAX_FP8": largest,
                 "EPSILON": 0.0,
                 "POWER_OF_2": power_of_2,
-                "PARTS": 16,
+                "PARTS": 4,
                 "STEP": 16,
                 "ALIGNED": 64,
                 "BLOCK_M": 128,

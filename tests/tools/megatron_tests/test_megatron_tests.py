@@ -457,3 +457,19 @@ def test_the_table_is_written(checkout, tmp_path, monkeypatch):
     (row,) = values["rows"]
     assert row["lost"] == {"b": "failed"} and row["native_passed"] == row["ours_ran"] == 2 and row["ours_passed"] == 1
     assert values["stamp"]["settings"]["megatron_lm"] == "0.16.1"
+
+
+def test_a_checkout_of_which_nothing_passes_gives_no_table(checkout, tmp_path, monkeypatch):
+    """As where a package is missing that its tests import."""
+    monkeypatch.setenv("MEGATRON_LM", str(checkout))
+    for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")
+    records = tmp_path / "records"
+    _note(records / NATIVE / "moe_m", 0, [[("a", "failed")]] * 2)
+    monkeypatch.setattr(launches.Launcher, "_launch", lambda *args: pytest.fail("nothing is to be launched"))
+    parser = campaign.argparse.ArgumentParser()
+    campaign.add_arguments(parser)
+    words = ["--seconds", "0", "--records", str(records), "--output", str(tmp_path / "out")]
+    with pytest.raises(SettingError, match="no test passes natively"):
+        campaign.run(parser.parse_args(words))
+    assert not (tmp_path / "out").exists()
