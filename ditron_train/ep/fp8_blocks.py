@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ditron_train.ep.fp8_rows import LARGEST, STEP, check_rows, listed_tiles
+from ditron_train.ep.fp8_rows import LARGEST, STEP, check_rows, listed_tiles, owners
 from ditron_train.ep.fp8_rows_kernels import cast_blocks
 from ditron_train.ep.row_tiles import group_launch
 from ditron_train.gemm.ops import on_device
@@ -77,14 +77,14 @@ def quantised_blocks(
         with on_device(device):
             cast(rows, tiles.tiles, tiles.row_ends, data, scales, transposes, transposed_scales, columns)
     return Fp8Blocks(  # while the device is at work
-        data.view(num_rows, columns).split(list(splits)),
+        owners(data.view(num_rows, columns).split(list(splits))),
         _upright(scales, splits, blocks),
         _upright(transposes, splits, columns),
-        transposed_scales.split(heights),
+        owners(transposed_scales.split(heights)),
     )
 
 
 def _upright(values: torch.Tensor, splits: Sequence[int], height: int) -> list[torch.Tensor]:
     """Of each expert [height, rows], one behind the other."""
     parts = values.split([size * height for size in splits])
-    return [part.view(height, size) for part, size in zip(parts, splits)]
+    return owners(part.view(height, size) for part, size in zip(parts, splits))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from ditron_train.ep.fp8_rows_kernels import cast_rows, largest_of_tiles
+from ditron_train.ep.fp8_rows_kernels import cast_rows, largest_of_experts
 from ditron_train.ep.row_tiles import RowTiles, group_launch, row_tiles
 from ditron_train.ep.tables import int64_table
 from ditron_train.gemm.ops import on_device
@@ -74,7 +74,7 @@ def quantised_rows(
     check_rows(rows, splits, dtype)
     _check_numbers(splits, amaxes, scales, rows.device)
     device, (num_rows, columns), count = rows.device, rows.shape, len(splits)
-    # Apart: a layer drops the ones and keeps the others for backward.
+    # Apart: a layer drops the rows and keeps the transposes for backward.
     data, transposes = (torch.empty(num_rows * columns, dtype=torch.uint8, device=device) for _ in range(2))
     inverses = torch.empty(count, _ALIGNED, dtype=torch.float32, device=device)
     if num_rows:
@@ -82,22 +82,28 @@ def quantised_rows(
         tile = 32 if is_interpreted else _TILE
         tiles = listed_tiles(splits, tile, device)
         numbers = int64_table(tuple(one.data_ptr() for pair in zip(amaxes, scales) for one in pair), device)
-        largest = torch.empty(sum(-(-size // tile) for size in splits) * _PARTS, dtype=torch.float32, device=device)
+        largest = torch.zeros(count, dtype=torch.int32, device=device)
         parts = (("PARTS", _PARTS), ("BLOCK_M", tile), ("BLOCK", 256 if is_interpreted else _BLOCK))
-        rule = (("MAX_FP8", LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2), ("PARTS", _PARTS))
+        rule = (("MAX_FP8", LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2))
         constants = (*rule, ("STEP", STEP), ("ALIGNED", _ALIGNED), ("BLOCK_M", tile), ("BLOCK_K", tile))
         num_programs = _PROGRAMS_OF_AN_SM * num_sms(device)
-        find = group_launch(largest_of_tiles, num_programs, parts, 8, 3, rows.dtype)
+        find = group_launch(largest_of_experts, num_programs, parts, 8, 3, rows.dtype)
         cast = group_launch(cast_rows, num_programs, constants, 8, 3, rows.dtype)
         with on_device(device):
             find(rows, tiles.tiles, largest, columns)
             cast(rows, tiles.tiles, tiles.row_ends, largest, numbers, data, transposes, inverses, columns)
     sizes = [size * columns for size in splits]
     return Fp8Rows(  # while the device is at work
-        data.view(num_rows, columns).split(list(splits)),
-        [part.view(columns, size) for part, size in zip(transposes.split(sizes), splits)],
-        list(inverses[:, :1].unbind(0)),
+        owners(data.view(num_rows, columns).split(list(splits))),
+        owners(part.view(columns, size) for part, size in zip(transposes.split(sizes), splits)),
+        owners(inverses[:, :1].unbind(0)),
     )
+
+
+def owners(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The same parts of memory, each with a hold on it of its own: a layer that puts others into them has given up the
+    memory, which views would keep for the tensor that they are of."""
+    return [part.data for part in parts]
 
 
 def listed_tiles(splits: Sequence[int], block_m: int, device: torch.device) -> RowTiles:

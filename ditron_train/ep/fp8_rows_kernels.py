@@ -10,11 +10,14 @@ def _first_row(ends, expert):
 
 
 @triton.jit
-def largest_of_tiles(values, tiles, largest, columns, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """largest[t * PARTS + p] = max |values| over part p of the rows of tile t of ``list_tiles``.
+def largest_of_experts(
+    values, tiles, largest, columns, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
+):
+    """largest[e] = max |values| over the rows of expert e, as the bits of an fp32 number; it was 0 before.
 
-    What is not a number counts as nothing, as in Transformer Engine's. Work is dealt by tiles, so that an expert with
-    most of the rows takes no longer than others with as many.
+    A program takes one of PARTS parts of a tile of ``list_tiles``, so that the rows of one expert are the work of all
+    multiprocessors, however many they are. Of numbers that are not negative the larger one has the larger bits, in
+    whatever order they arrive. What is not a number counts as nothing, as in Transformer Engine's.
     """
     for index in range(tl.program_id(0), tl.load(tiles) * PARTS, tl.num_programs(0)):
         entry = tiles + 4 + 4 * (index // PARTS)
@@ -26,17 +29,8 @@ def largest_of_tiles(values, tiles, largest, columns, PARTS: tl.constexpr, BLOCK
             place = begin + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             size = tl.abs(tl.load(values + place, mask=place < end, other=0.0).to(tl.float32))
             most = tl.maximum(most, tl.where(size == size, size, 0.0))
-        tl.store(largest + index, tl.max(most, axis=0))
-
-
-@triton.jit
-def _largest_of(largest, count):
-    """The maximum of ``count`` numbers, none of them negative; 0 of none."""
-    lanes = tl.arange(0, 128)
-    most = tl.zeros((128,), tl.float32)
-    for start in range(0, count, 128):
-        most = tl.maximum(most, tl.load(largest + start + lanes, mask=start + lanes < count, other=0.0))
-    return tl.max(most, axis=0)
+        # Relaxed: the next kernel reads it.
+        tl.atomic_max(largest + tl.load(entry), tl.max(most, axis=0).to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
@@ -99,7 +93,6 @@ def cast_rows(
     MAX_FP8: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr,
-    PARTS: tl.constexpr,
     STEP: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -108,18 +101,16 @@ def cast_rows(
     """data[r] = FP8(rows[r] * scale[e(r)]), as bytes; the same of expert e transposed, [columns, its rows], from
     ``transposes[columns * first row]`` on; inverses[e * ALIGNED] = 1 / scale[e].
 
-    scale[e] is that of amax[e], the maximum over ``largest_of_tiles`` of its tiles; they go to the addresses
-    ``numbers[e, 1]`` and ``numbers[e, 0]``. An expert without rows leaves all of them as they are. STEP divides every
+    scale[e] is that of amax[e], which ``largest_of_experts`` found; they go to the addresses ``numbers[e, 1]`` and
+    ``numbers[e, 0]``. An expert without rows leaves all of them as they are. STEP divides every
     expert's rows and ``columns``. A program takes tiles of ``list_tiles``, all columns of one after the other.
     """
     column_tiles = tl.cdiv(columns, BLOCK_K)
     for index in range(tl.program_id(0), tl.load(tiles) * column_tiles, tl.num_programs(0)):
-        tile = index // column_tiles
-        entry = tiles + 4 + 4 * tile
+        entry = tiles + 4 + 4 * (index // column_tiles)
         expert, row, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         first = _first_row(ends, expert)
-        own = largest + (tile - (row - first) // BLOCK_M) * PARTS
-        amax = _largest_of(own, tl.cdiv(end - first, BLOCK_M) * PARTS)
+        amax = tl.load(largest + expert).to(tl.float32, bitcast=True)
         scale = scale_of_amax(amax, MAX_FP8, EPSILON, POWER_OF_2, 3.4028234663852886e38)
         column = (index % column_tiles) * BLOCK_K
         if (row == first) & (column == 0):

@@ -78,7 +78,7 @@ def test_rows_and_transposes_have_memory_of_their_own():
     made = quantised_blocks(torch.ones(48, 128).bfloat16(), [16, 32], torch.float8_e4m3fn)
     kept = [{one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in side} for side in made]
     assert [list(one.values()) for one in kept] == [[48 * 128], [48 * 4], [48 * 128], [2 * 128 * 4]]
-    assert len(set().union(*kept)) == 4
+    assert len(set().union(*kept)) == 4 and all(part._base is None for side in made for part in side)
 
 
 def test_without_rows_nothing_is_launched():

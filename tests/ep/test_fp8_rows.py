@@ -1,8 +1,11 @@
 """Rows of experts in FP8, against Transformer Engine's rules in NumPy and PyTorch's casts."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ditron_train.cpu import interpreter
 from ditron_train.ep.fp8_rows import quantised_rows
@@ -42,7 +45,7 @@ def expected_numbers(rows, max_fp8, epsilon, power_of_2):
 @pytest.mark.parametrize("columns", [16, 272])
 def test_every_expert_has_the_scale_of_its_own_rows(columns, dtype, epsilon, power_of_2):
     """Few rows and many, none, zeros, the smallest and the largest numbers, infinity and what is no number."""
-    splits = [16, 0, 80, 32, 16, 16, 16, 16, 16, 1168]  # the last has more tiles than are read at once
+    splits = [16, 0, 80, 32, 16, 16, 16, 16, 16, 1168]
     generator = torch.Generator().manual_seed(columns)
     rows = torch.randn(sum(splits), columns, generator=generator).bfloat16()
     parts = rows.split(splits)
@@ -75,6 +78,18 @@ def test_rows_and_transposes_have_memory_of_their_own():
     made = quantised_rows(torch.ones(48, 32).bfloat16(), [16, 32], numbers(2), numbers(2), torch.float8_e4m3fn)
     kept = [{one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in side} for side in made[:2]]
     assert [list(one.values()) for one in kept] == [[48 * 32]] * 2 and not kept[0].keys() & kept[1].keys()
+
+
+def test_memory_goes_with_what_a_layer_puts_in_place_of_all_parts():
+    """As Transformer Engine gives up what it has multiplied, whoever still knows the tensors."""
+    made = quantised_rows(torch.ones(48, 32).bfloat16(), [16, 32], numbers(2), numbers(2), torch.float8_e4m3fn)
+    gc.collect()  # the interpreter keeps its arguments in circles
+    for side in made:
+        memory = StorageWeakRef(side[0].untyped_storage())
+        assert all(part._base is None for part in side)
+        for part in side:
+            part.data = torch.empty(0)
+        assert memory.expired()
 
 
 def test_without_rows_nothing_is_written():

@@ -33,7 +33,7 @@ CASES = [
     ("delayed", "bits", {"padded": True, "experimental": True}),
     ("delayed", "force", {"main_grad": True}),
     ("blockwise", "bits", {"padded": True, "main_grad": True}),
-    ("blockwise", "bits", {"rows": "off"}),
+    ("blockwise", "bits", {"rows": "tensorwise"}),
     ("blockwise", "force", {"unusual": (float("nan"), float("inf"), 3e38)}),
 ]
 
@@ -130,7 +130,8 @@ def steps_of(layer, config, unusual):
 @pytest.mark.parametrize("recipe, policy, options", CASES)
 def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, quantised, recipe, policy, options):
     """Equal; with one scale a tensor both products of both layers in every step are ours, in the policy ``bits``
-    proved; those of blocks are native. But under delayed scaling rows and gradients are quantised at once."""
+    proved; those of blocks are native. Rows and gradients are quantised at once, except under delayed
+    scaling and, of blocks, unless it is said."""
     monkeypatch.setenv("DITRON_POLICY", policy)
     monkeypatch.setenv("DITRON_FP8_ROWS", options.get("rows", "on"))
     # Megatron's experimental functions pad the routing in a kernel.
@@ -160,7 +161,8 @@ def test_layers_with_experts_in_fp8(all_equal, monkeypatch, products, quantised,
         or (expected is not None and not torch.equal(bits(found), bits(expected)))
     ]
     assert all_equal(torch.tensor(len(different)), torch.tensor(0)), different
-    of_rows, is_asked = gate.answers(FP8_ROWS.name), recipe != "delayed" and options.get("rows") != "off"
+    of_rows, asked_for = gate.answers(FP8_ROWS.name), {"tensorwise": ("tensorwise", "on"), "blockwise": ("on",)}
+    is_asked = options.get("rows", "on") in asked_for.get(recipe, ())
     assert bool(of_rows) == is_asked and all(answer.reason is None for answer in of_rows), of_rows
     assert len(quantised) == 4 * STEPS * is_asked, "inputs and gradients of both layers"
     answers, is_covered = gate.answers(FP8_EXPERTS.name), recipe != "blockwise"

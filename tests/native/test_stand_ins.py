@@ -479,6 +479,35 @@ found = te_experts._kinds_of_rows(layer, recipe, "E4M3")
 assert [kind for kind, _ in found] == [(4, "E4M3", False, 0.0, "blocks"), (6, "E4M3", True, 0.5, "blocks")]
 """
 
+_CUSTOM_RECIPE = f"""{_ONE_WEIGHT_OF_EXPERTS}
+class CustomRecipe:  # until 2.15 it has no fp8_format
+    float8_current_scaling = float8_block_scaling = lambda self: False
+
+layer.single_grouped_weight = False
+states.fp8_graph_capturing = lambda: False
+states.get_fp8_recipe = CustomRecipe
+te_experts.why_not_grouped_layer = te_experts.why_not_code = lambda *args: None
+assert te_experts._at_once(layer, torch.zeros(4, 4)) == te_experts.NOTHING_AT_ONCE
+words = "native, products expert by expert in the recipe CustomRecipe"
+assert any(line.endswith(words) for line in decisions()), decisions()
+"""
+
+_STATE_OF_ANOTHER = f"""{_ONE_WEIGHT_OF_EXPERTS}
+from ditron_train.megatron.sp import linears
+
+words = "native, this version of Transformer Engine is built otherwise (TypeError: 'NoneType' object is not callable)"
+layer.single_grouped_weight = False
+native.TEColumnParallelGroupedLinear.forward = lambda self, x, splits: "Transformer Engine's"
+states.is_fp8_enabled = states.is_fp8_calibration = states.fp8_graph_capturing = None  # called, it is a TypeError
+assert layer.forward(torch.zeros(4, 4), [4]) == "Transformer Engine's"
+assert sum(line.endswith(words) for line in decisions()) == 1, decisions()
+column = tp_te.DitronTEColumnParallelLinear()
+assert tp_te._run(column, "column", torch.zeros(4, 4), lambda x: "Transformer Engine's") == "Transformer Engine's"
+assert sum(line.endswith(words) for line in decisions()) == 2, decisions()
+linears.HAVE_TE = True
+assert linears.linears_of(column)._why_not_layer(column, torch.zeros(4, 4)) == words.removeprefix("native, ")
+"""
+
 _NORM_OF_ANOTHER = """
 import torch
 
@@ -578,6 +607,8 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         _SYMMETRIC,
         _ONE_WEIGHT_OF_EXPERTS,
         _ROWS_OF_EXPERTS,
+        _CUSTOM_RECIPE,
+        _STATE_OF_ANOTHER,
         f"layer = Layer(){_NORM_OF_ANOTHER}",
         _FP8_IN_MEGATRONS_GRAPH,
         _FP8_ASKED_ONCE,
@@ -589,6 +620,8 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         "symmetric",
         "one_weight",
         "rows",
+        "custom_recipe",
+        "state_of_another",
         "norm_of_another",
         "fp8_in_a_graph",
         "fp8_once",

@@ -46,7 +46,9 @@ from ditron_train.megatron.ep.te_fp8 import (
 )
 from ditron_train.megatron.ep.te_quantise import RowsKind, Scaling
 from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.interfaces import computes_in_fp8, why_otherwise
 from ditron_train.policy import gate, log_native
+from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
@@ -76,28 +78,38 @@ def _at_once(linear: Any, x: torch.Tensor) -> AtOnce:
     group = experts_group()
     if group is None:
         return NOTHING_AT_ONCE
-    reason = why_not_grouped_layer(linear) or _why_not_fp8(linear, x.device)
+    try:
+        reason, products, rows = _asked(linear, x, group)
+    except INTERFACE_ERRORS as error:
+        reason, products, rows = why_otherwise("Transformer Engine", error), [], []
     if reason is not None:
         log_native(LOG_NAME, reason)
-        return NOTHING_AT_ONCE
-    recipe = FP8GlobalStateManager.get_fp8_recipe()
-    grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
-    chosen = []
-    reason = why_not_fp8_recipe([one.__name__ for one in type(recipe).__mro__])  # Megatron has subclasses of some
-    if reason is None:
-        asked: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
-        calls = [Fp8ExpertsCall(x, linear.weight0, linear.num_gemms, group, product, grad_format) for product in asked]
-        chosen = [call for call in calls if gate.context_for(FP8_EXPERTS, call) is not None]
-    else:
-        log_native(LOG_NAME, reason)
-    rows = [
-        Fp8RowsCall(x, linear.num_gemms, group, kind, width, are_grads=bool(place))
-        for place, (kind, width) in enumerate(_kinds_of_rows(linear, recipe, grad_format))
-    ]
+    chosen = [call for call in products if gate.context_for(FP8_EXPERTS, call) is not None]
     return AtOnce(
         frozenset((call.product, fewest_rows_of(call)) for call in chosen),
         frozenset(call.kind for call in rows if gate.context_for(FP8_ROWS, call) is not None),
     )
+
+
+def _asked(linear: Any, x: torch.Tensor, group: Any) -> tuple[str | None, list[Fp8ExpertsCall], list[Fp8RowsCall]]:
+    """Why products are native, or None; products and rows that the policy is asked about."""
+    reason = why_not_grouped_layer(linear) or _why_not_fp8(linear, x.device)
+    if reason is not None:
+        return reason, [], []
+    recipe, products = FP8GlobalStateManager.get_fp8_recipe(), []
+    reason = why_not_fp8_recipe([one.__name__ for one in type(recipe).__mro__])  # Megatron has subclasses of some
+    if reason is not None and _scaling(recipe) is None:
+        return reason, [], []  # custom recipes say no more of themselves
+    grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
+    if reason is None:
+        passes: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
+        operands = x, linear.weight0, linear.num_gemms, group
+        products = [Fp8ExpertsCall(*operands, product, grad_format) for product in passes]
+    rows = [
+        Fp8RowsCall(x, linear.num_gemms, group, kind, width, are_grads=bool(place))
+        for place, (kind, width) in enumerate(_kinds_of_rows(linear, recipe, grad_format))
+    ]
+    return reason, products, rows
 
 
 @cache
@@ -154,7 +166,7 @@ class _TakesDeviceCounts:
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(m_splits, DeviceCounts):
-            is_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+            is_fp8 = computes_in_fp8(FP8GlobalStateManager)
             with doing_at_once(_at_once(self, x) if is_fp8 else NOTHING_AT_ONCE):
                 return super().forward(x, m_splits)  # type: ignore[misc]
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]

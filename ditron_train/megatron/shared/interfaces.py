@@ -7,6 +7,7 @@ them finds the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ditron_train.policy import log_native
 from ditron_train.policy.gate import INTERFACE_ERRORS
@@ -22,6 +23,15 @@ def why_otherwise(library: str, error: Exception) -> str:
     if get_settings().policy == "force":
         raise error
     return f"this version of {library} is built otherwise ({type(error).__name__}: {error})"
+
+
+def computes_in_fp8(states: Any) -> bool:
+    """Whether Transformer Engine's layers are called in FP8 here, by its ``FP8GlobalStateManager``. Also where this
+    version does not say: what the paths of FP8 ask next is not there either, and they are Megatron's then."""
+    try:
+        return bool(states.is_fp8_enabled())
+    except INTERFACE_ERRORS:
+        return True
 
 
 def classes_of_te(feature: str, class_map: Callable[[], dict[type, type]]) -> dict[type, type]:

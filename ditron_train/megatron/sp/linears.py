@@ -10,7 +10,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ditron_train.megatron.compat import why_not_weight
-from ditron_train.megatron.shared.interfaces import why_otherwise
+from ditron_train.megatron.shared.interfaces import computes_in_fp8, why_otherwise
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.sp.projections import Projections
 from ditron_train.policy import log_native
@@ -40,9 +40,11 @@ def _why_not_te() -> str | None:
 
 
 def _linears_of_te() -> Projections:
-    from ditron_train.megatron.sp.te_linears import TELinears, computes_in_fp8
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
-    if not computes_in_fp8():
+    from ditron_train.megatron.sp.te_linears import TELinears
+
+    if not computes_in_fp8(FP8GlobalStateManager):
         return TELinears()
     from ditron_train.megatron.sp.te_fp8_linears import Fp8Linears
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
+from ditron_train.megatron.shared.interfaces import why_otherwise
 from ditron_train.megatron.sp.coverage import why_not_fp8_norms, why_not_fp8_out, why_not_fp8_qkv
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.fp8_spec import FP8_PROJECTION, Fp8ProjectionCall
@@ -21,6 +22,7 @@ from ditron_train.megatron.sp.te_linears import TELinears
 from ditron_train.megatron.tp.te_fp8 import scaling_of
 from ditron_train.megatron.tp.te_routes import why_not_fp8
 from ditron_train.policy import gate
+from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.sp import LateWgrad, SPContext, sequence_exchange
 from ditron_train.sp.head_norms import Norms
 
@@ -45,10 +47,13 @@ class Fp8Linears(TELinears):
         return why_not_fp8_out()
 
     def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
-        reason = why_not_fp8(layer, x)
-        if reason is None:
-            scaling = scaling_of(FP8GlobalStateManager.get_fp8_recipe())
-            reason = why_not_fp8_qkv(has_blocks=scaling != "tensor")
+        try:
+            reason = why_not_fp8(layer, x)
+            if reason is None:
+                scaling = scaling_of(FP8GlobalStateManager.get_fp8_recipe())
+                reason = why_not_fp8_qkv(has_blocks=scaling != "tensor")
+        except INTERFACE_ERRORS as error:
+            reason = why_otherwise("Transformer Engine", error)
         return reason
 
     def route(

@@ -13,7 +13,6 @@ from megatron.core.extensions.transformer_engine import (
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
-from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from ditron_train.megatron.shared.te_wgrad import TELinearWgrad, wgrad_of
 from ditron_train.megatron.sp.projections import Projections
@@ -21,12 +20,7 @@ from ditron_train.megatron.tp.te_coverage import why_not_delayed
 from ditron_train.megatron.tp.te_layers import normalised
 from ditron_train.megatron.tp.te_routes import why_not_covered
 
-__all__ = ["TELinears", "computes_in_fp8"]
-
-
-def computes_in_fp8() -> bool:
-    """Whether Transformer Engine's layers are called in FP8 here."""
-    return bool(FP8GlobalStateManager.is_fp8_enabled())
+__all__ = ["TELinears"]
 
 
 class TELinears(Projections):

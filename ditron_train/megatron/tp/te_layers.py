@@ -20,6 +20,7 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module import layernorm_linear as te_layernorm_linear
 
 from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.interfaces import computes_in_fp8
 from ditron_train.megatron.shared.te_wgrad import bias_in_product, wgrad_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.megatron.tp.spec import Kind
@@ -100,7 +101,7 @@ def _run(
     before: Callable[[Any, torch.Tensor], torch.Tensor] = lambda layer, x: x,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A call of a layer, whose own is ``forward``; ``before`` makes what is multiplied from its input."""
-    if FP8GlobalStateManager.is_fp8_enabled():
+    if computes_in_fp8(FP8GlobalStateManager):
         return _run_in_fp8(layer, kind, x, forward)
     context = _route(layer, kind, x)
     if context is None:
