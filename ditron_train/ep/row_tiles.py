@@ -36,7 +36,7 @@ def group_launch(
     """The launch of a kernel with these constants, for operands of this type: only the first one goes through
     Triton."""
     values = {name: as_constant(value) for name, value in constants}
-    options = dict(num_warps=num_warps, num_stages=num_stages, max_registers=max_registers)
+    options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages, max_registers=max_registers)
     return KernelLaunch(kernel, num_programs, values, **options)
 
 
