@@ -43,7 +43,9 @@ def test_verify_of_a_room(folder, monkeypatch, room):
     assert all(row.bitwise_equal for row in rows)
 
 
-@pytest.mark.parametrize("op", ["ag_gemm", "gemm_a2a", "send_recv", "layer", "attention_layer", "moe_layer"])
+@pytest.mark.parametrize(
+    "op", ["ag_gemm", "gemm_a2a", "send_recv", "layer", "layer_ar", "attention_layer", "moe_layer"]
+)
 def test_trace(folder, op):
     """Native's communication is found (ours may be inside its kernels), the head start is not; lanes are named by the
     multiprocessors that kernels take."""

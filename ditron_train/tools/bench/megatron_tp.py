@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -53,12 +54,12 @@ def native_linear(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tenso
     return partial(native, group=parallel_state.get_tensor_model_parallel_group())
 
 
-def _layer_config(world_size: int, fp8: str | None, **options: Any) -> TransformerConfig:
+def _layer_config(world_size: int, fp8: str | None, is_split: bool, **options: Any) -> TransformerConfig:
     return TransformerConfig(
         num_layers=1,
         **_LLAMA_70B,
         tensor_model_parallel_size=world_size,
-        sequence_parallel=world_size > 1,
+        sequence_parallel=world_size > 1 and is_split,
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
@@ -84,10 +85,12 @@ def _build_layer(spec: Any, session: BenchSession, config: TransformerConfig) ->
 
 
 class _LayerPair:
-    """The same LLaMA-70B layer natively and with ours, TE's spec where TE is installed, and its inputs."""
+    """The same LLaMA-70B layer natively and with ours, TE's spec where TE is installed, and its inputs; ``is_split``:
+    whether the ranks share tokens (sequence parallelism), or each has all of them."""
 
-    def __init__(self, session: BenchSession, fp8: str | None = None) -> None:
-        self._session, self._fp8, self._config = session, fp8, _layer_config(session.world_size, fp8)
+    def __init__(self, session: BenchSession, fp8: str | None = None, *, is_split: bool = True) -> None:
+        self._session, self._fp8 = session, fp8
+        self._config = _layer_config(session.world_size, fp8, is_split)
         if HAVE_TE:
             spec = get_gpt_layer_with_transformer_engine_spec()
         else:
@@ -96,8 +99,11 @@ class _LayerPair:
         self.layers = {name: _build_layer(one, session, self._config) for name, one in specs.items()}
         self._copy_parameters("ditron")
         self.tokens = LAYER_SHAPE["tokens"]
-        shape = (self.tokens // session.world_size, 1, _LLAMA_70B["hidden_size"])
+        shape = (self.tokens // (session.world_size if is_split else 1), 1, _LLAMA_70B["hidden_size"])
         self.x, self.grad = session.values(shape, torch.bfloat16, 1), session.values(shape, torch.bfloat16, 2)
+        if not is_split:
+            for one in (self.x, self.grad):
+                dist.broadcast(one, 0)
         self.mask = None
         if not HAVE_TE:
             ones = torch.ones(1, 1, self.tokens, self.tokens, dtype=torch.bool, device=session.device)
@@ -123,7 +129,7 @@ class _LayerPair:
         sizes, world_size = [self.tokens, _LLAMA_70B["hidden_size"]], self._session.world_size
         options = dict(dtype=torch.bfloat16, ub_cfgs={}, bootstrap_backend="nccl")
         initialize_ub(sizes, world_size, quantization_modes=modes, **options)
-        config = _layer_config(world_size, self._fp8, tp_comm_overlap=True)
+        config = _layer_config(world_size, self._fp8, True, tp_comm_overlap=True)
         spec = get_gpt_layer_with_transformer_engine_spec()
         self.layers["userbuffers"] = _build_layer(spec, self._session, config)
         self._copy_parameters("userbuffers")
@@ -140,18 +146,25 @@ class _LayerPair:
         return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], self.grad)]
 
 
-def layer_contenders(session: BenchSession, fp8: str | None = None) -> dict[str, Callable[[int], list[torch.Tensor]]]:
-    """Forward and backward of one LLaMA-70B layer, ``native`` and ``ditron``, on the same values."""
-    pair = _LayerPair(session, fp8)
+def layer_contenders(
+    session: BenchSession, fp8: str | None = None, *, is_split: bool = True
+) -> dict[str, Callable[[int], list[torch.Tensor]]]:
+    """Forward and backward of one LLaMA-70B layer, ``native`` and ``ditron``, on the same values; ``is_split``: with
+    sequence parallelism."""
+    pair = _LayerPair(session, fp8, is_split=is_split)
     return {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
 
 
-def layer_rows(session: BenchSession, fp8: str | None = None) -> Iterator[Row]:
-    """One LLaMA-70B transformer layer: forward, then forward and backward; in a recipe beside userbuffers."""
-    pair = _LayerPair(session, fp8)
+def layer_rows(session: BenchSession, fp8: str | None = None, *, is_split: bool = True) -> Iterator[Row]:
+    """One LLaMA-70B transformer layer, forward, then forward and backward: ``transformer_layer`` with sequence
+    parallelism, in a recipe beside userbuffers; ``transformer_layer_ar`` without (``is_split``)."""
+    pair = _LayerPair(session, fp8, is_split=is_split)
     if fp8 is not None and not session.attempt("userbuffers' layer", lambda index: pair.add_userbuffers()):
         pair.layers.pop("userbuffers", None)
-    dtype = torch.bfloat16 if fp8 is None else FP8_PREFIX + fp8
+    op, dtype = (
+        "transformer_layer" if is_split else "transformer_layer_ar",
+        FP8_PREFIX + fp8 if fp8 else torch.bfloat16,
+    )
     direction: Pass
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
         equal = session.equal(body("ditron"), body("native"))
@@ -164,4 +177,4 @@ def layer_rows(session: BenchSession, fp8: str | None = None) -> Iterator[Row]:
         if "userbuffers" in timings:
             others = dict(peer="userbuffers", peer_us=timings["userbuffers"].median_us)
         options = dict(dtype=dtype, **others)
-        yield session.row("transformer_layer", direction, "LLaMA3.1-70B", LAYER_SHAPE, timings, equal, **options)
+        yield session.row(op, direction, "LLaMA3.1-70B", LAYER_SHAPE, timings, equal, **options)

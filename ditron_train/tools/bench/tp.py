@@ -26,13 +26,17 @@ from ditron_train.tp.choices import choose, rates_of
 from ditron_train.tp.cost_model import predict
 from ditron_train.tp.spec import GemmSpec, linear_shapes
 
+#: Transformer layers by ``--part``: whether they have sequence parallelism.
+_LAYERS = {"layer": True, "layer_ar": False}
+
 
 def _parts(fp8: str | None = None) -> dict[str, list[OpSpec[Any, Any]]]:
-    """Ops by ``--part``; a layer has no spec. In FP8 the linear layers are measured forward and backward."""
+    """Ops by ``--part``; a layer has no spec. In FP8 the linear layers are measured forward and backward, and a layer
+    without sequence parallelism is native."""
     parts = parts_of(specs_of("tp", fp8))
     if fp8 is not None:
         parts["backward"] = parts.pop("column_linear") + parts.pop("row_linear")
-    return {**parts, "layer": []}
+    return {**parts, **{name: [] for name in _LAYERS if fp8 is None or _LAYERS[name]}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
     if fp8 is not None and arguments.dtype:
         raise SettingError("--dtype is of rows without --fp8")
     with bench_session("tp", arguments) as session:
-        parts = {name: specs for name, specs in _parts(fp8).items() if name in (arguments.part or _parts(fp8))}
+        known = _parts(fp8)
+        for name in set(arguments.part or ()) - known.keys():
+            get_logger("bench").warning("no rows for %s: in FP8 it is Megatron's path", name)
+        parts = {name: specs for name, specs in known.items() if name in (arguments.part or known)}
         on_gpu = session.device.type == "cuda"
         models = [shape.model for shape in linear_shapes("ag_gemm", session.world_size, True)]
         planned = {
@@ -78,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
             for spec in specs
         }
         for name, specs in parts.items():
-            if name == "layer" or any(spec.groups is not None for spec in specs):
-                _megatron_rows(session, specs, planned, arguments, with_layer=name == "layer" and on_gpu)
+            if name in _LAYERS or any(spec.groups is not None for spec in specs):
+                _megatron_rows(session, specs, planned, arguments, layer=_LAYERS.get(name) if on_gpu else None)
             else:
                 _rows(session, specs, planned, arguments)
         return session.finish()
@@ -113,9 +120,10 @@ def _megatron_rows(
     planned: Mapping[str, list[Shape]],
     arguments: argparse.Namespace,
     *,
-    with_layer: bool,
+    layer: bool | None,
 ) -> None:
-    """Rows inside Megatron's groups; a layer's on GPUs alone: on the CPU its bits are those of another GEMM."""
+    """Rows inside Megatron's groups; those of a layer with or without sequence parallelism on GPUs alone: on the CPU
+    its bits are those of another GEMM."""
     try:
         import megatron.core  # noqa: F401
     except ImportError:
@@ -125,5 +133,6 @@ def _megatron_rows(
 
     with megatron_world(session):
         _rows(session, specs, planned, arguments)
-        for row in layer_rows(session, arguments.fp8) if with_layer else ():
+        is_alone = layer is False and session.world_size == 1  # nothing is added up
+        for row in () if layer is None or is_alone else layer_rows(session, arguments.fp8, is_split=layer):
             session.add(row)

@@ -118,8 +118,10 @@ def _spec_op(
 def _tp_layer(session: BenchSession, op: str, shape: None, fp8: str | None = None) -> Iterator[tuple[str, Contenders]]:
     from ditron_train.tools.bench.megatron_tp import layer_contenders, megatron_world
 
+    is_split = op == "layer"
+    words = "LLaMA-70B layer, forward and backward" + ("" if is_split else ", without sequence parallelism")
     with megatron_world(session):
-        yield "LLaMA-70B layer, forward and backward", layer_contenders(session, fp8)
+        yield words, layer_contenders(session, fp8, is_split=is_split)
 
 
 @contextmanager
@@ -143,13 +145,14 @@ def _moe(session: BenchSession, op: str, shape: None, fp8: str | None = None) ->
 #: Layers by name: what makes the contenders, and what it needs.
 _LAYERS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., None], ...]]] = {
     "layer": (_tp_layer, (_gpu, _megatron)),
+    "layer_ar": (_tp_layer, (_gpu, _megatron)),
     "attention_layer": (_attention, (_gpu, _megatron, _te)),
     "moe_layer": (_moe, (_megatron,)),
 }
 
 
 #: Those of them whose linear layers Transformer Engine computes.
-_FP8_LAYERS = tuple(_LAYERS)
+_FP8_LAYERS = tuple(name for name in _LAYERS if name != "layer_ar")
 
 
 def _specs(fp8: str | None = None) -> dict[str, OpSpec[Any, Any]]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.bench import tp
@@ -43,6 +47,36 @@ def test_rows_of_both_ops_and_their_backward(tmp_path: Path) -> None:
     for row in rows:
         assert row.bitwise_equal and row.shape == {"m": 128, "n": 64, "k": 128} and row.native_us > 0
     assert rows[0].gemm_us and rows[0].comm_us and rows[0].peer is None and rows[0].limit_us is None
+
+
+def _layer_rows(is_split: bool) -> list[tuple[str, str, bool, bool]]:
+    """Op and pass of each row, whether ranks have the same tokens, whether results are those of Megatron's path."""
+    from ditron_train.tools.bench import megatron_tp
+    from ditron_train.tools.session import bench_session
+
+    small = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2)
+    arguments = argparse.Namespace(repetitions=1, warmup=0)
+    with (
+        mock.patch.object(megatron_tp, "_LLAMA_70B", small),
+        mock.patch.dict(megatron_tp.LAYER_SHAPE, tokens=32, hidden=64, ffn_hidden=128),
+        mock.patch.dict(os.environ, DITRON_POLICY="force"),
+        bench_session("tp", arguments) as session,
+        megatron_tp.megatron_world(session),
+    ):
+        pair = megatron_tp._LayerPair(session, is_split=is_split)
+        others = [torch.empty_like(pair.x) for _ in range(2)]
+        dist.all_gather(others, pair.x)
+        ours, native = pair.forward_backward("ditron"), pair.forward_backward("native")
+        is_close = all(torch.allclose(a.float(), b.float(), rtol=0.1, atol=0.1) for a, b in zip(ours, native))
+        rows = list(megatron_tp.layer_rows(session, is_split=is_split))
+        return [(row.op, row.direction, torch.equal(*others), is_close) for row in rows]
+
+
+@pytest.mark.parametrize("is_split, op", [(True, "transformer_layer"), (False, "transformer_layer_ar")])
+def test_a_layer_has_rows_with_and_without_sequence_parallelism(is_split: bool, op: str) -> None:
+    """On the CPU products are other ones, so results are near."""
+    expected = [(op, direction, not is_split, True) for direction in ("forward", "forward_backward")]
+    assert run_workers(2, _layer_rows, is_split) == [expected] * 2
 
 
 def _refused(*words: str) -> str:
