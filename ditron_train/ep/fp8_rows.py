@@ -43,8 +43,7 @@ class Fp8Rows(NamedTuple):
 def quantised_rows(
     rows: torch.Tensor,
     splits: Sequence[int],
-    amaxes: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
+    kept: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
     dtype: torch.dtype,
     *,
     epsilon: float = 0.0,
@@ -52,8 +51,9 @@ def quantised_rows(
 ) -> Fp8Rows:
     """What Transformer Engine's current scaling makes of the rows of each expert, and leaves in its quantizer:
 
-        amaxes[e] = rows of e .abs().max()          scales[e] = (largest number of dtype) / max(amaxes[e], epsilon)
-        data[e] = (rows of e * scales[e]).to(dtype)     transposes[e] = data[e].T     inverses[e] = 1 / scales[e]
+        amax, scale = kept[e]
+        amax = rows of e .abs().max()               scale = (largest number of dtype) / max(amax, epsilon)
+        data[e] = (rows of e * scale).to(dtype)     transposes[e] = data[e].T     inverses[e] = 1 / scale
 
     Not a number counts as nothing in amax. The scale is 1 where amax is 0 or infinite, and at most the largest fp32
     number. Of an expert without rows nothing is written.
@@ -61,7 +61,7 @@ def quantised_rows(
     Args:
         rows: [num_rows, K], contiguous, by expert; K and the rows of each expert are multiples of 16.
         splits: Rows of each expert; their sum is num_rows.
-        amaxes, scales: Of each expert one fp32 number, written.
+        kept: Where each expert's amax and scale are kept, an fp32 number each; None where nobody keeps them.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         epsilon: Of the recipe.
         power_of_2: Whether scales lose their mantissa.
@@ -72,7 +72,9 @@ def quantised_rows(
         NotSupportedError: Shapes, types or strides that are not covered.
     """
     check_rows(rows, splits, dtype)
-    _check_numbers(splits, amaxes, scales, rows.device)
+    numbers = None if kept is None else [number for pair in kept for number in pair]
+    if numbers is not None:
+        _check_numbers(splits, numbers, rows.device)
     device, (num_rows, columns), count = rows.device, rows.shape, len(splits)
     # Apart: a layer drops the rows and keeps the transposes for backward.
     data, transposes = (torch.empty(num_rows * columns, dtype=torch.uint8, device=device) for _ in range(2))
@@ -81,17 +83,24 @@ def quantised_rows(
         is_interpreted = kernel_target(device) == "interpreter"
         tile = 32 if is_interpreted else _TILE
         tiles = listed_tiles(splits, tile, device)
-        numbers = int64_table(tuple(one.data_ptr() for pair in zip(amaxes, scales) for one in pair), device)
+        places = int64_table((0,) if numbers is None else tuple(one.data_ptr() for one in numbers), device)
         largest = torch.zeros(count, dtype=torch.int32, device=device)
         parts = (("PARTS", _PARTS), ("BLOCK_M", tile), ("BLOCK", 256 if is_interpreted else _BLOCK))
         rule = (("MAX_FP8", LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2))
-        constants = (*rule, ("STEP", STEP), ("ALIGNED", _ALIGNED), ("BLOCK_M", tile), ("BLOCK_K", tile))
+        constants = (
+            *rule,
+            ("KEEPS", numbers is not None),
+            ("STEP", STEP),
+            ("ALIGNED", _ALIGNED),
+            ("BLOCK_M", tile),
+            ("BLOCK_K", tile),
+        )
         num_programs = _PROGRAMS_OF_AN_SM * num_sms(device)
         find = group_launch(largest_of_experts, num_programs, parts, 8, 3, rows.dtype)
         cast = group_launch(cast_rows, num_programs, constants, 8, 3, rows.dtype)
         with on_device(device):
             find(rows, tiles.tiles, largest, columns)
-            cast(rows, tiles.tiles, tiles.row_ends, largest, numbers, data, transposes, inverses, columns)
+            cast(rows, tiles.tiles, tiles.row_ends, largest, places, data, transposes, inverses, columns)
     sizes = [size * columns for size in splits]
     return Fp8Rows(  # while the device is at work
         owners(data.view(num_rows, columns).split(list(splits))),
@@ -130,10 +139,8 @@ def check_rows(rows: torch.Tensor, splits: Sequence[int], dtype: torch.dtype, co
         raise NotSupportedError(f"rows in FP8: an expert's rows are no multiple of {STEP}")
 
 
-def _check_numbers(
-    splits: Sequence[int], amaxes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], device: torch.device
-) -> None:
-    if not len(splits) == len(amaxes) == len(scales):
-        raise NotSupportedError(f"rows in FP8: {len(amaxes)} and {len(scales)} numbers for {len(splits)} experts")
-    if {(one.dtype, one.numel(), one.device) for one in (*amaxes, *scales)} != {(torch.float32, 1, device)}:
+def _check_numbers(splits: Sequence[int], numbers: Sequence[torch.Tensor], device: torch.device) -> None:
+    if len(numbers) != 2 * len(splits):
+        raise NotSupportedError(f"rows in FP8: {len(numbers)} numbers for {len(splits)} experts")
+    if {(one.dtype, one.numel(), one.device) for one in numbers} != {(torch.float32, 1, device)}:
         raise NotSupportedError("rows in FP8: numbers are not fp32, or elsewhere")

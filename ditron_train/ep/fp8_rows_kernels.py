@@ -93,6 +93,7 @@ def cast_rows(
     MAX_FP8: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr,
+    KEEPS: tl.constexpr,
     STEP: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -101,8 +102,8 @@ def cast_rows(
     """data[r] = FP8(rows[r] * scale[e(r)]), as bytes; the same of expert e transposed, [columns, its rows], from
     ``transposes[columns * first row]`` on; inverses[e * ALIGNED] = 1 / scale[e].
 
-    scale[e] is that of amax[e], which ``largest_of_experts`` found; they go to the addresses ``numbers[e, 1]`` and
-    ``numbers[e, 0]``. An expert without rows leaves all of them as they are. STEP divides every
+    scale[e] is that of amax[e], which ``largest_of_experts`` found; where KEEPS they go to the addresses
+    ``numbers[e, 1]`` and ``numbers[e, 0]``. An expert without rows leaves all of them as they are. STEP divides every
     expert's rows and ``columns``. A program takes tiles of ``list_tiles``, all columns of one after the other.
     """
     column_tiles = tl.cdiv(columns, BLOCK_K)
@@ -114,8 +115,9 @@ def cast_rows(
         scale = scale_of_amax(amax, MAX_FP8, EPSILON, POWER_OF_2, 3.4028234663852886e38)
         column = (index % column_tiles) * BLOCK_K
         if (row == first) & (column == 0):
-            tl.store(tl.load(numbers + 2 * expert).to(tl.pointer_type(tl.float32)), amax)
-            tl.store(tl.load(numbers + 2 * expert + 1).to(tl.pointer_type(tl.float32)), scale)
+            if KEEPS:
+                tl.store(tl.load(numbers + 2 * expert).to(tl.pointer_type(tl.float32)), amax)
+                tl.store(tl.load(numbers + 2 * expert + 1).to(tl.pointer_type(tl.float32)), scale)
             tl.store(inverses + expert * ALIGNED, _inverse(scale))
         num_rows, width = tl.multiple_of(end - first, STEP), tl.multiple_of(columns, STEP)
         within = tl.multiple_of(row - first, STEP) + tl.arange(0, BLOCK_M)

@@ -162,6 +162,7 @@ SPECS = [
                 "MAX_FP8": largest,
                 "EPSILON": 0.0,
                 "POWER_OF_2": power_of_2,
+                "KEEPS": keeps,
                 "STEP": 16,
                 "ALIGNED": 64,
                 "BLOCK_M": 128,
@@ -170,10 +171,10 @@ SPECS = [
             num_warps=8,
             targets=("sm_90", "sm_100"),
         )
-        for name, largest, power_of_2 in (
-            ("e4m3", 448.0, False),
-            ("e5m2", 57344.0, False),
-            ("power_of_2", 448.0, True),
+        for name, largest, power_of_2, keeps in (
+            ("e4m3", 448.0, False, True),
+            ("e5m2", 57344.0, False, True),
+            ("power_of_2", 448.0, True, False),
         )
     ),
     *(

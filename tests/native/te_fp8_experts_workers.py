@@ -52,6 +52,22 @@ class Float8Tensor(Storage):
 Float8CurrentScalingQuantizer.empty = Float8Quantizer.empty = empty
 """
 
+_WITHOUT_NUMBERS = """
+
+class Float8CurrentScalingQuantizer(Float8CurrentScalingQuantizer):
+    # From 2.16 on it keeps no numbers.
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        del self.amax, self.scale, self.use_existing_amax
+
+    def quantize(self, values):
+        self.amax, self.scale = torch.zeros(1), torch.ones(1)
+        made = super().quantize(values)
+        del self.amax, self.scale
+        return made
+"""
+
 _MORE_BLOCKS = """
 
 class Storage(BlockStorage):
@@ -178,7 +194,9 @@ def install(change=("", ""), measures_no_rows=True, minor=10):
 
     interpreter.install()
     sources, last = modules(minor), "data_format" if minor < 12 else "fake_dtype=None"
-    sources["transformer_engine.pytorch.tensor.float8_tensor"] += _MORE_OPERANDS
+    sources["transformer_engine.pytorch.tensor.float8_tensor"] += _MORE_OPERANDS + (
+        _WITHOUT_NUMBERS if minor >= 16 else ""
+    )
     sources["transformer_engine.pytorch.tensor.float8_blockwise_tensor"] += _MORE_BLOCKS.replace("{last}", last)
     sources["transformer_engine.pytorch.cpp_extensions"] += _OPS
     sources["transformer_engine.pytorch.module.grouped_linear"] = _GROUPED
@@ -254,8 +272,10 @@ def compare_layers(recipe, minor=10):
 
 
 def refused_code(change):
-    """Why the stand-in, with one string replaced, cannot be used."""
-    return install(change).why_not_code()
+    """Why the stand-in, with one string replaced, cannot be used, and why its rows are not quantised at once."""
+    te_fp8 = install(change)
+    reason = te_fp8.why_not_code()
+    return reason or te_fp8.why_not_quantised()
 
 
 def spec_on_cpu():
@@ -337,7 +357,7 @@ def rows_spec_on_cpu():
         fp8_rows_spec.grouped_gemm = multiply
         made = te_quantise.new_quantizer(call.kind, None)
         with mock.patch.object(type(made), "__init__", lambda self, *args, **options: None):
-            lacks = "block_scaling_dim, force_pow" if len(kind) > 4 else "amax, scale"
+            lacks = "block_scaling_dim, force_pow" if len(kind) > 4 else "with_amax_reduction, force_pow"
             assert FP8_ROWS.why_not(call).startswith(f"this version's quantizers have no {lacks}")
         if len(kind) > 4:
             with mock.patch.object(type(made), "block_len", 64):

@@ -463,6 +463,10 @@ from types import SimpleNamespace as Named
 inputs, grads = Named(power_2_scale=False, amax_epsilon=0.0), Named(power_2_scale=True, amax_epsilon=0.5)
 recipe = Named(float8_current_scaling=lambda: True, fp8_quant_fwd_inp=inputs, fp8_quant_bwd_grad=grads)
 layer.weight0 = torch.zeros(6, 4)
+te_experts.why_not_quantised = lambda: "they are quantised elsewhere"
+assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == []
+assert decisions()[-1] == "ep rows (FP8): native, they are quantised elsewhere"
+te_experts.why_not_quantised = lambda: None
 os.environ["DITRON_FP8_ROWS"] = "off"
 assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "it is said"
 del os.environ["DITRON_FP8_ROWS"]

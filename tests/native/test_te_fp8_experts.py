@@ -13,7 +13,9 @@ import te_fp8_experts_workers as workers  # noqa: E402
 from te_fp8_workers import run  # noqa: E402
 
 
-@pytest.mark.parametrize("recipe, minor", [("tensorwise", 10), ("delayed", 10), ("blockwise", 10), ("blockwise", 14)])
+@pytest.mark.parametrize(
+    "recipe, minor", [("tensorwise", 10), ("tensorwise", 16), ("delayed", 10), ("blockwise", 10), ("blockwise", 14)]
+)
 def test_results_gradients_and_states_are_those_of_the_native_layer(recipe, minor):
     (((native, inherited, *others, with_rows), quantised),) = run(workers.compare_layers, recipe, minor, num_workers=1)
     assert native == inherited == with_rows, "products are ours only where they are asked for"
@@ -38,8 +40,9 @@ def test_results_gradients_and_states_are_those_of_the_native_layer(recipe, mino
     [
         (("_ = general_grouped_gemm(", "_ = grouped_gemm_2("), "does not call general_grouped_gemm"),
         (("class _GroupedLinear(", "class _Experts("), "has experts of another build"),
+        (("grads = tex.split_quantize(", "grads = _split("), "quantises them by functions of another module"),
     ],
-    ids=["products", "functions"],
+    ids=["products", "functions", "rows"],
 )
 def test_code_that_calls_others_is_left_alone(change, words):
     (reason,) = run(workers.refused_code, change, num_workers=1)

@@ -27,7 +27,7 @@ _MULTIPLIED = [128, 16, 144]  # rows of experts that are multiplied
 _MOST_BYTES = 1 << 30  # of the rows that are timed
 #: Rows of experts that are compared beside those that are timed: whole tiles of the kernels and parts of them, none.
 _SPLITS = [128, 16, 0, 144, 256, 32, 16, 16, 16]
-#: What rows in FP8 consist of, and what their quantizers keep.
+#: What rows in FP8 consist of, and what their quantizers may keep.
 _COMPARED: dict[Scaling, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "current": (("_data", "_transpose", "_scale_inv"), ("amax", "scale")),
     "blocks": (("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"), ()),
@@ -117,7 +117,8 @@ class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
             quantizers = [_quantizer(call.kind, call.x.device) for _ in splits]
             made = (quantise if is_ours else tex.split_quantize)(rows, splits, quantizers)
             of_experts = [getattr(one, name) for one, size in zip(made, splits) if size for name in results]
-            return of_experts + [torch.cat([getattr(one, name) for one in quantizers]) for name in numbers]
+            kept = [name for name in numbers if hasattr(quantizers[0], name)]
+            return of_experts + [torch.cat([getattr(one, name) for one in quantizers]) for name in kept]
 
         return lambda: run(False), lambda: run(True)
 
@@ -190,7 +191,8 @@ def _quantizer(kind: RowsKind, device: torch.device) -> Any:
     """With numbers of an earlier step."""
     made = new_quantizer(kind, device)
     for name in _COMPARED[kind.scaling][1]:
-        getattr(made, name).fill_(1.0)
+        if hasattr(made, name):
+            getattr(made, name).fill_(1.0)
     return made
 
 

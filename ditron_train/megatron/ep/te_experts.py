@@ -43,7 +43,9 @@ from ditron_train.megatron.ep.te_fp8 import (
     doing_at_once,
     grouped_base,
     why_not_code,
+    why_not_quantised,
 )
+from ditron_train.megatron.ep.te_quantise import LOG_NAME as ROWS
 from ditron_train.megatron.ep.te_quantise import RowsKind, Scaling
 from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import computes_in_fp8, why_otherwise
@@ -123,6 +125,10 @@ def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[tuple[Row
     blocks, each with the other's columns."""
     scaling = _scaling(recipe) if torch.is_grad_enabled() else None
     if scaling is None or not _asks_for_rows(scaling, os.environ.get("DITRON_FP8_ROWS")):
+        return []
+    reason = why_not_quantised()
+    if reason is not None:
+        log_native(ROWS, reason)
         return []
     n, k = linear.weight0.shape
     sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp, n), (n, grad_format, recipe.fp8_quant_bwd_grad, k))

@@ -175,6 +175,15 @@ def why_not_code() -> str | None:
 
 
 @cache
+def why_not_quantised() -> str | None:
+    """Why no other function can quantise rows in the code of Transformer Engine's ``GroupedLinear``, or None."""
+    passes = _module()._GroupedLinear
+    if all("split_quantize" in called(code) for code in (passes.forward, passes.backward)):
+        return None
+    return "this version of Transformer Engine quantises them by functions of another module"
+
+
+@cache
 def _forward(at_once: AtOnce) -> Any:
     """The forward of ``GroupedLinear`` with an autograd function whose code is the native one's."""
     native = _module()

@@ -35,7 +35,7 @@ _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _QUANTIZERS: dict[type, Scaling] = {Float8CurrentScalingQuantizer: "current", Float8BlockQuantizer: "blocks"}
 _ALIKE = ("dtype", "force_pow_2_scales", "amax_epsilon", "internal")
 _READ: dict[Scaling, tuple[str, ...]] = {
-    "current": ("amax", "scale", "use_existing_amax", "with_amax_reduction", *_ALIKE[1:]),
+    "current": ("with_amax_reduction", *_ALIKE[1:]),
     "blocks": ("block_len", "block_scaling_dim", *_ALIKE[1:]),
 }
 _KNOWN = {"disable_bulk_allocation"}  # options that are off where nothing is offloaded, from 2.12 on
@@ -75,8 +75,8 @@ def quantise(rows: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any
     if scaling == "blocks":
         blocks = quantised_blocks(rows, splits, dtype, **rule)
         return [_blocks(*parts) for parts in zip(quantizers, *blocks, strict=True)]
-    amaxes, scales = ([getattr(one, name) for one in quantizers] for name in ("amax", "scale"))
-    made = quantised_rows(rows, splits, amaxes, scales, dtype, **rule)
+    kept = [(one.amax, one.scale) for one in quantizers] if hasattr(first, "amax") else None  # until 2.15
+    made = quantised_rows(rows, splits, kept, dtype, **rule)
     return [_tensor(*parts) for parts in zip(quantizers, *made, strict=True)]
 
 
@@ -113,7 +113,8 @@ def _fields_of_version(storage: type) -> dict[str, Any]:
 def why_not_quantizers(device: torch.device, scaling: Scaling) -> str | None:
     """Why Transformer Engine's quantizers of this scaling are of another build, or None."""
     made = new_quantizer(RowsKind(0, "E4M3", True, 0.0, scaling), device)
-    missing = [name for name in _READ[scaling] if not hasattr(made, name)]
+    wanted = *_READ[scaling], *(("amax", "scale") if hasattr(made, "amax") or hasattr(made, "scale") else ())
+    missing = [name for name in wanted if not hasattr(made, name)]
     if missing:
         return f"this version's quantizers have no {', '.join(missing)}"
     if scaling == "blocks" and made.block_len != BLOCK:
@@ -145,7 +146,7 @@ def _why_not(rows: torch.Tensor, quantizers: Sequence[Any], scaling: Scaling) ->
             return "blocks are square"
         if any(getattr(one, "all_gather_usage", False) for one in quantizers):
             return "blocks lie as they travel"
-    elif any(one.with_amax_reduction or one.use_existing_amax for one in quantizers):
+    elif any(one.with_amax_reduction or getattr(one, "use_existing_amax", False) for one in quantizers):
         return "amax comes from elsewhere"
     return None
 
