@@ -1,4 +1,4 @@
-"""Rows of experts in FP8 with a scale for each block of 128 numbers, of all experts in two kernels."""
+"""Rows of experts in FP8 with a scale for each block of 128 numbers, those of all experts at once."""
 
 from __future__ import annotations
 

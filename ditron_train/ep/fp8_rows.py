@@ -1,4 +1,4 @@
-"""Rows of experts in FP8 with one scale an expert (current scaling), of all experts in three kernels."""
+"""Rows of experts in FP8 with one scale an expert (current scaling), those of all experts at once."""
 
 from __future__ import annotations
 

@@ -425,11 +425,9 @@ def _blocks_kept_apart(ours, te_quantise, decisions):
             is_ours = True
         except te_quantise.NotSupportedError:
             is_ours = False
-        split, ours_and_native = sys.modules["transformer_engine_torch"].split_quantize, mock.Mock()
-        sys.modules["transformer_engine_torch"].split_quantize = ours_and_native
-        ours.split_quantize(rows, [16, 32], [first, second])
-        sys.modules["transformer_engine_torch"].split_quantize = split
-        assert ours_and_native.called is not is_ours
+        with mock.patch.object(sys.modules["transformer_engine_torch"], "split_quantize") as native:
+            ours.split_quantize(rows, [16, 32], [first, second])
+        assert native.called is not is_ours
         said.append((is_ours, decisions()[before:]))
     return said
 
