@@ -14,11 +14,8 @@ from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
 
-#: The largest number of each format.
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-#: FP8 products want multiples of as many rows and columns: what is loaded and stored at once.
-STEP = 16
-
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_STEP = 16  # FP8 products want multiples of as many rows and columns: what is loaded and stored at once
 _PROGRAMS_OF_AN_SM = 4
 _PARTS = 4  # of a tile's rows, each the work of a program: of few tiles all multiprocessors have some
 _BLOCK, _TILE = 8192, 128
@@ -71,7 +68,7 @@ def quantised_rows(
     Raises:
         NotSupportedError: Shapes, types or strides that are not covered.
     """
-    check_rows(rows, splits, dtype)
+    _check_rows(rows, splits, dtype)
     numbers = None if kept is None else [number for pair in kept for number in pair]
     if numbers is not None:
         _check_numbers(splits, numbers, rows.device)
@@ -82,15 +79,15 @@ def quantised_rows(
     if num_rows:
         is_interpreted = kernel_target(device) == "interpreter"
         tile = 32 if is_interpreted else _TILE
-        tiles = listed_tiles(splits, tile, device)
+        tiles = _listed_tiles(splits, tile, device)
         places = int64_table((0,) if numbers is None else tuple(one.data_ptr() for one in numbers), device)
         largest = torch.zeros(count, dtype=torch.int32, device=device)
         parts = (("PARTS", _PARTS), ("BLOCK_M", tile), ("BLOCK", 256 if is_interpreted else _BLOCK))
-        rule = (("MAX_FP8", LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2))
+        rule = (("MAX_FP8", _LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2))
         constants = (
             *rule,
             ("KEEPS", numbers is not None),
-            ("STEP", STEP),
+            ("STEP", _STEP),
             ("ALIGNED", _ALIGNED),
             ("BLOCK_M", tile),
             ("BLOCK_K", tile),
@@ -103,19 +100,19 @@ def quantised_rows(
             cast(rows, tiles.tiles, tiles.row_ends, largest, places, data, transposes, inverses, columns)
     sizes = [size * columns for size in splits]
     return Fp8Rows(  # while the device is at work
-        owners(data.view(num_rows, columns).split(list(splits))),
-        owners(part.view(columns, size) for part, size in zip(transposes.split(sizes), splits)),
-        owners(inverses[:, :1].unbind(0)),
+        _owners(data.view(num_rows, columns).split(list(splits))),
+        _owners(part.view(columns, size) for part, size in zip(transposes.split(sizes), splits)),
+        _owners(inverses[:, :1].unbind(0)),
     )
 
 
-def owners(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _owners(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The same parts of memory, each with a hold on it of its own: a layer that puts others into them has given up the
     memory, which views would keep for the tensor that they are of."""
     return [part.data for part in parts]
 
 
-def listed_tiles(splits: Sequence[int], block_m: int, device: torch.device) -> RowTiles:
+def _listed_tiles(splits: Sequence[int], block_m: int, device: torch.device) -> RowTiles:
     """Tiles of ``block_m`` rows of experts that have so many, listed on the device."""
     counts = torch.tensor(splits, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
@@ -123,20 +120,20 @@ def listed_tiles(splits: Sequence[int], block_m: int, device: torch.device) -> R
     return row_tiles(counts, sum(splits), block_m)
 
 
-def check_rows(rows: torch.Tensor, splits: Sequence[int], dtype: torch.dtype, columns: int = STEP) -> None:
-    """That rows of experts can be quantised at once; a row has a multiple of ``columns``.
+def _check_rows(rows: torch.Tensor, splits: Sequence[int], dtype: torch.dtype) -> None:
+    """That rows of experts can be quantised at once.
 
     Raises:
         NotSupportedError: They cannot.
     """
     if rows.dim() != 2 or not rows.is_contiguous() or len(rows) != sum(splits):
         raise NotSupportedError(f"rows in FP8: {tuple(rows.shape)} for {sum(splits)} rows")
-    if dtype not in LARGEST:
+    if dtype not in _LARGEST:
         raise NotSupportedError(f"rows in FP8: {dtype} is no format of it")
-    if rows.shape[1] % columns:
-        raise NotSupportedError(f"rows in FP8: {rows.shape[1]} columns are no multiple of {columns}")
-    if any(size % STEP for size in splits):
-        raise NotSupportedError(f"rows in FP8: an expert's rows are no multiple of {STEP}")
+    if rows.shape[1] % _STEP:
+        raise NotSupportedError(f"rows in FP8: {rows.shape[1]} columns are no multiple of {_STEP}")
+    if any(size % _STEP for size in splits):
+        raise NotSupportedError(f"rows in FP8: an expert's rows are no multiple of {_STEP}")
 
 
 def _check_numbers(splits: Sequence[int], numbers: Sequence[torch.Tensor], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that bring rows of experts to FP8, with one scale an expert (current scaling) or a block."""
+"""Kernels that bring rows of experts to FP8, with one scale an expert (current scaling)."""
 
 import triton
 import triton.language as tl
@@ -34,13 +34,13 @@ def largest_of_experts(
 
 
 @triton.jit
-def scale_of_amax(amax, MAX_FP8: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_2: tl.constexpr, MOST: tl.constexpr):
-    """MAX_FP8 / max(amax, EPSILON), rounded once; of POWER_OF_2 its exponent alone. 1 where amax is 0 or infinite, and
-    MOST where the quotient is infinite."""
+def scale_of_amax(amax, MAX_FP8: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """MAX_FP8 / max(amax, EPSILON), rounded once; of POWER_OF_2 its exponent alone. 1 where amax is 0 or infinite, the
+    largest number where the quotient is."""
     bounded = tl.maximum(amax, EPSILON)
     is_usual = (bounded > 0.0) & (bounded < float("inf"))
     scale = tl.div_rn(tl.zeros_like(bounded) + MAX_FP8, tl.where(is_usual, bounded, 1.0))
-    scale = tl.where(scale < float("inf"), scale, MOST)
+    scale = tl.where(scale < float("inf"), scale, 3.4028234663852886e38)
     if POWER_OF_2:
         scale = (scale.to(tl.uint32, bitcast=True) & 0xFF800000).to(tl.float32, bitcast=True)
     return tl.where(is_usual, scale, 1.0)
@@ -49,27 +49,6 @@ def scale_of_amax(amax, MAX_FP8: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_2
 @triton.jit
 def _inverse(scale):
     return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-
-
-@triton.jit
-def _factors_of_blocks(amax, MAX_FP8: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """``scale_of_amax`` of blocks and its inverse, where amax is the largest bf16 number, or not one at all: then it
-    counts as 0.
-
-    Powers of two need no division. With amax = m 2^e and MAX_FP8 = 1.75 2^E the quotient's exponent is E - e, less one
-    where m > 1.75; no bf16 number is so near to 1.75 that the quotient would be rounded up to the next.
-    """
-    amax = tl.where(amax == amax, amax, 0.0)
-    if POWER_OF_2 and EPSILON == 0.0 and (MAX_FP8 == 448.0 or MAX_FP8 == 57344.0):
-        most: tl.constexpr = 262 if MAX_FP8 == 448.0 else 269
-        bits = amax.to(tl.int32, bitcast=True)
-        exponent = tl.minimum(most - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 254)
-        exponent = tl.where((bits > 0) & (bits < 0x7F800000), exponent, 127)
-        inverse = tl.where(exponent < 254, (254 - exponent) << 23, 0x400000)  # 2^-127 has no exponent of its own
-        return (exponent << 23).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
-    # Where a quotient is infinite, the largest number of the rows' type, bf16.
-    scale = scale_of_amax(amax, MAX_FP8, EPSILON, POWER_OF_2, 3.3895313892515355e38)
-    return scale, _inverse(scale)
 
 
 @triton.jit
@@ -112,7 +91,7 @@ def cast_rows(
         expert, row, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         first = _first_row(ends, expert)
         amax = tl.load(largest + expert).to(tl.float32, bitcast=True)
-        scale = scale_of_amax(amax, MAX_FP8, EPSILON, POWER_OF_2, 3.4028234663852886e38)
+        scale = scale_of_amax(amax, MAX_FP8, EPSILON, POWER_OF_2)
         column = (index % column_tiles) * BLOCK_K
         if (row == first) & (column == 0):
             if KEEPS:
@@ -130,55 +109,3 @@ def cast_rows(
         tl.store(data + place, cast, mask=inside)
         turned = start + tl.cast(across, tl.int64)[:, None] * num_rows + within[None, :]
         tl.store(transposes + turned, tl.trans(cast), mask=tl.trans(inside))
-
-
-@triton.jit
-def cast_blocks(
-    rows,
-    tiles,
-    ends,
-    data,
-    scales,
-    transposes,
-    transposed_scales,
-    columns,
-    MAX_FP8: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """data[r, c] = FP8(rows[r, c] * scale of row r's BLOCK numbers around c), as bytes, and for the transposes
-    FP8(rows[r, c] * scale of column c's BLOCK numbers around r, of its expert). ``scales`` and ``transposed_scales``
-    are the inverses of both.
-
-    An expert's transposes are [columns, its rows], from ``transposes[columns * first row]`` on; its scales [columns /
-    BLOCK, its rows], from ``scales[columns / BLOCK * first row]`` on; its transposed scales a row of ``columns`` for
-    each of its tiles. A scale is that of the largest number of its block, in which what is not a number counts as
-    nothing. STEP divides every expert's rows and BLOCK ``columns``. A program takes tiles of ``list_tiles`` of BLOCK
-    rows, all columns of one after the other.
-    """
-    column_tiles = columns // BLOCK
-    for index in range(tl.program_id(0), tl.load(tiles) * column_tiles, tl.num_programs(0)):
-        tile, block = index // column_tiles, index % column_tiles
-        entry = tiles + 4 + 4 * tile
-        expert, row, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        first = _first_row(ends, expert)
-        num_rows, width = tl.multiple_of(end - first, STEP), tl.multiple_of(columns, BLOCK)
-        steps = tl.arange(0, BLOCK)
-        inside = steps < tl.multiple_of(end - row, STEP)
-        start = tl.cast(first, tl.int64) * width
-        corner = start + tl.multiple_of(row - first, STEP) * tl.cast(width, tl.int64) + block * BLOCK
-        place = steps[:, None] * width + steps[None, :]
-        values = tl.load(rows + corner + place, mask=inside[:, None], other=0.0).to(tl.float32)
-        size = tl.abs(values)
-        scale, inverse = _factors_of_blocks(tl.max(size, axis=1), MAX_FP8, EPSILON, POWER_OF_2)
-        tl.store(data + corner + place, _bytes_of(values * scale[:, None], MAX_FP8), mask=inside[:, None])
-        corner = tl.cast(first, tl.int64) * column_tiles + tl.cast(block, tl.int64) * num_rows + (row - first)
-        tl.store(scales + corner + steps, inverse, mask=inside)
-        scale, inverse = _factors_of_blocks(tl.max(size, axis=0), MAX_FP8, EPSILON, POWER_OF_2)
-        cast = tl.trans(_bytes_of(values * scale[None, :], MAX_FP8))
-        corner = start + tl.cast(block, tl.int64) * BLOCK * num_rows + tl.multiple_of(row - first, STEP)
-        turned = steps[:, None] * num_rows + steps[None, :]
-        tl.store(transposes + corner + turned, cast, mask=inside[None, :])
-        tl.store(transposed_scales + tl.cast(tile, tl.int64) * width + block * BLOCK + steps, inverse)

@@ -31,12 +31,11 @@ def group_launch(
     num_warps: int,
     num_stages: int,
     dtype: torch.dtype,
-    max_registers: int | None = None,
 ) -> KernelLaunch:
     """The launch of a kernel with these constants, for operands of this type: only the first one goes through
     Triton."""
     values = {name: as_constant(value) for name, value in constants}
-    options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages, max_registers=max_registers)
+    options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages)
     return KernelLaunch(kernel, num_programs, values, **options)
 
 

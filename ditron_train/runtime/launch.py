@@ -73,18 +73,10 @@ class KernelLaunch:
         constants: Values of the constexpr parameters, in the kernel's order.
         num_warps: As in a Triton launch.
         num_stages: As in a Triton launch.
-        max_registers: Of a thread; by default as many as the compiler likes.
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        num_programs: int,
-        constants: dict[str, Any],
-        *,
-        num_warps: int = 4,
-        num_stages: int = 3,
-        max_registers: int | None = None,
+        self, kernel: Any, num_programs: int, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
     ) -> None:
         names = list(kernel.arg_names)
         assert names[len(names) - len(constants) :] == list(constants), f"{names} does not end with {list(constants)}"
@@ -92,8 +84,6 @@ class KernelLaunch:
         self._num_programs = num_programs
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages, **COMPILE_OPTIONS}
-        if max_registers is not None:
-            self._options["maxnreg"] = max_registers
         self._values = tuple(constants.values())
         parameters = enumerate(getattr(kernel, "params", ()))  # what is interpreted has none
         self._any_value = frozenset(place for place, one in parameters if getattr(one, "do_not_specialize", False))

@@ -223,12 +223,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "fp8_rows",
         "DITRON_FP8_ROWS",
-        _one_of("on", "tensorwise", "off"),
-        "tensorwise",
-        "on, tensorwise, off",
-        "Rows of experts in FP8. tensorwise: under tensorwise scaling all experts' are quantised at once, where the "
-        "policy finds that equal and faster. on: under blockwise scaling, too. The host has less to do then; no layer "
-        "was faster by it on two H200s. off: by Transformer Engine, expert by expert.",
+        _one_of("on", "off"),
+        "on",
+        "on, off",
+        "Rows of experts in FP8 under tensorwise scaling. on: all experts' are quantised at once, where the policy "
+        "finds that equal and faster. off: by Transformer Engine, expert by expert.",
     ),
     Setting(
         "wgrad",

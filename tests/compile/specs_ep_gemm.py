@@ -125,26 +125,6 @@ SPECS = [
     ),
     *(
         KernelSpec(
-            name=f"ep_cast_blocks_{name}",
-            kernel="ditron_train.ep.fp8_rows_kernels:cast_blocks",
-            signature={
-                "rows": "*bf16",
-                "tiles": "*i32",
-                "ends": "*i32",
-                "data": "*u8",
-                "scales": "*fp32",
-                "transposes": "*u8",
-                "transposed_scales": "*fp32",
-                "columns": "i32",
-            },
-            constexprs={"MAX_FP8": largest, "EPSILON": 0.0, "POWER_OF_2": power_of_2, "STEP": 16, "BLOCK": 128},
-            num_warps=8,
-            targets=("sm_90", "sm_100"),
-        )
-        for name, largest, power_of_2 in (("e4m3", 448.0, False), ("e5m2", 57344.0, True), ("power_of_2", 448.0, True))
-    ),
-    *(
-        KernelSpec(
             name=f"ep_cast_rows_{name}",
             kernel="ditron_train.ep.fp8_rows_kernels:cast_rows",
             signature={

@@ -68,46 +68,6 @@ class Float8CurrentScalingQuantizer(Float8CurrentScalingQuantizer):
         return made
 """
 
-_MORE_BLOCKS = """
-
-class Storage(BlockStorage):
-    def __new__(cls, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, quantizer,
-                is_2D_scaled, {last}):
-        return object.__new__(cls)
-
-
-class Float8BlockwiseQTensor(Storage):
-    pass
-
-
-class Float8BlockQuantizer(Float8BlockQuantizer):
-    # With Transformer Engine's own rule for scales; the last block of a row or a column may have fewer numbers.
-
-    block_len = 128
-
-    def __init__(self, fp8_dtype, *, rowwise, columnwise, force_pow_2_scales=True, amax_epsilon=0.0,
-                 block_scaling_dim=2):
-        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise, block_scaling_dim=block_scaling_dim)
-        self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
-        self.block_scaling_dim = block_scaling_dim
-
-    def empty(self, part):
-        return self.quantize(part.float())
-
-    def blocks(self, values):
-        (rows, columns), height = values.shape, 128 if self.num_dimensions == 2 else 1
-        wide = torch.nn.functional.pad(values, (0, -columns % 128))
-        blocks = wide.reshape(rows // height, height, -(-columns // 128), 128)
-        bounded = torch.where(blocks.isnan(), 0.0, blocks.abs()).amax((1, 3), keepdim=True).clamp(self.amax_epsilon)
-        largest = torch.finfo(TYPES[self.dtype]).max
-        scales = torch.full_like(bounded, largest).div(bounded).clamp(max=torch.finfo(torch.bfloat16).max)
-        if self.force_pow_2_scales:
-            scales = (scales.view(torch.int32) & -0x800000).view(torch.float32)
-        scales = torch.where((bounded > 0) & bounded.isfinite(), scales, 1.0)
-        data = (blocks * scales).clamp(-largest, largest).reshape(wide.shape)[:, :columns].contiguous()
-        return data.to(TYPES[self.dtype]).view(torch.uint8), 1 / scales[:, 0, :, 0]
-"""
-
 _OPS = """
 import torch
 
@@ -129,7 +89,6 @@ import torch
 import transformer_engine.pytorch.tensor.float8_tensor as tex
 from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8CurrentScalingQuantizer, Float8Quantizer
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -166,12 +125,10 @@ class GroupedLinear(torch.nn.Module):
         self.num_gemms = len(weights)
         for index, weight in enumerate(weights):
             self.register_parameter(f"weight{index}", torch.nn.Parameter(weight))
-        kinds = [(DType.kFloat8E4M3, 1), (DType.kFloat8E4M3, 2), (DType.kFloat8E5M2, 1)]
-        self.inputs, self.weights, self.grads = ([self.made(recipe, *kind) for _ in weights] for kind in kinds)
+        kinds = [DType.kFloat8E4M3, DType.kFloat8E4M3, DType.kFloat8E5M2]
+        self.inputs, self.weights, self.grads = ([self.made(recipe, kind) for _ in weights] for kind in kinds)
 
-    def made(self, recipe, dtype, dimensions):
-        if recipe == "blockwise":
-            return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=dimensions)
+    def made(self, recipe, dtype):
         if recipe == "delayed":
             return Float8Quantizer(dtype, torch.tensor([0.5]), torch.zeros(1))
         return Float8CurrentScalingQuantizer(dtype, None)
@@ -193,11 +150,10 @@ def install(change=("", ""), measures_no_rows=True, minor=10):
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
-    sources, last = modules(minor), "data_format" if minor < 12 else "fake_dtype=None"
+    sources = modules(minor)
     sources["transformer_engine.pytorch.tensor.float8_tensor"] += _MORE_OPERANDS + (
         _WITHOUT_NUMBERS if minor >= 16 else ""
     )
-    sources["transformer_engine.pytorch.tensor.float8_blockwise_tensor"] += _MORE_BLOCKS.replace("{last}", last)
     sources["transformer_engine.pytorch.cpp_extensions"] += _OPS
     sources["transformer_engine.pytorch.module.grouped_linear"] = _GROUPED
     te_fp8_workers.install(sources, change)
@@ -237,11 +193,9 @@ def compare_layers(recipe, minor=10):
     ours = type("Ours", (native, te_fp8.grouped_base()), {})
     assert te_fp8.why_not_code() is None
     calls, seen = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS, []
-    shape = (256, 128) if recipe == "blockwise" else (48, 32)
-    scaling = "blocks" if recipe == "blockwise" else "current"
-    sides = zip(shape, ("E5M2", "E4M3"))
-    kinds = frozenset(te_quantise.RowsKind(columns, name, True, 0.0, scaling) for columns, name in sides)
-    for products in (None, "", *(() if scaling == "blocks" else ("forward", "dgrad", "forward dgrad")), "rows"):
+    shape = (48, 32)
+    kinds = frozenset([te_quantise.RowsKind(32, "E4M3", True, 0.0), te_quantise.RowsKind(48, "E5M2", True, 0.0)])
+    for products in (None, "", "forward", "dgrad", "forward dgrad", "rows"):
         made = native if products is None else ours
         layer = made([te_fp8_workers._integers(shape, 7 + index) for index in range(3)], recipe)
         found = []
@@ -327,9 +281,6 @@ def rows_spec_on_cpu():
         ((32, "E4M3", True, 0.0), 48, False, torch.bfloat16),
         ((48, "E5M2", False, 0.5), 32, True, torch.bfloat16),
         ((48, "E5M2", False, 0.0), 32, True, torch.float32),
-        ((128, "E4M3", True, 0.0, "blocks"), 256, False, torch.bfloat16),
-        ((256, "E5M2", False, 0.5, "blocks"), 128, True, torch.bfloat16),
-        ((128, "E4M3", True, 0.0, "blocks"), 192, False, torch.bfloat16),
     ):
         x = torch.empty(200, kind[0]).to(dtype)
         call = Fp8RowsCall(x, 3, dist.group.WORLD, te_quantise.RowsKind(*kind), width, are_grads)
@@ -339,14 +290,14 @@ def rows_spec_on_cpu():
             continue
         fp8_rows_spec.grouped_gemm = noted = mock.Mock(side_effect=multiply)
         trial = FP8_ROWS.trial(call, FP8_ROWS.context(call))
-        first = ("NN", True) if are_grads else (None, len(kind) > 4)
+        first = ("NN", True) if are_grads else (None, None)
         options = [one.kwargs for one in noted.call_args_list]
         kinds = [(one.get("layout"), one.get("use_split_accumulator")) for one in options]
         assert kinds == [first, ("NT", True)] * 2, kinds
         pairs = [(trial.megatron, trial.fused), *trial.also]
         assert trial.host_counts and all(same_bits(native(), ours()) for native, ours in pairs)
         said[-1] = trial.words
-        with mock.patch.dict(fp8_rows.LARGEST, {one: 100.0 for one in fp8_rows.LARGEST}):
+        with mock.patch.dict(fp8_rows._LARGEST, {one: 100.0 for one in fp8_rows._LARGEST}):
             assert not any(same_bits(native(), ours()) for native, ours in pairs)
             with pytest.raises(NotSupportedError, match="are not multiplied: products differ"):
                 FP8_ROWS.context(call)
@@ -357,11 +308,8 @@ def rows_spec_on_cpu():
         fp8_rows_spec.grouped_gemm = multiply
         made = te_quantise.new_quantizer(call.kind, None)
         with mock.patch.object(type(made), "__init__", lambda self, *args, **options: None):
-            lacks = "block_scaling_dim, force_pow" if len(kind) > 4 else "with_amax_reduction, force_pow"
-            assert FP8_ROWS.why_not(call).startswith(f"this version's quantizers have no {lacks}")
-        if len(kind) > 4:
-            with mock.patch.object(type(made), "block_len", 64):
-                assert FP8_ROWS.why_not(call) == "this version's blocks have 64 numbers"
+            lacks = "this version's quantizers have no with_amax_reduction, force_pow"
+            assert FP8_ROWS.why_not(call).startswith(lacks)
     assert len(keys) == len(said) and FP8_ROWS.has_rows is False
     return said
 
@@ -375,8 +323,7 @@ def rows_kept_apart():
     tex, said, quantised = sys.modules["transformer_engine_torch"], [], []
     make = te_quantise.quantised_rows
     te_quantise.quantised_rows = lambda *args, **options: (quantised.append(args), make(*args, **options))[1]
-    kinds = [(32, "E4M3", True, 0.0), (128, "E4M3", True, 0.0, "blocks")]
-    ours = te_quantise.Quantising(frozenset(te_quantise.RowsKind(*kind) for kind in kinds))
+    ours = te_quantise.Quantising(frozenset([te_quantise.RowsKind(32, "E4M3", True, 0.0)]))
     assert ours.DType is tex.DType, "all else is Transformer Engine's"
     rows = te_fp8_workers._integers((48, 32), 3)
 
@@ -409,26 +356,6 @@ def rows_kept_apart():
     assert len(quantised) == seen + 1 and tex.split_quantize.called
     tex.split_quantize = split
     said.append((False, decisions()[before:]))
-    return said + _blocks_kept_apart(ours, te_quantise, decisions)
-
-
-def _blocks_kept_apart(ours, te_quantise, decisions):
-    rows, said = te_fp8_workers._integers((48, 128), 4), []
-    for changed in ({}, {"block_scaling_dim": 2}, {"all_gather_usage": True}):
-        first, second = (
-            te_quantise.new_quantizer(te_quantise.RowsKind(128, "E4M3", True, 0.0, "blocks"), None) for _ in "ab"
-        )
-        vars(second).update(changed)
-        before = len(decisions())
-        try:
-            te_quantise.quantise(rows, [16, 32], [first, second])
-            is_ours = True
-        except te_quantise.NotSupportedError:
-            is_ours = False
-        with mock.patch.object(sys.modules["transformer_engine_torch"], "split_quantize") as native:
-            ours.split_quantize(rows, [16, 32], [first, second])
-        assert native.called is not is_ours
-        said.append((is_ours, decisions()[before:]))
     return said
 
 

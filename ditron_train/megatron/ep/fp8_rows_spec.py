@@ -1,5 +1,5 @@
-"""How rows of Transformer Engine's experts come to FP8 under current scaling and by blocks, declared for the policy.
-Imported only where Transformer Engine is installed."""
+"""How rows of Transformer Engine's experts come to FP8 under current scaling, declared for the policy. Imported only
+where Transformer Engine is installed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 
 from ditron_train.ep.few_rows import giving_memory_back
-from ditron_train.ep.fp8_blocks import BLOCK
-from ditron_train.megatron.ep.te_quantise import RowsKind, Scaling, new_quantizer, quantise, why_not_quantizers
+from ditron_train.megatron.ep.te_quantise import RowsKind, new_quantizer, quantise, why_not_quantizers
 from ditron_train.megatron.shared.devices import why_not_fp8_on_device
 from ditron_train.policy import Function, OpSpec
 from ditron_train.policy.probe import Run, same_bits
@@ -27,11 +26,8 @@ _MULTIPLIED = [128, 16, 144]  # rows of experts that are multiplied
 _MOST_BYTES = 1 << 30  # of the rows that are timed
 #: Rows of experts that are compared beside those that are timed: whole tiles of the kernels and parts of them, none.
 _SPLITS = [128, 16, 0, 144, 256, 32, 16, 16, 16]
-#: What rows in FP8 consist of, and what their quantizers may keep.
-_COMPARED: dict[Scaling, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "current": (("_data", "_transpose", "_scale_inv"), ("amax", "scale")),
-    "blocks": (("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"), ()),
-}
+_PARTS = ("_data", "_transpose", "_scale_inv")  # of rows in FP8
+_NUMBERS = ("amax", "scale")  # that quantizers may keep
 
 
 class Fp8RowsCall(NamedTuple):
@@ -66,9 +62,7 @@ class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
     def why_not(self, call: Fp8RowsCall) -> str | None:
         if call.x.dtype != torch.bfloat16:
             return f"{call.x.dtype} is not covered"
-        if call.kind.scaling == "blocks" and (call.kind.columns % BLOCK or call.width % BLOCK):
-            return f"rows of {call.kind.columns} and {call.width} columns are not of whole blocks of {BLOCK}"
-        return why_not_fp8_on_device(call.x.device) or why_not_quantizers(call.x.device, call.kind.scaling)
+        return why_not_fp8_on_device(call.x.device) or why_not_quantizers(call.x.device)
 
     def context(self, call: Fp8RowsCall) -> object:
         """See `OpSpec`: a mark, the op has no memory of its own.
@@ -96,7 +90,6 @@ class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
     def words(self, call: Fp8RowsCall, context: object) -> str:
         kind = call.kind
         options = f"{kind.fp8_format}{' power of 2' if kind.power_of_2 else ''} epsilon {kind.epsilon:g}"
-        options += " by blocks" if kind.scaling == "blocks" else ""
         return f"{self.name} {call.num_experts} experts of {kind.columns} {options}, host ahead or not"
 
     def where(self, call: Fp8RowsCall) -> str:
@@ -111,13 +104,12 @@ class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
 
     def pair(self, call: Fp8RowsCall, rows: torch.Tensor, splits: list[int]) -> tuple[Run, Run]:
         """Both ways of quantising ``rows``: what each expert with rows gets, and all quantizers' numbers."""
-        results, numbers = _COMPARED[call.kind.scaling]
 
         def run(is_ours: bool) -> list[torch.Tensor]:
             quantizers = [_quantizer(call.kind, call.x.device) for _ in splits]
             made = (quantise if is_ours else tex.split_quantize)(rows, splits, quantizers)
-            of_experts = [getattr(one, name) for one, size in zip(made, splits) if size for name in results]
-            kept = [name for name in numbers if hasattr(quantizers[0], name)]
+            of_experts = [getattr(one, name) for one, size in zip(made, splits) if size for name in _PARTS]
+            kept = [name for name in _NUMBERS if hasattr(quantizers[0], name)]
             return of_experts + [torch.cat([getattr(one, name) for one in quantizers]) for name in kept]
 
         return lambda: run(False), lambda: run(True)
@@ -158,13 +150,12 @@ def _timed_sizes(call: Fp8RowsCall) -> list[int]:
 def _products(call: Fp8RowsCall, rows: list[Any]) -> list[torch.Tensor]:
     """Of ``rows`` with a weight, and of their transposes with those of the other ones, as a layer multiplies them."""
     (columns, *_), width, device = call.kind, call.width, call.x.device
-    others_kind, is_split = call.kind._replace(columns=width, fp8_format="E4M3"), call.kind.scaling == "blocks"
+    others_kind = call.kind._replace(columns=width, fp8_format="E4M3")
     count, num_rows = len(_MULTIPLIED), sum(_MULTIPLIED)
     shape = (columns, width) if call.are_grads else (width, columns)
-    weight = new_quantizer(others_kind, device, 2)(normal_values(shape, torch.bfloat16, device, 3))
+    weight = new_quantizer(others_kind, device)(normal_values(shape, torch.bfloat16, device, 3))
     out = torch.empty(num_rows, width, dtype=torch.bfloat16, device=device)
-    options: dict[str, Any] = dict(layout="NN", grad=True) if call.are_grads else {}
-    options["use_split_accumulator"] = call.are_grads or is_split
+    options: dict[str, Any] = dict(layout="NN", grad=True, use_split_accumulator=True) if call.are_grads else {}
     grouped_gemm([weight] * count, rows, [out], out.dtype, m_splits=_MULTIPLIED, single_output=True, **options)
     values = normal_values((num_rows, width), torch.bfloat16, device, 4)
     others = tex.split_quantize(values, _MULTIPLIED, [_quantizer(others_kind, device) for _ in _MULTIPLIED])
@@ -190,7 +181,7 @@ def _unusual_rows(columns: int, device: torch.device) -> torch.Tensor:
 def _quantizer(kind: RowsKind, device: torch.device) -> Any:
     """With numbers of an earlier step."""
     made = new_quantizer(kind, device)
-    for name in _COMPARED[kind.scaling][1]:
+    for name in _NUMBERS:
         if hasattr(made, name):
             getattr(made, name).fill_(1.0)
     return made

@@ -46,7 +46,7 @@ from ditron_train.megatron.ep.te_fp8 import (
     why_not_quantised,
 )
 from ditron_train.megatron.ep.te_quantise import LOG_NAME as ROWS
-from ditron_train.megatron.ep.te_quantise import RowsKind, Scaling
+from ditron_train.megatron.ep.te_quantise import RowsKind
 from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import computes_in_fp8, why_otherwise
 from ditron_train.policy import gate, log_native
@@ -98,33 +98,30 @@ def _asked(linear: Any, x: torch.Tensor, group: Any) -> tuple[str | None, list[F
     reason = why_not_grouped_layer(linear) or _why_not_fp8(linear, x.device)
     if reason is not None:
         return reason, [], []
-    recipe, products = FP8GlobalStateManager.get_fp8_recipe(), []
-    reason = why_not_fp8_recipe([one.__name__ for one in type(recipe).__mro__])  # Megatron has subclasses of some
-    if reason is not None and _scaling(recipe) is None:
-        return reason, [], []  # custom recipes say no more of themselves
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
     grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
-    if reason is None:
-        passes: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
-        operands = x, linear.weight0, linear.num_gemms, group
-        products = [Fp8ExpertsCall(*operands, product, grad_format) for product in passes]
+    passes: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
+    operands = x, linear.weight0, linear.num_gemms, group
+    products = [Fp8ExpertsCall(*operands, product, grad_format) for product in passes]
     rows = [
         Fp8RowsCall(x, linear.num_gemms, group, kind, width, are_grads=bool(place))
         for place, (kind, width) in enumerate(_kinds_of_rows(linear, recipe, grad_format))
     ]
-    return reason, products, rows
+    return None, products, rows
 
 
 @cache
-def _asks_for_rows(scaling: Scaling, setting: str | None) -> bool:
+def _asks_for_rows(setting: str | None) -> bool:
     """``setting``: of the environment, so that another one is asked anew."""
-    return get_settings().fp8_rows in (("on",) if scaling == "blocks" else ("on", "tensorwise"))
+    return get_settings().fp8_rows == "on"
 
 
 def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[tuple[RowsKind, int]]:
-    """The rows and the gradients that a step of training quantises with their transposes under current scaling or by
-    blocks, each with the other's columns."""
-    scaling = _scaling(recipe) if torch.is_grad_enabled() else None
-    if scaling is None or not _asks_for_rows(scaling, os.environ.get("DITRON_FP8_ROWS")):
+    """The rows and the gradients that a step of training quantises with their transposes under current scaling, each
+    with the other's columns."""
+    if not (recipe.float8_current_scaling() and torch.is_grad_enabled()):
+        return []
+    if not _asks_for_rows(os.environ.get("DITRON_FP8_ROWS")):
         return []
     reason = why_not_quantised()
     if reason is not None:
@@ -132,17 +129,7 @@ def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[tuple[Row
         return []
     n, k = linear.weight0.shape
     sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp, n), (n, grad_format, recipe.fp8_quant_bwd_grad, k))
-    return [
-        (RowsKind(own, name, side.power_2_scale, side.amax_epsilon, scaling), other)
-        for own, name, side, other in sides
-    ]
-
-
-def _scaling(recipe: Any) -> Scaling | None:
-    """Under which rows are quantised at once, or None."""
-    if recipe.float8_current_scaling():
-        return "current"
-    return "blocks" if recipe.float8_block_scaling() else None
+    return [(RowsKind(own, name, side.power_2_scale, side.amax_epsilon), other) for own, name, side, other in sides]
 
 
 def _why_not_fp8(linear: Any, device: torch.device) -> str | None:
@@ -152,13 +139,14 @@ def _why_not_fp8(linear: Any, device: torch.device) -> str | None:
     recipe = FP8GlobalStateManager.get_fp8_recipe()
     if getattr(recipe, "backward_override", None) is not None:
         return "the backward is not in FP8 (backward_override)"
-    is_split = hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator
-    if is_split and not recipe.float8_block_scaling():
-        return "the forward product has a split accumulator"
     is_plain = linear.te_quant_params is None and not linear.use_bias and not is_cpu_offload_enabled()
     reason = why_not_fp8_options(is_plain=is_plain, has_fp8_parameters=linear.primary_weights_in_fp8)
+    names = [one.__name__ for one in type(recipe).__mro__]  # Megatron has subclasses of some
+    reason = reason or why_not_fp8_recipe(names)
     if reason is not None:
         return reason
+    if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
+        return "the forward product has a split accumulator"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     return why_not_code()

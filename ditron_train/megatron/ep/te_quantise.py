@@ -1,10 +1,9 @@
-"""Rows of Transformer Engine's experts in FP8 with a scale an expert (current scaling) or by blocks, quantised all at
-once (part of feature ``ep``).
+"""Rows of Transformer Engine's experts in FP8 with a scale an expert (current scaling), quantised all at once (part of
+feature ``ep``).
 
-Under current scaling Transformer Engine takes four kernels and three allocations an expert: it clears a maximum, finds
-it, divides and casts. Ours takes four kernels for all experts: it lists tiles, clears maxima, finds them and casts. By
-blocks Transformer Engine takes one kernel an expert. Ours takes two for all of them: it lists tiles and casts. Ours
-leaves the quantizers' numbers as Transformer Engine does.
+Transformer Engine takes four kernels and three allocations an expert: it clears a maximum, finds it, divides and
+casts. Ours takes four kernels for all experts: it lists tiles, clears maxima, finds them and casts. It leaves the
+quantizers' numbers as Transformer Engine does.
 Imported only where Transformer Engine is installed.
 """
 
@@ -13,14 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformer_engine_torch as tex
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer, Float8BlockwiseQTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor
 
-from ditron_train.ep.fp8_blocks import BLOCK, quantised_blocks
 from ditron_train.ep.fp8_rows import quantised_rows
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
@@ -28,16 +25,9 @@ from ditron_train.runtime.errors import NotSupportedError
 #: What the log calls it.
 LOG_NAME = "ep rows (FP8)"
 
-#: One scale an expert, or one for each block of 128 numbers.
-Scaling = Literal["current", "blocks"]
-
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-_QUANTIZERS: dict[type, Scaling] = {Float8CurrentScalingQuantizer: "current", Float8BlockQuantizer: "blocks"}
 _ALIKE = ("dtype", "force_pow_2_scales", "amax_epsilon", "internal")
-_READ: dict[Scaling, tuple[str, ...]] = {
-    "current": ("with_amax_reduction", *_ALIKE[1:]),
-    "blocks": ("block_len", "block_scaling_dim", *_ALIKE[1:]),
-}
+_READ = ("with_amax_reduction", *_ALIKE[1:])
 _KNOWN = {"disable_bulk_allocation"}  # options that are off where nothing is offloaded, from 2.12 on
 
 
@@ -49,14 +39,12 @@ class RowsKind(NamedTuple):
         fp8_format: ``E4M3`` or ``E5M2``.
         power_of_2: Whether scales are powers of two.
         epsilon: What amax is at least.
-        scaling: Of what a scale is.
     """
 
     columns: int
     fp8_format: str
     power_of_2: bool
     epsilon: float
-    scaling: Scaling = "current"
 
 
 def quantise(rows: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any]) -> list[Any]:
@@ -66,17 +54,12 @@ def quantise(rows: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any
         NotSupportedError: They are not covered; nothing was launched.
     """
     first = quantizers[0]
-    scaling = _QUANTIZERS.get(type(first), "current")
-    reason = _why_not(rows, quantizers, scaling)
+    reason = _why_not(rows, quantizers)
     if reason is not None:
         raise NotSupportedError(reason)
-    rows, dtype = rows.contiguous(), _DTYPES[first.dtype.name]
     rule: dict[str, Any] = dict(epsilon=first.amax_epsilon, power_of_2=first.force_pow_2_scales)
-    if scaling == "blocks":
-        blocks = quantised_blocks(rows, splits, dtype, **rule)
-        return [_blocks(*parts) for parts in zip(quantizers, *blocks, strict=True)]
     kept = [(one.amax, one.scale) for one in quantizers] if hasattr(first, "amax") else None  # until 2.15
-    made = quantised_rows(rows, splits, kept, dtype, **rule)
+    made = quantised_rows(rows.contiguous(), splits, kept, _DTYPES[first.dtype.name], **rule)
     return [_tensor(*parts) for parts in zip(quantizers, *made, strict=True)]
 
 
@@ -85,68 +68,42 @@ def _tensor(quantizer: Any, data: torch.Tensor, transpose: torch.Tensor, inverse
     fields.update(fp8_dtype=quantizer.dtype, quantizer=quantizer)
     if quantizer.internal:  # no tensor; its class has another name in each version
         storage = Float8Tensor.__bases__[0]
-        return storage(**fields, **_fields_of_version(storage))
+        return storage(**fields, **({"fake_dtype": torch.bfloat16} if _knows_its_type(storage) else {}))
     return Float8Tensor(shape=data.shape, dtype=torch.bfloat16, **fields)
 
 
-def _blocks(
-    quantizer: Any, data: torch.Tensor, scales: torch.Tensor, transpose: torch.Tensor, transposed_scales: torch.Tensor
-) -> Any:
-    """No tensor, whatever the quantizer says: so Transformer Engine makes of several experts."""
-    storage = Float8BlockwiseQTensor.__bases__[0]
-    fields = dict(rowwise_data=data, rowwise_scale_inv=scales, columnwise_data=transpose)
-    fields.update(columnwise_scale_inv=transposed_scales, fp8_dtype=quantizer.dtype, quantizer=quantizer)
-    return storage(**fields, is_2D_scaled=False, **_fields_of_version(storage))
-
-
 @cache
-def _fields_of_version(storage: type) -> dict[str, Any]:
-    """What is no tensor says from 2.14 on of which type it stands for one; up to 2.11 blocks say how they lie."""
-    names, fields = inspect.signature(storage.__new__).parameters, {}
-    if "fake_dtype" in names:
-        fields["fake_dtype"] = torch.bfloat16
-    if "data_format" in names:
-        fields["data_format"] = tex.Float8BlockScaleTensorFormat.GEMM_READY
-    return fields
+def _knows_its_type(storage: type) -> bool:
+    """From 2.14 on what is no tensor says of which type it stands for one."""
+    return "fake_dtype" in inspect.signature(storage.__new__).parameters
 
 
-def why_not_quantizers(device: torch.device, scaling: Scaling) -> str | None:
-    """Why Transformer Engine's quantizers of this scaling are of another build, or None."""
-    made = new_quantizer(RowsKind(0, "E4M3", True, 0.0, scaling), device)
-    wanted = *_READ[scaling], *(("amax", "scale") if hasattr(made, "amax") or hasattr(made, "scale") else ())
+def why_not_quantizers(device: torch.device) -> str | None:
+    """Why Transformer Engine's quantizers of current scaling are of another build, or None."""
+    made = new_quantizer(RowsKind(0, "E4M3", True, 0.0), device)
+    wanted = *_READ, *(("amax", "scale") if hasattr(made, "amax") or hasattr(made, "scale") else ())
     missing = [name for name in wanted if not hasattr(made, name)]
-    if missing:
-        return f"this version's quantizers have no {', '.join(missing)}"
-    if scaling == "blocks" and made.block_len != BLOCK:
-        return f"this version's blocks have {made.block_len} numbers"
-    return None
+    return f"this version's quantizers have no {', '.join(missing)}" if missing else None
 
 
-def new_quantizer(kind: RowsKind, device: torch.device, dimensions: int = 1) -> Any:
-    """Transformer Engine's quantizer of such rows; ``dimensions``: of a block."""
+def new_quantizer(kind: RowsKind, device: torch.device) -> Any:
+    """Transformer Engine's quantizer of such rows."""
     dtype = getattr(tex.DType, f"kFloat8{kind.fp8_format}")
     options: dict[str, Any] = dict(columnwise=True, force_pow_2_scales=kind.power_of_2, amax_epsilon=kind.epsilon)
-    if kind.scaling == "blocks":
-        return Float8BlockQuantizer(dtype, rowwise=True, block_scaling_dim=dimensions, **options)
     return Float8CurrentScalingQuantizer(dtype, device, **options)
 
 
-def _why_not(rows: torch.Tensor, quantizers: Sequence[Any], scaling: Scaling) -> str | None:
+def _why_not(rows: torch.Tensor, quantizers: Sequence[Any]) -> str | None:
     first = quantizers[0]
     if rows.dim() != 2 or rows.dtype != torch.bfloat16:
         return f"rows of {rows.dtype} in {rows.dim()} dimensions are not covered"
-    if any(_QUANTIZERS.get(type(one)) != scaling for one in quantizers):
+    if any(type(one) is not Float8CurrentScalingQuantizer for one in quantizers):
         return "rows have quantizers of another kind"
     if any(getattr(one, name) != getattr(first, name) for one in quantizers for name in _ALIKE):
         return "experts have quantizers that differ"
     if not all(one.rowwise_usage and one.columnwise_usage for one in quantizers):
         return "rows are wanted without their transposes"
-    if scaling == "blocks":
-        if any(one.block_scaling_dim != 1 for one in quantizers):
-            return "blocks are square"
-        if any(getattr(one, "all_gather_usage", False) for one in quantizers):
-            return "blocks lie as they travel"
-    elif any(one.with_amax_reduction or getattr(one, "use_existing_amax", False) for one in quantizers):
+    if any(one.with_amax_reduction or getattr(one, "use_existing_amax", False) for one in quantizers):
         return "amax comes from elsewhere"
     return None
 
@@ -173,8 +130,7 @@ class Quantising:
 
 
 def _kind_of(rows: Any, quantizer: Any) -> RowsKind | None:
-    scaling = _QUANTIZERS.get(type(quantizer))
-    if scaling is None:
+    if type(quantizer) is not Float8CurrentScalingQuantizer:
         return None
     fp8_format = quantizer.dtype.name.removeprefix("kFloat8")
-    return RowsKind(rows.shape[-1], fp8_format, quantizer.force_pow_2_scales, quantizer.amax_epsilon, scaling)
+    return RowsKind(rows.shape[-1], fp8_format, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
