@@ -95,6 +95,12 @@ def _fold_block(
             run += 1
 
 
+@triton.jit
+def _num_chunks(behind, num_elements, chunk_elements):
+    """Of those that hold the elements in front of ``behind``."""
+    return tl.cdiv(tl.maximum(tl.minimum(behind, num_elements), 0), chunk_elements).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["chunk_elements"])
 def fold_all_kernel(
     partial_ptr,
@@ -122,14 +128,14 @@ def fold_all_kernel(
     num_elements = tl.cast(num_elements, tl.int64)
     chunk_elements = tl.cast(chunk_elements, tl.int64)
     partials = _Partials(partial_ptr, slots_ptr, num_elements, tl.cast(0, tl.int64), rank)
-    num_waited = tl.cast(0, tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(num_elements, BLOCK).to(tl.int32), tl.num_programs(0)):
         low = tl.cast(block, tl.int64) * BLOCK
-        num_needed = ((tl.minimum(low + BLOCK, num_elements) - 1) // chunk_elements).to(tl.int32) + 1
-        for chunk in range(num_waited, num_needed):
+        # Not counted from block to block: Triton loses what a loop carries for the bounds of a loop inside alone (its
+        # pull request 9036), and each block would wait for all chunks again.
+        num_waited = _num_chunks(low - (tl.num_programs(0) - 1) * BLOCK, num_elements, chunk_elements)
+        for chunk in range(num_waited, _num_chunks(low + BLOCK, num_elements, chunk_elements)):
             flags = channel.signals + chunk
             dl.wait_peers(flags, CHUNKS, epoch, channel.control, rank, chunk, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
-        num_waited = tl.maximum(num_waited, num_needed)
         _fold_block(partials, out_ptr, tables, low, num_elements, BLOCK, VECTOR, True, WORLD_SIZE)
 
 

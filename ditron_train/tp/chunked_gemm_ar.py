@@ -3,12 +3,12 @@
 * Little to send: cuBLAS's GEMM, then one kernel that stores, waits and adds up.
 * In chunks of rows: a GEMM for each, sent whole to every peer by copy engines while the next one runs; then the sum.
 * In two rounds, for many ranks: a GEMM-RS in chunks, each row's sum at one rank, in the orders of the all-reduce; then
-  a gather of the rows.
+  a gather of the rows, each rank's copied to the result while the next one's are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -69,7 +69,7 @@ class PreparedChunkedGemmAr(ChunkedGemm):
 
 
 class PreparedGemmArInTwoRounds:
-    """A GEMM-RS whose owners add in the all-reduce's orders, into their place in the gathered buffer, then the gather;
+    """A GEMM-RS whose owners add in the all-reduce's orders, into their place in the result, then the gather;
     collective to make."""
 
     def __init__(self, context: TPContext, problem: Problem, choice: Choice) -> None:
@@ -82,8 +82,9 @@ class PreparedGemmArInTwoRounds:
         product = replace(problem, op="gemm_rs")
         self._product = PreparedChunkedGemmRs(context, partition, product, choice, order=order_or_ring)
         plan = GatherPlan("copy")
-        self._gather = PreparedGather(context, partition, n, dtype, plan, block_m=1, is_awaited=True)
-        self._own = self._gather.own_rows
+        self._gather = PreparedGather(context, partition, n, dtype, plan, block_m=1)
+        self._rows = [slice(*edges) for edges in zip(partition.starts, partition.starts[1:])]
+        self._shape, self._own = (m, n), self._rows[context.rank]
 
     @property
     def identity(self) -> Hashable:
@@ -92,9 +93,17 @@ class PreparedGemmArInTwoRounds:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``x``: [m, k]. Returns [m, n], contiguous."""
-        self._product(x, weight, self._own)
-        self._gather.start(self._own)
-        return self._gather.wait().clone()
+        out, gather = x.new_empty(self._shape), self._gather
+        self._product(x, weight, out[self._own])
+        gather.start(out[self._own], copies_own=False)
+        arrived = gather.buffer.local
+
+        def copy(ranks: Sequence[int]) -> None:
+            for rank in ranks:
+                out[self._rows[rank]].copy_(arrived[self._rows[rank]])
+
+        gather.consume([[peer] for peer in gather.arrival_order[1:]], copy)
+        return out
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         """Compiles what a call with these would run, without running it."""

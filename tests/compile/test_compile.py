@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import triton
 
+from tests.support.carried_bounds import carried_bounds
 from tests.support.compile_check import (
     Compilation,
     CompileReport,
@@ -157,3 +158,26 @@ def test_a_compiler_that_stands_still_is_given_up():
     os.kill(compilation.process_id, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match="no kernel was compiled for 0.3 s, after 0 of them"):
         compilation.reports(stall_s=0.3)
+
+
+#: A loop that counts for the bounds of the one inside, itself or by a sum; then beside it, and not at all.
+COUNTING = """
+    %last = scf.for %block = %first to %num_blocks step %others iter_args(%count = %c0_i32) -> (i32)  : i32 {{
+      %more = arith.addi {used}, %c1_i32 : i32 loc(#loc3)
+      scf.for %chunk = {bound} to %needed step %c1_i32  : i32 {{
+      }} loc(#loc4)
+      scf.yield %more : i32 loc(#loc5)
+    }} loc(#loc6)"""
+
+
+@pytest.mark.parametrize(
+    "used, bound, found",
+    [
+        ("%count", "%count", ["%count"]),
+        ("%count", "%more", ["%count"]),
+        ("%block", "%more", []),
+        ("%count", "%first", []),
+    ],
+)
+def test_bounds_that_a_loop_carries_are_found(used, bound, found):
+    assert carried_bounds(COUNTING.format(used=used, bound=bound)) == found

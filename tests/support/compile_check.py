@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ditron_train.runtime.launch import COMPILE_OPTIONS
+from tests.support.carried_bounds import carried_bounds
 from tests.support.patience import HANG_S
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "hip")
@@ -92,6 +93,7 @@ class CompileReport:
         num_registers: Per thread; None where no assembler is at hand (hip).
         spill_bytes: Stores and loads to local memory; None likewise.
         shared_bytes: Shared memory of a program.
+        carried_bounds: See ``tests.support.carried_bounds``.
     """
 
     name: str
@@ -101,6 +103,7 @@ class CompileReport:
     num_registers: int | None = None
     spill_bytes: int | None = None
     shared_bytes: int = 0
+    carried_bounds: Sequence[str] = ()
 
 
 def unguarded_releases(ptx: str) -> list[str]:
@@ -163,6 +166,7 @@ def check_report(spec: KernelSpec, report: CompileReport) -> None:
     """
     where = f"{report.name} for {report.target}"
     assert report.error is None, f"{where} does not compile: {report.error}"
+    assert not report.carried_bounds, f"{where}: Triton may lose {report.carried_bounds}, which bound a loop inside"
     limit = _SHARED_LIMIT_BYTES[report.target]
     assert report.shared_bytes <= limit, (
         f"{where}: {report.shared_bytes} bytes of shared memory, the device has {limit}"
@@ -384,11 +388,12 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
     triton.knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(io.StringIO()) as said:
         compiled = triton.compile(source, target=_gpu_target(target), options=options)
+    facts = (compiled.metadata.shared, carried_bounds(compiled.asm["ttir"]))
     if target == "hip":
-        return CompileReport(spec.name, target, None, compiled.asm["amdgcn"], shared_bytes=compiled.metadata.shared)
+        return CompileReport(spec.name, target, None, compiled.asm["amdgcn"], None, None, *facts)
     # Triton has assembled it just now, or has it from its cache and says nothing.
     registers, spills = _assembler_facts(said.getvalue() or _assemble(compiled.asm["ptx"], target))
-    return CompileReport(spec.name, target, None, compiled.asm["ptx"], registers, spills, compiled.metadata.shared)
+    return CompileReport(spec.name, target, None, compiled.asm["ptx"], registers, spills, *facts)
 
 
 def _main(request: str, answers: str, niceness: str) -> None:
