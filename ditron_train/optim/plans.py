@@ -26,6 +26,7 @@ from ditron_train.runtime.device import is_interpreter, kernel_target, with_inde
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.values import have_same_bits
 
 ProductMode = Literal["strict", "force", "native"]
 
@@ -101,7 +102,7 @@ def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[P
     words, step_us = [], 0.0
     for name, native, our, tried in zip(("gram", "square", "update"), natives, ours, choices):
         expected = [native(native_x) for native_x in native_xs]
-        equal = [config for config in tried if all(torch.equal(our(config), result) for result in expected)]
+        equal = [config for config in tried if all(have_same_bits(our(config), result) for result in expected)]
         del expected
         native_us = _device_us(lambda: native(x), device)  # noqa: B023  (called in this turn)
         times_us = {config: _device_us(lambda: our(config), device) for config in equal}  # noqa: B023

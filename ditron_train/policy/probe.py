@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device_hold import DeviceHold
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.values import have_same_bits
 
 #: Forward and backward once: outputs and gradients, in an order of the caller's choice.
 Run = Callable[[], Sequence[torch.Tensor]]
@@ -210,11 +211,7 @@ def check_memory(needed_bytes: int, device: torch.device, group: dist.ProcessGro
 
 def same_bits(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
     """Whether all of them are equal; where a job's data has native give NaN, ours has to give it, too."""
-
-    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-        return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-
-    return len(expected) == len(found) and all(same(a, b) for a, b in zip(expected, found))
+    return len(expected) == len(found) and all(map(have_same_bits, expected, found))
 
 
 def _compare(native: Run, ours: Run, device: torch.device) -> bool:

@@ -8,6 +8,8 @@ one's.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -120,6 +122,16 @@ def forget_destroyed_groups() -> None:
             num_dropped += cache._drop_destroyed()
     if num_dropped:
         gc.collect()  # contexts and what they prepared refer to each other
+
+
+@functools.cache
+def forget_at_exit() -> None:
+    """Has ``forget_destroyed_groups`` called when the process ends, before Python does; for groups of gloo.
+
+    Its threads end with the last reference to a group. One that lets go of a collective's tensor while the interpreter
+    ends aborts the process: "terminate called without an active exception".
+    """
+    atexit.register(forget_destroyed_groups)
 
 
 def broadcast_together(tensors: Sequence[tuple[torch.Tensor, int]], group: dist.ProcessGroup) -> list[dist.Work]:

@@ -1,8 +1,28 @@
-"""Inputs of measurements and comparisons."""
+"""Values of measurements and comparisons."""
 
 from __future__ import annotations
 
 import torch
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one device have equal shapes, types and bits: ``-0.0`` is not ``0.0``.
+
+    Where both are not a number they are equal, whatever their bits: which NaN comes of two is a matter of the order of
+    operands, and no loss or gradient shows it. In FP8 a NaN's bits count. Waits for the device.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_complex():
+        return have_same_bits(torch.view_as_real(a), torch.view_as_real(b))
+    words = _WORDS[a.element_size()]
+    one, other = a.view(words), b.view(words)
+    if torch.equal(one, other):
+        return True
+    has_nan = a.dtype.is_floating_point and a.element_size() > 1
+    return has_nan and bool(((one == other) | (a.isnan() & b.isnan())).all())
 
 
 def normal_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ditron_train.lang.agree import agree_kernel
 from ditron_train.runtime.device import is_capturing, kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
-from ditron_train.runtime.groups import GroupCache, world_group
+from ditron_train.runtime.groups import GroupCache, forget_at_exit, world_group
 from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
@@ -54,6 +54,8 @@ class OpContext:
         self.target = kernel_target(self.device)
         self.num_sms = num_sms(self.device)
         self.is_cuda = self.device.type == "cuda"
+        if not self.is_cuda:
+            forget_at_exit()
         self.comm_stream = torch.cuda.Stream(self.device, priority=-1) if self.is_cuda else None
         self.comm_handle = self.comm_stream.cuda_stream if self.comm_stream is not None else 0
         self._fork_event, self._join_event = _fork_join_events(self.device)

@@ -17,7 +17,7 @@ from ditron_train.policy.self_check import self_check
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.logs import get_logger
-from ditron_train.runtime.values import make_values
+from ditron_train.runtime.values import have_same_bits, make_values
 from ditron_train.runtime.versions import check_versions
 from ditron_train.tools.arguments import check_counts, check_folder
 from ditron_train.tools.gpu_of_rank import share_gpus
@@ -106,7 +106,7 @@ class BenchSession:
 
     def equal(self, ours: Sequence[torch.Tensor], native: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have equal bits on every rank."""
-        return self.agree(len(ours) == len(native) and all(torch.equal(a, b) for a, b in zip(ours, native)))
+        return self.agree(len(ours) == len(native) and all(map(have_same_bits, ours, native)))
 
     def attempt(self, what: str, contender: Contender) -> bool:
         """Runs ``contender`` once; False, with a log line, where it fails on any rank: to leave a peer out."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.groups import broadcast_together
+from tests.support.patience import HANG_S
 from tests.support.processes import run_workers
 
 CPU = torch.device("cpu")
@@ -161,3 +165,34 @@ def _broadcasts() -> list[list[float]]:
 
 def test_broadcasts_arrive():
     assert run_workers(2, _broadcasts) == [[[1.0] * 3, [], [0.0] * 2]] * 2
+
+
+AT_EXIT = """
+import atexit, weakref
+
+def say():  # registered first, called last
+    print("gone" if group() is None else "kept")
+
+atexit.register(say)
+import torch
+import torch.distributed as dist
+from ditron_train.tp import get_tp_context
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+get_tp_context(None, torch.device("cpu"))
+{destroys}
+"""
+
+
+@pytest.mark.parametrize(
+    ("destroys", "found"), [("dist.destroy_process_group()", "gone"), ("kept = dist.group.WORLD", "kept")]
+)
+def test_a_destroyed_group_of_gloo_is_gone_before_python_ends(destroys: str, found: str) -> None:
+    """Its threads, too: one that lets go of a tensor later aborts the process."""
+    script = AT_EXIT.format(destroys=destroys)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=HANG_S, check=True
+    )
+    assert done.stdout.split()[-1:] == [found], done.stdout + done.stderr
