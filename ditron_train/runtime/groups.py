@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -124,14 +125,23 @@ def forget_destroyed_groups() -> None:
         gc.collect()  # contexts and what they prepared refer to each other
 
 
-@functools.cache
 def forget_at_exit() -> None:
-    """Has ``forget_destroyed_groups`` called when the process ends, before Python does; for groups of gloo.
+    """Has ``forget_destroyed_groups`` called when this process ends, before Python does; for groups of gloo.
 
     Its threads end with the last reference to a group. One that lets go of a collective's tensor while the interpreter
     ends aborts the process: "terminate called without an active exception".
     """
-    atexit.register(forget_destroyed_groups)
+    _register_exit(os.getpid())
+
+
+@functools.cache
+def _register_exit(process: int) -> None:
+    atexit.register(_forget_at_exit_of, process)
+
+
+def _forget_at_exit_of(process: int) -> None:
+    if os.getpid() == process:  # a fork of it has none of the threads
+        forget_destroyed_groups()
 
 
 def broadcast_together(tensors: Sequence[tuple[torch.Tensor, int]], group: dist.ProcessGroup) -> list[dist.Work]:

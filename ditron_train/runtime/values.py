@@ -8,21 +8,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by 
 
 
 def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one device have equal shapes, types and bits: ``-0.0`` is not ``0.0``.
-
-    Where both are not a number they are equal, whatever their bits: which NaN comes of two is a matter of the order of
-    operands, and no loss or gradient shows it. In FP8 a NaN's bits count. Waits for the device.
-    """
+    """Whether two tensors of one device have equal shapes, types and bits: ``-0.0`` is not ``0.0``, and two NaN are
+    equal where their bits are. Waits for the device."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_complex():
-        return have_same_bits(torch.view_as_real(a), torch.view_as_real(b))
+        return have_same_bits(torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj()))
     words = _WORDS[a.element_size()]
-    one, other = a.view(words), b.view(words)
-    if torch.equal(one, other):
-        return True
-    has_nan = a.dtype.is_floating_point and a.element_size() > 1
-    return has_nan and bool(((one == other) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a.resolve_neg().view(words), b.resolve_neg().view(words))
 
 
 def normal_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import signal
 import time
 from dataclasses import replace
@@ -12,7 +13,6 @@ from dataclasses import replace
 import pytest
 import triton
 
-from tests.support.carried_bounds import carried_bounds
 from tests.support.compile_check import (
     Compilation,
     CompileReport,
@@ -160,24 +160,18 @@ def test_a_compiler_that_stands_still_is_given_up():
         compilation.reports(stall_s=0.3)
 
 
-#: A loop that counts for the bounds of the one inside, itself or by a sum; then beside it, and not at all.
-COUNTING = """
-    %last = scf.for %block = %first to %num_blocks step %others iter_args(%count = %c0_i32) -> (i32)  : i32 {{
-      %more = arith.addi {used}, %c1_i32 : i32 loc(#loc3)
-      scf.for %chunk = {bound} to %needed step %c1_i32  : i32 {{
-      }} loc(#loc4)
-      scf.yield %more : i32 loc(#loc5)
-    }} loc(#loc6)"""
+LOSING = {"counts": ["%count"], "counts_at_times": ["%count"], "counts_in_a_loop": ["%count"], "counts_behind": []}
 
 
-@pytest.mark.parametrize(
-    "used, bound, found",
-    [
-        ("%count", "%count", ["%count"]),
-        ("%count", "%more", ["%count"]),
-        ("%block", "%more", []),
-        ("%count", "%first", []),
-    ],
-)
-def test_bounds_that_a_loop_carries_are_found(used, bound, found):
-    assert carried_bounds(COUNTING.format(used=used, bound=bound)) == found
+def test_bounds_that_a_loop_carries_are_found():
+    arguments = {"out": "*i32", "num_blocks": "i32", "later": "i32"}
+    specs = [
+        KernelSpec(name, f"tests.compile.losing_kernels:{name}", arguments, num_warps=1, targets=("sm_90",))
+        for name in LOSING
+    ]
+    found = {name: report for (name, _), report in compile_specs(specs).items()}
+    assert not any(report.error for report in found.values()), found
+    names = {name: [re.sub(r"_\d+$", "", value) for value in report.carried_bounds] for name, report in found.items()}
+    assert names == LOSING
+    with pytest.raises(AssertionError, match="may lose"):
+        check_report(specs[0], found["counts"])

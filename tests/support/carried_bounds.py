@@ -8,32 +8,96 @@ has been waited for stayed 0, and everything was waited for again.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 
-_CARRIED = re.compile(r"iter_args\(([^)]*)\)")
-_LOOP = re.compile(r"\bscf\.for %[\w#]+ = (%[\w#]+) to (%[\w#]+) step (%[\w#]+)")
-_RESULT = re.compile(r"^\s*(%\w+)(?::\d+)? = (.*)")
+_LOOP = re.compile(r"scf\.for (%\w+) = (%[\w#]+) to (%[\w#]+) step (%[\w#]+)(?: iter_args\(([^)]*)\))?")
+_PAIRS = re.compile(r"(%\w+) = (%[\w#]+)")
+_RESULT = re.compile(r"(%\w+)(?::\d+)? = (.*)")
+_NAME = re.compile(r"%\w+")
+_RETURNS = ("scf.yield", "scf.condition")
+
+
+@dataclass
+class _Scope:
+    """Between two braces: what its names stand for, whose values its yields are, what a ``for`` carries there."""
+
+    owner: int | None = None
+    names: dict[str, int] = field(default_factory=dict)
+    carried: dict[int, str] = field(default_factory=dict)
+
+
+class _Values:
+    """The values of a kernel's text, each by a number, since names come again in other loops."""
+
+    def __init__(self) -> None:
+        self.scopes = [_Scope()]
+        self.sources: list[list[int]] = []
+        self.bounds: list[tuple[list[int], dict[int, str]]] = []  # of each loop, and what those around it carry
+
+    def new(self, name: str, sources: list[int]) -> int:
+        number = len(self.sources)
+        self.sources.append(sources)
+        self.scopes[-1].names[name] = number
+        return number
+
+    def of(self, text: str) -> list[int]:
+        """The values that are named there."""
+        found = (next((s.names[name] for s in reversed(self.scopes) if name in s.names), None)
+                 for name in _NAME.findall(text))  # fmt: skip
+        return [number for number in found if number is not None]
+
+    def read(self, line: str) -> None:
+        """A line of Triton's text."""
+        if line.startswith("}"):
+            closed = self.scopes.pop()
+            if line.endswith("{"):  # else, do
+                self.scopes.append(_Scope(closed.owner))
+            return
+        result = _RESULT.match(line)
+        loop, operands = _LOOP.search(line), self.of(result[2] if result else line)
+        owner = self.new(result[1], operands) if result else None
+        if loop:
+            self._enter(loop, owner)
+        elif line.startswith("^"):  # a block's arguments
+            for name in _NAME.findall(line):
+                self.new(name, [self.scopes[-1].owner] if self.scopes[-1].owner is not None else [])
+        elif line.startswith(_RETURNS) and self.scopes[-1].owner is not None:
+            self.sources[self.scopes[-1].owner] += operands
+        elif line.endswith("{"):
+            pairs = _PAIRS.findall(line) if "scf.while" in line else []
+            inits = [(name, self.of(init)) for name, init in pairs]
+            self.scopes.append(_Scope(owner))
+            for name, sources in inits:
+                self.new(name, sources)
+
+    def _enter(self, loop: re.Match[str], owner: int | None) -> None:
+        around = {number: name for scope in self.scopes for number, name in scope.carried.items()}
+        self.bounds.append((self.of(" ".join(loop.groups()[1:4])), around))
+        inits = [(name, self.of(init)) for name, init in _PAIRS.findall(loop[5] or "")]
+        self.scopes.append(_Scope(owner))
+        self.new(loop[1], [])
+        for name, sources in inits:
+            self.scopes[-1].carried[self.new(name, sources)] = name
+
+    def reached(self, numbers: list[int]) -> set[int]:
+        """All that these are made of."""
+        found: set[int] = set()
+        left = list(numbers)
+        while left:
+            number = left.pop()
+            if number not in found:
+                found.add(number)
+                left += self.sources[number]
+        return found
 
 
 def carried_bounds(ttir: str) -> list[str]:
-    """Of Triton's own intermediate text of a kernel: values that a ``for`` carries and that bounds of one are made of,
-    whatever else they serve."""
-    carried: set[str] = set()
-    bounds: list[str] = []
-    operands: dict[str, list[str]] = {}
+    """Of Triton's own intermediate text of a kernel: values that a ``for`` carries and that bounds of a ``for`` inside
+    it are made of, whatever else they serve."""
+    values = _Values()
     for line in ttir.splitlines():
-        line = line.split(" loc(")[0]
-        found = _CARRIED.search(line)
-        if found:
-            carried.update(pair.split("=")[0].strip() for pair in found[1].split(","))
-        loop, result = _LOOP.search(line), _RESULT.match(line)
-        if loop:
-            bounds += loop.groups()
-        elif result:
-            operands[result[1]] = re.findall(r"%\w+", result[2])
-    reached: set[str] = set()
-    while bounds:
-        name = bounds.pop().split("#")[0]
-        if name not in reached:
-            reached.add(name)
-            bounds += operands.get(name, [])
-    return sorted(reached & carried)
+        line = line.split(" loc(")[0].strip()
+        if line and not line.startswith("#"):
+            values.read(line)
+    lost = (around[number] for bounds, around in values.bounds for number in values.reached(bounds) & around.keys())
+    return sorted(set(lost))

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.cpu.forked_ranks import ForkedRanks
-from ditron_train.runtime.values import have_same_bits
 from ditron_train.symm.shm_transport import FOLDER
 from ditron_train.tools.faults.disks import mount_disks
 from ditron_train.tools.faults.fault import Fault, strike
@@ -156,7 +155,7 @@ def _live(fault: Fault, start_calls: int, folder: Path, device_type: str, rank: 
         with places.watched() if rank == fault.rank else nullcontext():
             found = step()
         step_calls = places.count
-        equal &= all(have_same_bits(one, other) for one, other in zip(found, first, strict=True))
+        equal &= all(torch.equal(one, other) for one, other in zip(found, first, strict=True))
     _write(folder / f"report{rank}.json", {"equal": equal, "calls": at_start.count})
 
 

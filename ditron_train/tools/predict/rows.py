@@ -46,7 +46,7 @@ from ditron_train.sp.cost_model import (
 from ditron_train.tools.predict.layers import Groups, layer_parts, local_layer_us, total
 from ditron_train.tools.predict.step import committed_step
 from ditron_train.tools.results import TRAINING_STEP, Row
-from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, op_estimate
+from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, op_estimate, reduced
 from ditron_train.tp.problem import Problem
 
 Modelled = Callable[[Row, Profile], Estimate]
@@ -78,13 +78,21 @@ def _linear(row: Row, profile: Profile) -> Estimate:
     return whole if row.direction == "backward" else whole + linear_forward(kind, m, n, k, *where)
 
 
+def _reduced_linear(row: Row, profile: Profile) -> Estimate:
+    """Forward and backward of a row layer without sequence parallelism; nothing travels in backward."""
+    m, n, k = (row.shape[name] for name in "mnk")
+    own, where = k // row.world_size, (profile.machine, profile.rates)
+    backward_us = cublas_us(m, own, n, *where) + cublas_us(n, own, m, *where)
+    return reduced(m, n, k, one_node(row.world_size), *where) + Estimate.alike(backward_us)
+
+
 def _layer(row: Row, profile: Profile) -> Estimate:
     hidden = row.shape["hidden"]
     heads = hidden // _CHANNELS
     model = ModelSizes(
         hidden, row.shape["ffn_hidden"], heads, 8, _CHANNELS, row.shape["tokens"], 1, True, None, None, 0, 0
     )
-    groups = Groups(tp=one_node(row.world_size))
+    groups = Groups(tp=one_node(row.world_size), sequence_parallel=row.op != "transformer_layer_ar")
     passes = [False] if row.direction == "forward" else [False, True]
     where = (model, groups, profile.machine, profile.rates)
     parts = [total(layer_parts(*where, backward=backward, rope=False)) for backward in passes]
@@ -254,6 +262,9 @@ _BY_OP: dict[str, Modelled] = {
     "gemm_nn": _gemm,
     "ag_gemm": _op,
     "gemm_rs": _op,
+    "gemm_ar": _op,
+    "row_linear_ar": _reduced_linear,
+    "transformer_layer_ar": _layer,
     "column_linear": _linear,
     "row_linear": _linear,
     "transformer_layer": _layer,

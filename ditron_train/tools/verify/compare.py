@@ -11,8 +11,7 @@ from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.routing import spec_of
 from ditron_train.megatron.tp.spec import LinearSpec
 from ditron_train.policy import Place, Shape, gate, results
-from ditron_train.runtime.values import have_same_bits
-from ditron_train.tools.session import BenchSession
+from ditron_train.tools.session import BenchSession, same_result
 from ditron_train.tools.verify.cases import Case
 from ditron_train.tools.verify.outcome import RESULTS, Outcome, Stress
 from ditron_train.tp import TPContext
@@ -59,7 +58,7 @@ def _sample(session: BenchSession, spec: LinearSpec, case: Case, seed: int) -> L
 
 def _differences(ours: list[torch.Tensor], native: list[torch.Tensor]) -> torch.Tensor:
     """1 for every result of which a bit differs on any rank."""
-    mine = torch.tensor([int(not have_same_bits(a, b)) for a, b in zip(ours, native)], device=ours[0].device)
+    mine = torch.tensor([int(not same_result(a, b)) for a, b in zip(ours, native)], device=ours[0].device)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return mine
 
