@@ -50,6 +50,7 @@ from ditron_train.policy import gate, log_native
 from ditron_train.policy.probe import compares
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.freed_memory import awaiting_freed_memory
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings, under_policy
@@ -272,6 +273,8 @@ class DitronMoEAlltoAllTokenDispatcher(
         if reason is not None:
             return self._dispatch_natively(hidden_states, probs, reason)
         self._capacity.warn(self._ep_context)
+        if not self.config.gradient_accumulation_fusion:
+            hidden_states = awaiting_freed_memory(hidden_states)
         self._call = self._expert_call(hidden_states)
         if self._call is not None:
             return hidden_states, probs  # the experts dispatch them

@@ -8,18 +8,15 @@ broadcast as before.
     Megatron: n on the GPU, NCCL's broadcast, n.item() waits for the GPU
     here:     n on the CPU, gloo's broadcast, which waits for the hosts of the tensor parallel ranks
 
-Megatron's wait also bounds memory. Autograd adds up gradients on the stream on which DDP was built, so PyTorch's
-allocator gives a weight gradient back only when the GPU has passed that addition (``record_stream``). If the host
-enqueues one microbatch after another without a wait, weight gradients of several of them are held at once: 8.5 GiB for
-6 layers of LLaMA-70B without gradient accumulation fusion. So the host waits here, too, but only until little memory
-is left that was freed and is still in use (``await_freed_memory``): that is enough work for the GPU to go on with.
+Megatron's wait also bounds memory: without it, weight gradients of several microbatches are held at once (8.5 GiB for
+6 layers of LLaMA-70B without gradient accumulation fusion). So each microbatch begins with ``await_freed_memory``,
+which leaves the GPU enough work to go on with.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,6 +31,7 @@ from ditron_train.megatron.shared.devices import current_device
 from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
+from ditron_train.runtime.freed_memory import await_freed_memory
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
@@ -46,7 +44,6 @@ _UNEVEN = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _NUMBERS = ((), (1,))  # shapes
 _CONNECT_S = 30.0
-_MOST_FREED_BYTES, _POLL_S = 256 << 20, 50e-6
 _FAILURES = (RuntimeError, OSError, ValueError)  # what torch raises where gloo finds no address or no peer
 #: None: it cannot be had. Torch alone holds a group: who destroys all groups closes its sockets, and so wakes a rank
 #: that waits there.
@@ -131,19 +128,6 @@ def _is_number(value: Any) -> bool:
     return is_made_here and tuple(value.shape) in _NUMBERS
 
 
-def await_freed_memory() -> None:
-    """Waits until PyTorch's allocator holds at most 256 MiB that was freed but that the GPU may still use, or until
-    the current stream is idle."""
-    device = current_device()
-    while device.type == "cuda":
-        torch.empty(1, device=device)  # an allocation has the allocator look at what the GPU has passed
-        bytes_of: Any = torch.cuda.memory_stats_as_nested_dict(device)
-        freed = bytes_of["active_bytes"]["all"]["current"] - bytes_of["allocated_bytes"]["all"]["current"]
-        if freed <= _MOST_FREED_BYTES or torch.cuda.current_stream(device).query():
-            return
-        time.sleep(_POLL_S)
-
-
 def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """``native``, Megatron-LM's function, whose numbers go from host to host where ``start`` has made a group for it.
     What it returns is the same, on the same devices."""
@@ -158,7 +142,7 @@ def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
         group = parallel_state.get_tensor_model_parallel_group()
         if group.size() > 1 and _known_host_group(group) is None:
             return native(*args, **kwargs)
-        await_freed_memory()
+        await_freed_memory(current_device())
         batch: dict[str, Any] = on_hosts(*args, **kwargs)
         if not isinstance(batch, dict):
             return batch
