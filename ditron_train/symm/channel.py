@@ -134,6 +134,7 @@ class Channel:
         self._host_record: list[int] | None = None  # what the host recorded, in the order of a record's words
         self._abort_word = torch.ones(1, dtype=torch.int64, **on_host)
         self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, **on_host)
+        self._mirrored: Any = None  # the event at the end of the last copy into it
         words = [0] * CONTROL_WORDS
         words[CONTROL_TIMEOUT_NS] = min(int(self.timeout_s * 1e9), 2**62)  # what kernels add to a clock
         words[CONTROL_RECORD_ADDRESS] = self._record.data_ptr()
@@ -329,13 +330,20 @@ class Channel:
         pad = self.ready.local[epoch & 1]
         if pad.device.type != "cuda":
             return pad.tolist()
-        if not torch.cuda.is_current_stream_capturing():
-            with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-                self._ready_mirror.copy_(pad, non_blocking=True)
-                copied = torch.cuda.current_stream().record_event()
-            while not copied.query() and time.monotonic() < deadline_s:
-                time.sleep(0.001)
-        return self._ready_mirror.tolist()
+        nothing = [[0] * READY_WORDS for _ in range(self.arena.world_size)]
+        if torch.cuda.is_current_stream_capturing() or not self._is_mirrored(deadline_s):
+            return nothing
+        with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            self._ready_mirror.copy_(pad, non_blocking=True)
+            self._mirrored = torch.cuda.current_stream().record_event()
+        return self._ready_mirror.tolist() if self._is_mirrored(deadline_s) else nothing
+
+    def _is_mirrored(self, deadline_s: float) -> bool:
+        """Waits until the last copy into the mirror is over: one that missed its deadline may still land there, so no
+        other begins before, and nothing is read."""
+        while not (is_over := self._mirrored is None or self._mirrored.query()) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return is_over
 
     def _describe_mismatch(self, epoch: int) -> str:
         """The same words on every rank: what each rank of the group called, in rank order."""

@@ -1,4 +1,4 @@
-"""Failures that a host and kernels record at the same time."""
+"""Failures that a host and kernels record at the same time, and start signals that cannot be read in time."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ditron_train.symm.control import (
     CONTROL_ABORT,
     CONTROL_WORDS,
     KIND_TIMEOUT,
+    READY_WORDS,
     RECORD_CHUNK,
     RECORD_EXPECTED,
     RECORD_KIND,
@@ -97,20 +98,78 @@ def test_a_hosts_failure_ends_the_waits_of_kernels() -> None:
 
 
 class _Gpu:
-    """A GPU's streams."""
+    """A GPU's streams, events and copies: a copy ends when ``finish`` says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_capturing = False
+        self.is_capturing, self.calls, self.pending = False, [], []
+        self.ends_copies = True
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         monkeypatch.setattr(torch.cuda, "Stream", lambda *_: self)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
         for name in ("stream", "device"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
 
+    def copy(self, source: Any, destination: Any) -> None:
+        self.pending.append(lambda content=source.content: setattr(destination, "content", content))
+        if self.ends_copies:
+            self.finish()
+
+    def finish(self) -> None:
+        pending, self.pending = self.pending, []
+        for copy in pending:
+            copy()
+
+    def record_event(self) -> SimpleNamespace:
+        copies = list(self.pending)
+        return SimpleNamespace(query=lambda: not any(copy in self.pending for copy in copies))
+
+
+class _Memory:
+    def __init__(self, gpu: _Gpu, content: list[list[int]]) -> None:
+        self.gpu, self.content, self.device = gpu, content, torch.device("cuda")
+
+    def copy_(self, source: _Memory, non_blocking: bool) -> None:
+        assert non_blocking
+        self.gpu.copy(source, self)
+
+    def tolist(self) -> list[list[int]]:
+        return [list(row) for row in self.content]
+
+
+def _signals(epoch: int, *values: int) -> list[list[int]]:
+    return [[epoch, value, *[0] * (READY_WORDS - 2)] for value in values]
+
+
+EMPTY, FIRST, SECOND = _signals(0, 0, 0), _signals(1, 7, 8), _signals(2, 7, 7)
+
+
+def _channel_on(gpu: _Gpu) -> Any:
+    channel: Any = object.__new__(Channel)
+    channel.arena = SimpleNamespace(world_size=2)
+    channel.ready = SimpleNamespace(local=[_Memory(gpu, SECOND), _Memory(gpu, FIRST)])
+    channel._ready_mirror, channel._mirrored = _Memory(gpu, EMPTY), None
+    return channel
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     return _Gpu(monkeypatch)
+
+
+def test_start_signals_that_are_not_read_are_zeros(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never those of an earlier call, neither past the deadline nor in a capture, nor what lands afterwards."""
+    monkeypatch.setattr(channel_module, "_READY_READ_S", 0.02)
+    channel = _channel_on(gpu)
+    assert channel.start_signals(1) == FIRST
+    gpu.is_capturing = True
+    assert channel.start_signals(2) == EMPTY
+    gpu.is_capturing, gpu.ends_copies = False, False
+    assert channel.start_signals(2) == EMPTY
+    assert channel.start_signals(1) == EMPTY and len(gpu.pending) == 1  # the copy of the other epoch may still come
+    gpu.ends_copies = True
+    gpu.finish()
+    assert channel.start_signals(1) == FIRST
+    assert channel.start_signals(2) == SECOND
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
