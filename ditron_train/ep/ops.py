@@ -130,13 +130,16 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     channel, move, hidden = context.dispatch_channel, context.move, pending.hidden
     context.enter_move(channel)
     buffers = context.token_buffers(slot_room, entry_room, hidden, x.dtype)
-    stream = context.fork()
     sizes = move_sizes(context, hidden, move.push_elements)
     given = pointers(context, channel, hidden, x.dtype, Kind.DISPATCH)
     sizes_of_call = (pending.num_tokens, pending.chunk_tokens, hidden, slot_room, entry_room)
-    launch(context, push_ahead, sizes.NUM_SENDERS, {"MOVE": sizes}, move.num_warps, x.dtype)(
-        x, pending.destinations, buffers, given, tables.limits, *sizes_of_call, stream=stream
-    )
+    push = launch(context, push_ahead, sizes.NUM_SENDERS, {"MOVE": sizes}, move.num_warps, x.dtype)
+    stream = context.fork()
+    try:
+        push(x, pending.destinations, buffers, given, tables.limits, *sizes_of_call, stream=stream)
+    except BaseException:  # no memory, a kernel that does not compile
+        context.join()
+        raise
     pending.ahead = SentAhead(x, slot_room, entry_room)
 
 
@@ -180,12 +183,15 @@ class PendingCombine:
         shared = context.target == "interpreter" and not beside
         sizes = self._sizes._replace(NUM_SENDERS=num_senders, SHARED=shared)
         dtypes = (y.dtype, self._row_grads.dtype, self._prob_grads.dtype)
-        stream = context.fork() if beside else None
         sent = Returned(y, self._row_grads, layout.entries, tables.recv_offsets)
         given = pointers(context, channel, y.shape[1], y.dtype, kind)
-        launch(context, return_rows, num_programs, {"SUM": sizes}, move.num_warps, *dtypes)(
-            sent, self._sums, self._buffers, given, tables.limits, *self._sizes_of_call, stream=stream
-        )
+        send = launch(context, return_rows, num_programs, {"SUM": sizes}, move.num_warps, *dtypes)
+        stream = context.fork() if beside else None
+        try:
+            send(sent, self._sums, self._buffers, given, tables.limits, *self._sizes_of_call, stream=stream)
+        except BaseException:  # no memory, a kernel that does not compile
+            context.rejoin()
+            raise
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Behind ``begin_combine``: adds up on the current stream what arrived meanwhile. Returns what ``combine``

@@ -199,11 +199,15 @@ def check_memory(needed_bytes: int, device: torch.device, group: dist.ProcessGro
 
     A rank that runs out of memory in the middle of a probe leaves the others in a collective, each by itself.
 
+    What torch's allocator holds unused goes back to the driver first, and only what the driver has free then counts:
+    of the rest nobody can say which sizes it serves, as a free part of a block that is in use elsewhere serves none
+    that is larger. That waits for the device, as a probe does anyway, and every probe that compares ends with it.
+
     Raises:
         NotSupportedError: It has not; the same on every rank.
     """
+    torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     (missing_bytes,) = _most_of_ranks([float(needed_bytes - free_bytes)], device, group)
     if missing_bytes > 0:
         raise NotSupportedError(f"a rank has {max(int(missing_bytes) >> 20, 1)} MiB of memory too few to compare")

@@ -4,6 +4,15 @@ Headers are written by the sender's host when it enqueues a message, so the rece
 with what it expects, or learn a shape, without a device sync. Flags are 32-bit words that streams write and wait for;
 lying in host memory that every process has registered with CUDA, they can also be read and released by a host without
 any CUDA call, whatever the device's queues are blocked on.
+
+Python has no fences, and hosts with Arm's cores make stores visible in any order. So nothing here relies on an order:
+
+* A value of a board, a header and a failure carry a tag or a checksum of all their words and of their number. Until
+  each of these words is visible, the reader finds that they do not fit and looks again.
+* What is one aligned word is visible as a whole: flags, acknowledgements, how often a slot has come back. The last
+  says no more than which value of a flag to wait for. An acknowledgement is stored by who has checked the headers, and
+  who reads it stores the next ones: no core makes a store visible before the loads that decide about it.
+* What ``await_header`` notes is only read by who names a missing rank, a deadline later.
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ import mmap
 import os
 import secrets
 import time
+import zlib
 from array import array
 from collections.abc import Callable
 
@@ -29,10 +39,12 @@ HEADER_WORDS = 16  # int64 words; the first is the sequence number, the last a c
 HEADER_DEPTH = 1024  # headers that a sender may be ahead of its receiver's host
 
 _LINE_BYTES = 64  # words that different processes poll lie on cache lines of their own
-_AGREED, _SAID = 0, 1  # boards of a line: a generation and two values each
-_BOARD_WORDS = 3
+_AGREED, _SAID = 0, 1  # boards of a line: two values with their tags each, of even generations and of odd ones
+_BOARD_WORDS = 4
 _FAULT_BYTES = 4096
 _FAULT_WORDS = 9
+_FAULT_POSTED = 1 << 32  # in the first word, with the checksum of all the others
+_FAULT_READ_S = 1.0
 _OFFSET_AGREE = FLAGS * _LINE_BYTES
 _OFFSET_READ = _OFFSET_AGREE + _LINE_BYTES
 _OFFSET_AWAITED = _OFFSET_READ + 2 * _LINE_BYTES
@@ -130,12 +142,14 @@ class Mailbox:
         return sequence - self._int64[self._row(rank, _OFFSET_READ + lane * _LINE_BYTES)] <= HEADER_DEPTH
 
     def write_header(self, rank: int, lane: int, sequence: int, words: list[int]) -> None:
-        """Publishes the header of message ``sequence`` to ``rank``; the checksum makes a half-written one
-        invisible."""
+        """Publishes the header of message ``sequence`` to ``rank``; the checksum makes one of which a part is visible
+        invisible. It tells the places of words apart, as the last message may have had the same ones elsewhere."""
         assert len(words) == HEADER_WORDS - 2
         place = self._header(rank, lane, sequence)
         self._int64[place] = 0
-        self._int64[place + 1 : place + HEADER_WORDS] = array("q", [*words, sequence + sum(words)])
+        self._int64[place + 1 : place + HEADER_WORDS] = array(
+            "q", [*words, zlib.crc32(array("q", [sequence, *words]))]
+        )
         self._int64[place] = sequence
 
     def read_header(self, lane: int, sequence: int) -> list[int] | None:
@@ -144,7 +158,7 @@ class Mailbox:
         if self._int64[place] != sequence:
             return None
         words = self._int64[place : place + HEADER_WORDS].tolist()
-        if words[0] != sequence or words[-1] != sequence + sum(words[1:-1]):
+        if words[0] != sequence or words[-1] != zlib.crc32(array("q", words[:-1])):
             return None
         return words[1:-1]
 
@@ -184,15 +198,20 @@ class Mailbox:
     # A value of every rank, agreed on with a deadline, or said by each and heard later.
 
     def _put(self, board: int, value: int) -> None:
-        self._generations[board] = generation = self._generations[board] + 1
-        own = self._row(self.rank, _OFFSET_AGREE) + board * _BOARD_WORDS
-        # A rank that is one call ahead must not overwrite what others still read.
-        self._int64[own + 1 + generation % 2] = value
-        self._int64[own] = generation
+        self._generations[board] += 1
+        place = self._entry(board, self.rank)
+        self._int64[place] = value
+        self._int64[place + 1] = value ^ self._generations[board]
 
     def _value_of(self, board: int, rank: int) -> int | None:
-        generation, row = self._generations[board], self._row(rank, _OFFSET_AGREE) + board * _BOARD_WORDS
-        return self._int64[row + 1 + generation % 2] if self._int64[row] >= generation else None
+        """None until both words are visible: an old value fits the new tag only if it is equal to the new one."""
+        place = self._entry(board, rank)
+        value = self._int64[place]
+        return value if value ^ self._int64[place + 1] == self._generations[board] else None
+
+    def _entry(self, board: int, rank: int) -> int:
+        """A rank that is one call ahead must not overwrite what others still read."""
+        return self._row(rank, _OFFSET_AGREE) + board * _BOARD_WORDS + 2 * (self._generations[board] % 2)
 
     def say(self, value: int) -> None:
         """Tells all ranks, which are to hear it (``said``) before they say the next value; no wait."""
@@ -242,7 +261,7 @@ class Mailbox:
                 self._bytes[begin : begin + len(encoded)] = encoded
                 words[2 : 2 + len(fields)] = array("q", fields)
                 words[1] = len(encoded)
-                words[0] = 1
+                words[0] = _FAULT_POSTED | zlib.crc32(self._bytes[8:_FAULT_BYTES])
         finally:
             discard_file(self._claim_path)
 
@@ -252,7 +271,14 @@ class Mailbox:
         return self._int64[0] != 0
 
     def fault(self) -> tuple[list[int], str]:
-        """The posted failure: its numbers and its text."""
-        words = self._int64[:_FAULT_WORDS].tolist()
-        text = bytes(self._bytes[8 * _FAULT_WORDS : 8 * _FAULT_WORDS + words[1]]).decode(errors="replace")
-        return words[2:], text
+        """The posted failure: its numbers and its text, once all of it is visible (of two that were written at once,
+        after a second)."""
+        deadline_s = time.monotonic() + _FAULT_READ_S
+        while True:
+            content = bytes(self._bytes[:_FAULT_BYTES])
+            words = array("q", content[: 8 * _FAULT_WORDS])
+            if words[0] == _FAULT_POSTED | zlib.crc32(content[8:]) or time.monotonic() > deadline_s:
+                break
+            time.sleep(0.001)
+        text = content[8 * _FAULT_WORDS :][: words[1]].decode(errors="replace")
+        return words[2:].tolist(), text

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.triton_launcher import (
@@ -37,16 +38,22 @@ _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same add
 
 
 def _specialization(arguments: tuple[Any, ...], any_value: frozenset[int] = frozenset()) -> tuple[Any, ...]:
-    """What Triton specialises on: alignment of addresses, values of integers (stricter than Triton: the value
-    itself; of those at the places ``any_value`` the type); of a tuple what it does for the parts."""
+    """What Triton specialises on: type and alignment of a tensor, types and blocks of a descriptor, values of integers
+    (stricter than Triton: the value itself; of those at the places ``any_value`` the type); of a tuple what it does
+    for the parts. Every argument adds its own entries, so that what one argument is cannot be read as another's."""
     key: list[Any] = []
     for place, argument in enumerate(arguments):
-        if isinstance(argument, torch.Tensor):
-            key.append(argument.data_ptr() & 15)
-        elif isinstance(argument, int):
-            key.append(_type_of(argument) if place in any_value else argument)
+        kind = type(argument)
+        if kind is int and place not in any_value:
+            key.append(argument)
+        elif kind is TensorDescriptor:
+            key.append((kind, argument.base.dtype, *argument.block_shape))
+        elif isinstance(argument, torch.Tensor):
+            key += argument.dtype, argument.data_ptr() & 15
         elif isinstance(argument, tuple):
             key.append(_specialization(argument))
+        else:
+            key.append(_type_of(argument) if isinstance(argument, int) else kind)
     return tuple(key)
 
 

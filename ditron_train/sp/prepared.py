@@ -58,9 +58,10 @@ class PreparedExchange:
         parts = [part.contiguous() for part in parts]
         results = self._receive.empty(lead)
         context.fork()
-        # The push first: with one hardware queue the kernel that waits would stand in front of it.
-        transfer.copy(self._push, parts, table)
-        self._receive(results, table)
+        with context.aborting(transfer.channel):
+            # The push first: with one hardware queue the kernel that waits would stand in front of it.
+            transfer.copy(self._push, parts, table)
+            self._receive(results, table)
         context.join()
         context.leave(transfer.channel)
         return results
@@ -86,15 +87,15 @@ class PreparedGather:
         transfer = self._transfer
         context = transfer.context
         parts = [part.contiguous() for part in parts]
-        context.fork()
-        transfer.copy(self._push, parts, table, on_side=True)
-        try:
-            meanwhile()
-        finally:  # whatever it raises: launches are counted, and the other stream still reads what is given here
-            if not self._arrived.repeat("arrived", current_handle(context.device)):
-                given = transfer.channel.pointers(transfer.signature), transfer.num_granules
-                self._arrived(*given, key="arrived")
-            context.join()
+        context.start(transfer.channel, lambda: transfer.copy(self._push, parts, table, on_side=True))
+        with context.aborting(transfer.channel):
+            try:
+                meanwhile()
+            finally:  # whatever it raises: launches are counted, and the other stream still reads what is given here
+                if not self._arrived.repeat("arrived", current_handle(context.device)):
+                    given = transfer.channel.pointers(transfer.signature), transfer.num_granules
+                    self._arrived(*given, key="arrived")
+        context.join()
         context.leave(transfer.channel)
         return transfer.buffer.local[:, : self._columns].contiguous()
 
@@ -188,15 +189,14 @@ class PreparedGemmA2A:
         context = self._transfer.context
         parts = self._receive.empty(lead)
         context.fork()
-        self._multiply(rows, weight, scales, bias)
-        self._receive(parts, table)
-        try:
+        with context.aborting(self._transfer.channel):  # what the other stream writes to must not be freed under it
+            self._multiply(rows, weight, scales, bias)
+            self._receive(parts, table)
             if meanwhile is not None:
                 meanwhile()
             else:
                 self._receive.finish(parts, table)
-        finally:  # whatever it raises: what the other stream writes to must not be freed under it
-            context.join()
+        context.join()
         context.leave(self._transfer.channel)
         return parts
 

@@ -193,13 +193,18 @@ def stream_wait_event(stream: int, event: Any) -> None:
 
 
 def graph_record(stream: int, enqueue: Callable[[], object]) -> Any:
-    """What ``enqueue`` puts onto the stream, recorded instead of run, for ``graph_launch``."""
+    """What ``enqueue`` puts onto the stream, recorded instead of run, for ``graph_launch``. Where ``enqueue``
+    raises, the stream is no longer captured, and nothing is left of what was."""
     driver = _require()
     _check(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    is_whole = False
     try:
         enqueue()
+        is_whole = True
     finally:
         captured = driver.cuStreamEndCapture(stream)
+        if not (is_whole or captured[0]):
+            driver.cuGraphDestroy(captured[1])
     _check(captured)
     instantiated = driver.cuGraphInstantiate(captured[1], _USE_NODE_PRIORITY)
     driver.cuGraphDestroy(captured[1])

@@ -28,6 +28,23 @@ from ditron_train.symm.channel import Channel
 MAX_KNOWN_SHAPES = 1024
 
 
+class Aborting:
+    """``OpContext.abort`` of a channel where the body of the ``with`` raises: no memory, a kernel that does not
+    compile, an interrupt. By hand, since every op enters one: ``contextlib`` would take four times as long."""
+
+    __slots__ = ("_channel", "_context")
+
+    def __init__(self, context: OpContext, channel: Channel) -> None:
+        self._context, self._channel = context, channel
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._context.abort(self._channel)
+
+
 class OpContext:
     """Arena, channels and communication stream of one group (collective to make).
 
@@ -216,6 +233,35 @@ class OpContext:
                 enqueue()
         finally:
             self._is_capturing, self._is_joined = False, is_joined
+
+    def start(
+        self, channel: Channel, enqueue: Callable[[], None], key: Hashable | None = None, copied: Sequence[int] = ()
+    ) -> None:
+        """``fork``, then what begins an exchange of ``channel`` on the communication stream; ``abort`` if it raises.
+
+        Args:
+            channel: Of the exchange.
+            enqueue, copied: As of ``run_again``.
+            key: As of ``run_again``; None: nothing is recorded.
+        """
+        self.fork()
+        with self.aborting(channel):
+            if key is None:
+                enqueue()
+            else:
+                self.run_again(key, enqueue, copied)
+
+    def aborting(self, channel: Channel) -> Aborting:
+        """``with`` it: ``abort`` if what is inside raises."""
+        return Aborting(self, channel)
+
+    def abort(self, channel: Channel) -> None:
+        """After ``fork``, instead of what ends an exchange of ``channel`` by kernels of two roles, if a part of it
+        cannot be enqueued: streams are joined, and both roles count the same launches, so that the next call has an
+        epoch of its own. Nothing is waited for, so that no wait hides what failed. Peers that did not abort as well
+        wait until their deadline."""
+        self.join()
+        channel.tickets[1:2].copy_(channel.tickets[:1])
 
     def leave(self, channel: Channel) -> None:
         """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""

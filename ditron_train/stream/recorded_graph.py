@@ -28,6 +28,7 @@ _MOST_COUNTED = 4096
 _IDLE_RUNS = (
     4096  # a recording that has not run in so many may go for another; a training step comes by its own in fewer
 )
+_MOST_REFUSED = 8  # sequences: each costs as much as five calls, and a GPU whose memory is full refuses all of them
 
 _NEVER = -sys.maxsize  # calls of what is not to be recorded
 
@@ -60,6 +61,9 @@ class RecordedSequences:
     sequences than are kept would else record each of them anew whenever it comes; so the first stay, and the others
     run as they are. What is freed while it runs ends first (``cuGraphExecDestroy``).
 
+    A sequence that cannot be recorded is not tried again; after ``_MOST_REFUSED`` of them nothing new is recorded, and
+    what is recorded stays.
+
     A recording holds addresses, no memory: one whose copies' memory is another allocation by now is forgotten. A key
     that names the addresses of tensors is right as long as whoever runs it holds tensors at these addresses, and
     orders the stream it gives behind their last writers and before the next ones, just as for the operations
@@ -71,6 +75,7 @@ class RecordedSequences:
         self._calls: dict[Hashable, int] = {}
         self._most_recorded = _MOST_RECORDED
         self._num_runs = 0
+        self._num_refused = 0
         self._full_until = 0  # no recording is idle before this run
 
     def repeat(self, key: Hashable, stream: int, copied: Sequence[int] = ()) -> bool:
@@ -141,20 +146,24 @@ class RecordedSequences:
     def _record(
         self, key: Hashable, enqueue: Callable[[], object], stream: int, captured: int, allocations: list[int | None]
     ) -> None:
+        graph = None
         try:
             num_allocated = _num_allocated()
             graph = driver.graph_record(captured, enqueue)
-            if _num_allocated() != num_allocated:
-                driver.graph_destroy(graph)
-                self._calls[key] = _NEVER
+            if _num_allocated() == num_allocated:
+                driver.graph_upload(graph, stream)  # else the first launch does
+                self._recordings[key] = _Recording(graph, allocations, self._num_runs)
                 return
-            self._recordings[key] = _Recording(graph, allocations, self._num_runs)
-            driver.graph_upload(graph, stream)  # else the first launch does
         # The GPU's memory is full, or another library's code cannot be recorded; what this call asked for has been
         # enqueued.
         except (DitronError, RuntimeError) as error:
-            self._most_recorded = 0
-            log_once("recorded sequences", f"stream operations that come again are no longer recorded: {error}")
+            self._num_refused += 1
+            if self._num_refused >= _MOST_REFUSED:
+                self._most_recorded = 0
+            log_once("recorded sequences", f"stream operations that come again are not recorded: {error}")
+        if graph is not None:
+            driver.graph_destroy(graph)
+        self._calls[key] = _NEVER
 
     def clear(self) -> None:
         """Forgets everything; a sequence that is running ends as if it were kept."""

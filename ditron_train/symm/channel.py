@@ -7,9 +7,11 @@ a waiter waits until ``signal - epoch >= 0``. The epoch is counted in device mem
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.control import (
+    CONTROL_ABORT,
     CONTROL_RANK,
     CONTROL_RECORD_ADDRESS,
     CONTROL_TIMEOUT_NS,
@@ -38,6 +41,7 @@ from ditron_train.symm.control import (
     RECORD_PEER,
     RECORD_SEEN,
     RECORD_STATE,
+    RECORD_TURNS,
     RECORD_WORDS,
     TICKET_ROLES,
     TICKET_UNIT_LOG2,
@@ -46,6 +50,7 @@ from ditron_train.symm.control import (
 
 _READY_READ_S = 2.0  # start signals are read for an error's words; the error must not be late
 
+_recording = threading.Lock()
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
@@ -109,7 +114,7 @@ class Channel:
         self.op_name = op_name
         self.signature_fields = tuple(signature_fields)
         self.timeout_s = get_settings().timeout_s
-        self.turns = self._turns_waited = 1
+        self.turns = 1
         device = arena.device
         self.signals = self._filled(f"{op_name}/signals", (num_signals,), first_epoch)
         # So it is on every rank: each lacks the ranks of the other nodes.
@@ -126,7 +131,10 @@ class Channel:
         self._record_words = words_of_record
         # The same words; to read one takes a quarter of numpy's time.
         self._record_view: memoryview = memoryview(words_of_record)
+        self._host_record: list[int] | None = None  # what the host recorded, in the order of a record's words
+        self._abort_word = torch.ones(1, dtype=torch.int64, **on_host)
         self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, **on_host)
+        self._mirrored: Any = None  # the event at the end of the last copy into it
         words = [0] * CONTROL_WORDS
         words[CONTROL_TIMEOUT_NS] = min(int(self.timeout_s * 1e9), 2**62)  # what kernels add to a clock
         words[CONTROL_RECORD_ADDRESS] = self._record.data_ptr()
@@ -201,13 +209,13 @@ class Channel:
         self._signatures.clear()
 
     def check(self) -> None:
-        """Raises what a kernel of this channel recorded; reads host memory only, no sync.
+        """Raises what a kernel of this channel or its host recorded; reads host memory only, no sync.
 
         Raises:
             PeerTimeoutError: A wait passed its deadline.
             MismatchError: The ranks' signatures differ.
         """
-        if self._error is None and self._record_view[RECORD_STATE]:
+        if self._error is None and (self._host_record or self._record_view[RECORD_STATE]):
             self._error = self._build_error()
             note_error(self._error, self.arena.group_name)
         if self._error is not None:
@@ -220,31 +228,49 @@ class Channel:
         self.check()
 
     def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int = 1) -> None:
-        """Records from the host that a wait of ``turns`` deadlines passed them (first record wins); waits of kernels
-        have their own."""
-        if self._record_words[RECORD_STATE] == 0:
-            self._turns_waited = turns
-            self._record_words[RECORD_KIND] = KIND_TIMEOUT
-            self._record_words[RECORD_PEER] = peer
-            self._record_words[RECORD_CHUNK] = chunk
-            self._record_words[RECORD_EXPECTED] = expected_epoch
-            self._record_words[RECORD_SEEN] = seen_epoch
-            self._record_words[RECORD_STATE] = 1
+        """Records from the host that a wait of ``turns`` deadlines passed them; waits of kernels have their own.
+
+        The host's record and the kernels' are stored apart, each is complete before it is visible, and the first that
+        is visible wins: the host writes none if a kernel's is complete, and a host's record is raised even if a
+        kernel's is completed after it. The kernels' waits then end, too, but not at a known moment: the abort word is
+        set beside all streams, by a thread of its own that nobody waits for, since anything that is asked of a GPU may
+        block while a stream is held up. It is left unset while the current stream is captured; each wait then ends at
+        its own deadline.
+        """
+        self._record_on_host([1, KIND_TIMEOUT, peer, chunk, expected_epoch, seen_epoch, turns])
 
     def record_mismatch(self, epoch: int) -> None:
-        """Records from the host that the ranks' signatures of a call differ (first record wins)."""
-        if self._record_words[RECORD_STATE] == 0:
-            self._record_words[RECORD_KIND] = KIND_MISMATCH
-            self._record_words[RECORD_EXPECTED] = epoch
-            self._record_words[RECORD_STATE] = 1
+        """Records from the host that the ranks' signatures of a call differ; in the order of ``record_timeout``."""
+        self._record_on_host([1, KIND_MISMATCH, 0, 0, epoch, 0, 1])
+
+    def _record_on_host(self, record: list[int]) -> None:
+        with _recording:  # a watchdog's thread may record, too
+            if self._has_record():
+                return
+            self._host_record = record
+        if self.arena.device.type != "cuda":
+            self.control[CONTROL_ABORT] = 1
+        elif not torch.cuda.is_current_stream_capturing():
+            threading.Thread(target=self._abort_kernels, name="ditron-abort", daemon=True).start()
+
+    def _abort_kernels(self) -> None:
+        """By a copy engine, since kernels that wait may leave no multiprocessor free."""
+        with suppress(RuntimeError), torch.cuda.device(self.arena.device):  # a broken GPU runs no kernels
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                self.control.narrow(0, CONTROL_ABORT, 1).copy_(self._abort_word, non_blocking=True)
+            self.control.record_stream(stream)  # it must not be another's memory when the copy comes
 
     @property
     def failed(self) -> bool:
         """Whether a failure is recorded (host memory only)."""
-        return bool(self._record_view[RECORD_STATE])
+        return self._has_record()
+
+    def _has_record(self) -> bool:
+        return self._host_record is not None or bool(self._record_view[RECORD_STATE])
 
     def _build_error(self) -> DitronError:
-        words = [int(word) for word in self._record_words]
+        words = self._host_record or [int(word) for word in self._record_words]
         kind, peer = words[RECORD_KIND], words[RECORD_PEER]
         if kind == KIND_MISMATCH:
             return MismatchError(self._describe_mismatch(words[RECORD_EXPECTED]))
@@ -258,9 +284,12 @@ class Channel:
                 f"{self.op_name} on group {self.arena.group_name}: {self.bounds[words[RECORD_CHUNK]]}: "
                 f"{words[RECORD_SEEN]} on rank {peer}, at most {words[RECORD_EXPECTED]} are covered"
             )
-        return self._timeout_error(peer, words[RECORD_CHUNK], words[RECORD_EXPECTED], words[RECORD_SEEN])
+        chunk, expected, seen, turns = words[RECORD_CHUNK : RECORD_TURNS + 1]
+        return self._timeout_error(peer, chunk, expected, seen, turns or 1)
 
-    def _timeout_error(self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int) -> PeerTimeoutError:
+    def _timeout_error(
+        self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int
+    ) -> PeerTimeoutError:
         """Names the rank that is really missing: a peer that has begun the call may itself be waiting for one that has
         not, and both waits end at about the same time, so that either may be the one that was recorded."""
         epochs = [words[0] for words in self.start_signals(expected_epoch)]
@@ -275,7 +304,7 @@ class Channel:
             chunk=chunk,
             expected_epoch=expected_epoch,
             seen_epoch=seen_epoch,
-            timeout_s=self._turns_waited * self.timeout_s,
+            timeout_s=turns * self.timeout_s,
         )
 
     def start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:
@@ -301,13 +330,20 @@ class Channel:
         pad = self.ready.local[epoch & 1]
         if pad.device.type != "cuda":
             return pad.tolist()
-        if not torch.cuda.is_current_stream_capturing():
-            with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-                self._ready_mirror.copy_(pad, non_blocking=True)
-                copied = torch.cuda.current_stream().record_event()
-            while not copied.query() and time.monotonic() < deadline_s:
-                time.sleep(0.001)
-        return self._ready_mirror.tolist()
+        nothing = [[0] * READY_WORDS for _ in range(self.arena.world_size)]
+        if torch.cuda.is_current_stream_capturing() or not self._is_mirrored(deadline_s):
+            return nothing
+        with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            self._ready_mirror.copy_(pad, non_blocking=True)
+            self._mirrored = torch.cuda.current_stream().record_event()
+        return self._ready_mirror.tolist() if self._is_mirrored(deadline_s) else nothing
+
+    def _is_mirrored(self, deadline_s: float) -> bool:
+        """Waits until the last copy into the mirror is over: one that missed its deadline may still land there, so no
+        other begins before, and nothing is read."""
+        while not (is_over := self._mirrored is None or self._mirrored.query()) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return is_over
 
     def _describe_mismatch(self, epoch: int) -> str:
         """The same words on every rank: what each rank of the group called, in rank order."""

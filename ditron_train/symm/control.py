@@ -2,7 +2,8 @@
 
 Control block: int64 words in device memory, one block a channel. Record: int64 words in memory that the host reads
 without a sync (pinned where there is a GPU): a kernel that gives up writes it once, the first writer wins by a
-compare-and-swap on the abort word, and from then on every wait of the channel returns at once.
+compare-and-swap on the abort word, and from then on every wait of the channel returns at once. The host keeps a record
+of its own (``Channel.record_timeout``) and never writes into this one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ RECORD_PEER = 2
 RECORD_CHUNK = 3
 RECORD_EXPECTED = 4
 RECORD_SEEN = 5
+RECORD_TURNS = 6  # deadlines that the wait took: kernels leave 0, their waits take one
 RECORD_WORDS = 8
 
 KIND_TIMEOUT = 1

@@ -212,6 +212,7 @@ class NodeGroups:
 
         Raises:
             PeerTimeoutError: The same rank on every rank of the group that answers.
+            RuntimeError: Whatever a backend raises that says nothing of a lost peer, as it is.
         """
         if self._error is not None:
             raise self._error
@@ -225,7 +226,7 @@ class NodeGroups:
         except DitronError:
             raise
         except RuntimeError as error:
-            if not (isinstance(error, _Late) or _is_broken(error)):
+            if not (isinstance(error, _Late) or _is_lost(error)):
                 raise
             self._raise(op, error, begun_s)
 
@@ -249,12 +250,26 @@ class _Late(RuntimeError):
     """The deadline has passed."""
 
 
-_BROKEN = ("connection", "closed by peer", "reset by peer", "timed out", "socket", "nccl")
+#: What gloo and NCCL say of a peer or a connection that is gone, or that did not come in time.
+_LOST = (
+    "closed by peer", "connection closed", "reset by peer", "broken pipe", "connection refused", "no route to host",
+    "network is unreachable", "pair closure", "connect timeout", "read timeout", "timed out waiting",
+    "connection timed out", "operation timed out", "collective operation timeout", "ncclremoteerror",
+    "remote process exited", "communicator was aborted",
+)  # fmt: skip
 
 
-def _is_broken(error: RuntimeError) -> bool:
-    """Whether a backend says that a connection, or its peer, is gone."""
-    return any(word in str(error).lower() for word in _BROKEN)
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether a backend says that a connection, or its peer, is gone or too late.
+
+    NCCL raises ``DistBackendError`` for everything: a wrong call, no memory and a failed GPU say nothing of a peer.
+    Gloo raises plain ``RuntimeError`` that names the place in its sources.
+    """
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    text = str(error).lower()
+    is_of_backend = isinstance(error, dist.DistBackendError) or (type(error) is RuntimeError and "gloo" in text)
+    return is_of_backend and any(words in text for words in _LOST)
 
 
 class _RollCall:

@@ -116,9 +116,8 @@ class PreparedAllReduce(SentPartials):
 
     def start(self, partial: torch.Tensor) -> None:
         """Sends ``partial``, contiguous; it must stay unchanged until ``finish``."""
-        self.context.fork()
         address = partial.data_ptr()
-        self.context.run_again((self, address), lambda: self._send_all(address), (address,))
+        self.context.start(self.channel, lambda: self._send_all(address), (self, address), (address,))
 
     def _send_all(self, address: int) -> None:
         self._signal_start()

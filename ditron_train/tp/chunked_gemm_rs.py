@@ -113,7 +113,7 @@ class ChunkedGemm:
         stream = current_handle(context.device)
         operands, is_as_given = None, True
         scatter.begin()
-        try:
+        with context.aborting(scatter.channel):
             for chunk in self._chunks:
                 if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
                     a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
@@ -122,9 +122,6 @@ class ChunkedGemm:
                 if chunk.position is not None:
                     context.fork()
                     scatter.send(partial, chunk.position, chunk.rows, signals=chunk.is_last)
-        except BaseException:  # no memory, a kernel that does not compile
-            scatter.give_up()
-            raise
         scatter.finish(partial, out)
         return is_as_given
 

@@ -90,8 +90,9 @@ class CopiedGather:
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, a view of the buffer."""
-        if not self._wait.repeat("wait", current_handle(self.context.device)):
-            self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
+        with self.context.aborting(self.channel):
+            if not self._wait.repeat("wait", current_handle(self.context.device)):
+                self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
         self.finish()
         return self.buffer.local
 
@@ -122,8 +123,7 @@ class CopiedGather:
     def give_up(self) -> None:
         """Behind ``start`` instead of ``wait``, where what was to wait failed: a peer's rows of the next call come
         behind those of this one, which are for nobody. Nothing is waited for, so that nothing hides that failure."""
-        self.context.join()
-        self.channel.tickets[1:2].copy_(self.channel.tickets[:1])
+        self.context.abort(self.channel)
 
     def finish(self) -> None:
         """Orders the current stream behind the sends, so that what was sent may be reused."""
@@ -232,18 +232,19 @@ class PreparedGather(CopiedGather):
         """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``.
 
         Without ``copies_own`` this rank's own rows of the buffer stay as they are; so they do where ``x`` is them."""
-        context = self.context
-        stream = context.fork()
+        context, address = self.context, x.data_ptr()
         if self.by_push:
-            key = x.data_ptr()
-            if not self._push.repeat(key, context.comm_handle):
-                self._push(*self._push_arguments(x), stream=stream, key=key)
+            context.start(self.channel, lambda: self._send_by_push(x))
         else:
-            address = x.data_ptr()
-            context.run_again((self, address), lambda: self._send_by_copies(x, stream), (address,))
+            context.start(self.channel, lambda: self._send_by_copies(x), (self, address), (address,))
         if copies_own and x.data_ptr() != self.own_rows.data_ptr():
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
             self.own_rows.copy_(x)
+
+    def _send_by_push(self, x: torch.Tensor) -> None:
+        context, key = self.context, x.data_ptr()
+        if not self._push.repeat(key, context.comm_handle):
+            self._push(*self._push_arguments(x), stream=context.comm_stream, key=key)
 
     def copy_own(self, x: torch.Tensor) -> None:
         """Copies ``x`` to its place in the buffer on the communication stream, behind the sends: for a consumer that
@@ -259,10 +260,10 @@ class PreparedGather(CopiedGather):
         if not self._copy.repeat(key, context.comm_handle):
             self._copy(x, self.own_rows, x.numel(), stream=context.comm_stream, key=key)
 
-    def _send_by_copies(self, x: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+    def _send_by_copies(self, x: torch.Tensor) -> None:
         """Each chunk, then its flag, or all flags at the end, peer after peer on one stream: nothing else was quicker
         (``docs/measurements/tp.md``)."""
-        context = self.context
+        context, stream = self.context, self.context.comm_stream
         num_flags = max(-(-self.partition.max_count // self.granule_rows), context.world_size)
         self._signal_start(num_flags, stream)
         address = x.data_ptr()

@@ -59,16 +59,15 @@ class PreparedParts(CopiedGather):
     def start(self, parts: Sequence[torch.Tensor]) -> None:
         """Sends contiguous ``parts``, which must stay unchanged until the stream is behind ``finish``."""
         context = self.context
-        stream = context.fork()
         addresses = tuple(part.data_ptr() for part in parts)
-        context.run_again((self, addresses), lambda: self._send(addresses, stream), addresses)
+        context.start(self.channel, lambda: self._send(addresses), (self, addresses), addresses)
         own = [(to, address, size) for (to, size), address in zip(self._own, addresses)]
         if context.is_cuda:
             memcpys_async(own, current_handle(context.device))
         else:
             copy_in_turn(own, None)
 
-    def _send(self, addresses: tuple[int, ...], stream: torch.cuda.Stream | None) -> None:
+    def _send(self, addresses: tuple[int, ...]) -> None:
         context, rank, moves = self.context, self.context.rank, []
         epoch = context.gather_epochs.data_ptr()
         for index, stage in enumerate(self._stages):
@@ -76,8 +75,8 @@ class PreparedParts(CopiedGather):
                 buffer, flags = self.buffer.host_addresses[peer], self.channel.signals.host_addresses[peer]
                 moves += [(buffer + start + rank * size, addresses[i], size) for i, start, size in stage]
                 moves.append((flags + 4 * (rank * FLAGS_PER_RANK + index), epoch, 4))
-        self._signal_start(1, stream)
-        copy_in_turn(moves, stream)
+        self._signal_start(1, context.comm_stream)
+        copy_in_turn(moves, context.comm_stream)
 
     def wait_for(self, source: int) -> None:
         """Holds the current stream until the first tensors of rank ``source`` are there; ``wait`` has to come."""

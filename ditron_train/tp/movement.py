@@ -205,7 +205,7 @@ def reduce_scatter_rows(
     out = like.new_empty(like.shape[0] // context.world_size, *like.shape[1:])
     partial, starts = like.view(like.shape[0], -1), prepared.partition.starts
     prepared.begin()
-    try:
+    with context.aborting(prepared.channel):
         for position, owner in enumerate([*prepared.peers, context.rank]):
             rows = slice(starts[owner], starts[owner + 1])
             produce(partial[rows], owner)
@@ -215,9 +215,6 @@ def reduce_scatter_rows(
         if behind is not None:
             behind()
         prepared.finish(partial, out)
-    except BaseException:  # no memory, a kernel that does not compile
-        prepared.give_up()
-        raise
     return out
 
 
@@ -311,12 +308,9 @@ def scatter_as_computed(
     if before is not None:
         before()
     address = partial.data_ptr()
-    try:
+    with context.aborting(prepared.channel):
         context.run_op_again(None if key is None else (prepared, num_products, address, key), enqueue, (address,))
         prepared.finish(partial, out)
-    except BaseException:  # no memory
-        prepared.give_up()
-        raise
     return out
 
 

@@ -71,21 +71,19 @@ class _PreparedNodeSum(PreparedScatter):
     def hand_out(self, partial: torch.Tensor, part: _Part) -> None:
         """Sends the owners' rows of ``partial`` [rows, N], contiguous, to them."""
         self.begin()
-        try:
+        with self.context.aborting(self.channel):
             starts, rank = self.partition.starts, self.context.rank
             for position, owner in enumerate(self.peers):
                 end = starts[owner + 1] if rank in self.ranks(part, owner) else starts[owner]
                 self.send(partial, position, slice(starts[owner], end), signals=True)
-        except BaseException:
-            self.give_up()
-            raise
 
     def add_up(self, partial: torch.Tensor, total: torch.Tensor | None, out: torch.Tensor, part: _Part) -> None:
         """``out`` [rows of a rank, N]: ``total``, if any, and this node's; on the communication stream."""
         ranks = self.ranks(part, self.context.rank)
         operands = (partial, self._slots.local, self._pointers, out if total is None else total, out, self._row_starts)
         sizes = (self._num_columns, self.partition.max_count, ranks.start, len(ranks))
-        self._folds[total is not None](*operands, *sizes, stream=self.context.comm_stream)
+        with self.context.aborting(self.channel):
+            self._folds[total is not None](*operands, *sizes, stream=self.context.comm_stream)
         self.context.join()
         self.context.leave(self.channel)
 
@@ -180,23 +178,17 @@ def _by_nodes(
     for index, block in enumerate([*blocks[1:], None]):
         part: _Part = "begin" if index == 0 else "whole"
         prepared.hand_out(partial, part)
-        try:
+        with prepared.context.aborting(prepared.channel):
             out = own.new_empty(num_rows, own.shape[1])
             following = own if block is None else block.matmul(factor)  # under the exchange and the border
             total = rail.receive()
-        except BaseException:
-            prepared.give_up()
-            raise
         prepared.add_up(partial, total, out, part)
         if prepared.ranks("begin", rank) or index:
             rail.send(out)
         partial = following
     prepared.hand_out(own, "end")
-    try:
+    with prepared.context.aborting(prepared.channel):
         out = own.new_empty(num_rows, own.shape[1])
         total = rail.receive()
-    except BaseException:
-        prepared.give_up()
-        raise
     prepared.add_up(own, total, out, "end")
     return out

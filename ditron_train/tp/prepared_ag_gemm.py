@@ -106,17 +106,14 @@ class PreparedAgGemm:
         """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
         is_as_given = True
         self.gather.start(x, copies_own=not self._reads_own)
-        if not self._launch.repeat(key, current_handle(self.context.device)):
-            try:
+        with self.context.aborting(self.gather.channel):
+            if not self._launch.repeat(key, current_handle(self.context.device)):
                 operand = aligned_operand(weight)
                 is_as_given = operand is weight
                 arguments = self._arguments(x, operand, scales, bias, out[:, : self.n])
                 self._launch(*arguments, key=key if is_as_given else None)
-            except BaseException:  # no memory, a kernel that does not compile
-                self.gather.give_up()
-                raise
-        if self._keeps_gathered and self._reads_own:
-            self.gather.copy_own(x)
+            if self._keeps_gathered and self._reads_own:
+                self.gather.copy_own(x)
         self.gather.finish()
         return is_as_given
 

@@ -54,21 +54,15 @@ class SentPartials:
         return KernelLaunch(kernel, num_programs, {**constants, **world}, num_warps=8)
 
     def begin(self) -> None:
-        """Start signals, behind what the current stream has done; ``send`` follows."""
-        self.context.fork()
-        self._signal_start()
+        """Start signals, behind what the current stream has done; ``send`` follows, inside
+        ``OpContext.aborting``."""
+        self.context.start(self.channel, self._signal_start)
 
     def _signal_start(self) -> None:
         context = self.context
         if not self._start.repeat("start", context.comm_handle):
             arguments = (self._epochs, self._epochs.numel(), self._pointers)
             self._start(*arguments, stream=context.comm_stream, key="start")
-
-    def give_up(self) -> None:
-        """Behind ``begin`` instead of ``finish``, where not all can be sent: the next call adds up what is sent with
-        its own epoch. Peers that did not give up as well wait for the rest until their deadline."""
-        self.context.join()
-        self.channel.tickets[1:2].copy_(self.channel.tickets[:1])
 
     def finish(self, partial: torch.Tensor, out: torch.Tensor, *, beside: bool = False) -> None:
         """``out``, contiguous: the sum over ranks, when all have arrived.
@@ -78,8 +72,9 @@ class SentPartials:
         """
         context, fold = self.context, self._fold
         key = (partial.data_ptr(), out.data_ptr())
-        if not fold.repeat(key, context.comm_handle if beside else current_handle(context.device)):
-            fold(*self._fold_arguments(partial, out), stream=context.comm_stream if beside else None, key=key)
+        with context.aborting(self.channel):
+            if not fold.repeat(key, context.comm_handle if beside else current_handle(context.device)):
+                fold(*self._fold_arguments(partial, out), stream=context.comm_stream if beside else None, key=key)
         context.join()
         context.leave(self.channel)
 
@@ -163,9 +158,8 @@ class PreparedScatter(SentPartials):
         """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
         if not self._has_all_flags:
             self._all_flags, self._has_all_flags = self._fan_of_flags(num_skipped=0), True
-        self.context.fork()
         address = partial.data_ptr()
-        self.context.run_again((self, address), lambda: self._send_all(partial), (address,))
+        self.context.start(self.channel, lambda: self._send_all(partial), (self, address), (address,))
 
     def _send_all(self, partial: torch.Tensor) -> None:
         """Rows peer by peer: in one command for several GPUs they would take four times as long

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -164,3 +166,47 @@ def test_what_is_sent_ahead_does_not_outlive_its_memory_where_there_is_none_for_
     """Who catches the error lets go of the layout, and the current stream would have its memory again under the side
     stream."""
     assert run_workers(2, _what_ends_with_an_error) == [[("finish", 1), ("dispatch", 1)]] * 2
+
+
+class _Refused(RuntimeError):
+    """Stands for ``torch.OutOfMemoryError``."""
+
+
+def _refused() -> list[tuple[str, bool]]:
+    """What forks beside the current stream and is refused: whether the streams are joined. The calls that follow are
+    right."""
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 2)
+    x = torch.full((_TOKENS, _HIDDEN), 3.0 + dist.get_rank())
+    expected = _dispatched(x, _begin(context, 1).finish(), context)
+    state, seen = SimpleNamespace(is_forked=False), []
+
+    def note(is_forked: bool) -> Callable[[], None]:
+        return lambda: setattr(state, "is_forked", is_forked)
+
+    def refuse(*_: object, **__: object) -> Callable[..., None]:
+        def launch(*_: object, stream: object) -> None:
+            raise _Refused
+
+        return launch
+
+    def refused(name: str, call: Callable[[], object]) -> None:
+        patches = {"fork": note(True), "join": note(False), "rejoin": note(False)}
+        with mock.patch.multiple(context, **patches), mock.patch.object(ops, "launch", refuse):
+            with contextlib.suppress(_Refused):
+                call()
+                raise AssertionError("it was not refused")
+        seen.append((name, state.is_forked))
+
+    pending = _begin(context, 1)
+    refused("dispatch_ahead", lambda: ops.dispatch_ahead(x, pending))
+    layout = pending.finish()
+    rows = _dispatched(x, layout, context)
+    assert torch.equal(rows, expected)
+    summed = ops.combine(rows, layout, context, order="ascending")[0]
+    refused("begin_combine", lambda: ops.begin_combine(rows, layout, context, order="ascending"))
+    assert torch.equal(ops.combine(rows, layout, context, order="ascending")[0], summed)
+    return seen
+
+
+def test_what_is_refused_beside_the_current_stream_leaves_no_fork() -> None:
+    assert run_workers(2, _refused) == [[("dispatch_ahead", False), ("begin_combine", False)]] * 2

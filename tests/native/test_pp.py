@@ -112,7 +112,10 @@ def test_a_failed_self_check_sends_all_messages_natively(variable):
 def test_an_unforeseen_failure_of_all_stages_to_make_a_context_is_native(name, variable):
     case = Case(2, 3, variable=variable, batched=variable)
     words = "pp: native, the fused path cannot run here: TypeError: no such argument"
-    assert run_workers(2, workers.context_cannot_be_made, case, name) == [(0, [words])] * 2
+    in_a_job = {"DITRON_TEST_RAISES": ""}
+    assert run_workers(2, workers.context_cannot_be_made, case, name, env=in_a_job) == [(0, [words])] * 2
+    with pytest.raises(TypeError, match="no such argument"):
+        run_workers(2, workers.context_cannot_be_made, case, name)
 
 
 @pytest.mark.parametrize("capped", [(0, 1), (2, 3)], ids=["first_node", "last_node"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from ditron_train.cpu.megatron_shim import model_parallel
 from ditron_train.policy import OpSpec, Place, Shape, gate, results
 from ditron_train.runtime.errors import DitronError
+from ditron_train.runtime.logs import forget_decisions
 from ditron_train.runtime.values import have_same_bits, make_values
 from ditron_train.tools.bench.megatron_ep import expert_parallel_world
 from ditron_train.tools.catalog import ROOMS, add_spec, remove_spec, specs_of
@@ -148,6 +150,22 @@ def ask_gate_of_another_version(on_ranks: tuple[int, ...]) -> str | None:
     place = Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
     gate.forget()
     return gate.answer_for(spec, spec.sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
+
+
+def warnings_of_another_version() -> list[str]:
+    """What this rank warns of, where the gate is asked twice."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("ditron_train")
+    forget_decisions()
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            assert ask_gate_of_another_version((0, 1))
+    finally:
+        logger.removeHandler(handler)
+    return lines
 
 
 def asked_and_recorded(on_ranks: tuple[int, ...]) -> tuple[str, object]:

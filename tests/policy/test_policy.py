@@ -108,12 +108,29 @@ def test_the_host_counts_where_it_is_not_ahead():
     assert run_workers(2, _observe, None, None, None, quick, True, True) == [Observation(True, 110.5, 90.5)] * 2
 
 
-def _check_memory(free_mib, needed_mib):
-    """What a rank says of a GPU on which so much is free, and 8 MiB more of what torch holds for later."""
-    with pytest.MonkeyPatch.context() as patch:  # this process runs other tests' workers, too
-        patch.setattr(torch.cuda, "mem_get_info", lambda device: (free_mib[dist.get_rank()] << 20, 80 << 30))
-        patch.setattr(torch.cuda, "memory_reserved", lambda device: 24 << 20)
+class _CachingAllocator:
+    """A GPU of which torch holds 24 MiB in all: 16 are a job's, in a segment of 20; the other 4 are a segment that
+    can be given back."""
+
+    def __init__(self, free_mib: int) -> None:
+        self.free_mib, self.unused_segments_mib, self.reserved_mib = free_mib, 4, 24
+
+    def empty_cache(self) -> None:
+        self.free_mib += self.unused_segments_mib
+        self.reserved_mib -= self.unused_segments_mib
+        self.unused_segments_mib = 0
+
+    def mock(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_mib << 20, 80 << 30))
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: self.reserved_mib << 20)
         patch.setattr(torch.cuda, "memory_allocated", lambda device: 16 << 20)
+
+
+def _check_memory(free_mib, needed_mib):
+    """What a rank says of a GPU on which so much is free, and 4 MiB more that torch can give back."""
+    with pytest.MonkeyPatch.context() as patch:  # this process runs other tests' workers, too
+        _CachingAllocator(free_mib[dist.get_rank()]).mock(patch)
         try:
             probe_module.check_memory(needed_mib[dist.get_rank()] << 20, torch.device("cpu"), dist.group.WORLD)
         except NotSupportedError as error:
@@ -123,7 +140,12 @@ def _check_memory(free_mib, needed_mib):
 
 @pytest.mark.parametrize(
     "free_mib, needed_mib, missing",
-    [((100, 100), (108, 108), None), ((100, 60), (100, 100), 32), ((100, 100), (50, 120), 12)],
+    [
+        ((100, 100), (104, 104), None),
+        ((100, 60), (100, 100), 36),
+        ((100, 100), (50, 120), 16),
+        ((100, 100), (104, 106), 2),  # 4 MiB of a segment in use are free, too, but serve nothing large
+    ],
 )
 def test_where_one_rank_has_too_little_memory_no_rank_compares(free_mib, needed_mib, missing):
     words = missing and f"a rank has {missing} MiB of memory too few to compare"

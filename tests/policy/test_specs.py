@@ -25,6 +25,7 @@ from bodies_specs import (  # noqa: E402
     run_tool,
     run_tool_of_room,
     same_bits,
+    warnings_of_another_version,
 )
 
 from ditron_train.policy import spec as spec_module  # noqa: E402
@@ -39,6 +40,7 @@ SPECS = ["tp doubled_gather", *names_of_specs()]
 ANY_SHAPE = ("pp send_recv", "muon step", "ep dispatch", "ep combine")
 TABLES_BYTES = 1 << 14  # what ops need whatever their sizes
 QUICK = ("--repetitions", "1")
+IN_A_JOB = {"DITRON_TEST_RAISES": ""}
 
 
 def test_the_gate_decides_about_it_once_a_shape() -> None:
@@ -74,16 +76,29 @@ def test_memory_is_asked_for_in_front_of_what_a_comparison_makes(monkeypatch, po
 
 
 def test_code_for_another_version_of_a_library_is_native() -> None:
-    """On all ranks; under ``force`` it is an error."""
-    for reason in run_workers(2, ask_gate_of_another_version, (0, 1)):
+    """In a job, on all ranks; under ``force`` it is an error."""
+    for reason in run_workers(2, ask_gate_of_another_version, (0, 1), env=IN_A_JOB):
         assert reason is not None and reason.startswith("the fused path cannot run here: TypeError: "), reason
     with pytest.raises(Exception, match="a_new_name"):
-        run_workers(2, ask_gate_of_another_version, (0, 1), env={"DITRON_POLICY": "force"})
+        run_workers(2, ask_gate_of_another_version, (0, 1), env={**IN_A_JOB, "DITRON_POLICY": "force"})
+
+
+def test_an_unforeseen_error_is_raised_in_tests() -> None:
+    """Else a fault of this package would pass as Megatron's path."""
+    with pytest.raises(TypeError, match="a_new_name"):
+        run_workers(2, ask_gate_of_another_version, (0, 1))
+
+
+def test_a_job_warns_of_an_unforeseen_error_once() -> None:
+    """On rank 0, with the op, the error's type and its text."""
+    (line,), others = run_workers(2, warnings_of_another_version, env=IN_A_JOB)
+    assert line.startswith("tp other_version runs natively, ") and "TypeError: " in line and "a_new_name" in line
+    assert others == []
 
 
 def test_code_that_fails_on_one_rank_is_its_error(tmp_path: Path) -> None:
     """It asks the others whether they have met it, too; they wait for it elsewhere, and never come."""
-    env = {"DITRON_TIMEOUT_S": "3", "DITRON_POSTMORTEM": str(tmp_path)}
+    env = {**IN_A_JOB, "DITRON_TIMEOUT_S": "3", "DITRON_POSTMORTEM": str(tmp_path)}
     found = run_workers_once(2, ask_gate_of_another_version, (0,), env=env)
     assert "rank 1 waited 3 s for rank 0" in found[1].traceback, found
     assert type(found[0].error).__name__ == "TypeError" and "a_new_name" in found[0].traceback, found
@@ -92,7 +107,7 @@ def test_code_that_fails_on_one_rank_is_its_error(tmp_path: Path) -> None:
 
 
 def test_what_all_ranks_have_met_is_in_no_record(tmp_path: Path) -> None:
-    found = run_workers_once(2, asked_and_recorded, (0, 1), env={"DITRON_POSTMORTEM": str(tmp_path)})
+    found = run_workers_once(2, asked_and_recorded, (0, 1), env={**IN_A_JOB, "DITRON_POSTMORTEM": str(tmp_path)})
     assert [outcome.value for outcome in found] == [("running", None)] * 2, found
 
 

@@ -13,8 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ditron_train.runtime.launch import _specialization
 from ditron_train.runtime.triton_launcher import recorder_of
 
 _HERE = Path(__file__).parent
@@ -130,3 +133,22 @@ def test_another_kind_of_launcher_is_left_alone(run: Any) -> None:
 def test_nothing_is_recorded_for_who_wants_to_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
     assert recorder_of(_Compiled(_launcher()), 131)((12,)) is None
+
+
+def test_arguments_that_triton_compiles_for_apart_have_keys_apart() -> None:
+    """None at one place or at another, types of tensors and descriptors, blocks, truth values and numbers."""
+    matrix = torch.zeros(16, 16)
+    half = torch.zeros(16, 16, dtype=torch.bfloat16)
+    descriptors = [
+        TensorDescriptor(tensor, [16, 16], [16, 1], block)
+        for tensor, block in ((matrix, [8, 16]), (matrix, [16, 8]), (half, [8, 16]))
+    ]
+    several = [
+        (None, matrix), (matrix, None), (None, half), (half, None), (matrix,), (half,), (matrix.half(),),
+        ((None, matrix),), ((matrix, None),), (1.5, matrix), (matrix, 1.5), (True,), (1,), (0,), ((True,),), ((1,),),
+        (matrix.view(-1)[1:],), *((descriptor,) for descriptor in descriptors), (None, descriptors[0]), (),
+    ]  # fmt: skip
+    keys = [_specialization(arguments) for arguments in several]
+    assert len(set(keys)) == len(keys)
+    assert [_specialization(arguments) for arguments in several] == keys
+    assert _specialization((3, None), frozenset({0})) == _specialization((5, None), frozenset({0}))

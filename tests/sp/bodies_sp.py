@@ -22,6 +22,7 @@ from ditron_train.sp import (
     sequence_exchange,
 )
 from ditron_train.sp.prepared import PreparedA2AGemm
+from tests.support.refused_launches import check_refused_launches
 
 
 def integers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -375,6 +376,33 @@ def interrupted(op: str) -> None:
         context.arena.close()
         return
     raise AssertionError("nothing was raised")
+
+
+def refused(op: str) -> int:
+    """Any launch of an op is refused on all ranks; returns how many it has."""
+    from ditron_train.sp import gather_sequence, gemm_a2a, to_heads, to_sequence
+
+    context = SPContext(None, torch.device("cpu"))
+    world, rank = context.world_size, context.rank
+    layout = output_layout(2 * world, 8, world)
+    rows = integers(4, 1, 2 * world, 8, dtype=torch.float32, seed=rank)
+    heads = integers(4 * world, 1, 2, 8, dtype=torch.float32, seed=rank)
+    product = dict(x=rows.flatten(2), weight=integers(2 * world * 8, 2 * world * 8, dtype=torch.float32, seed=9))
+
+    def call(repeat: int) -> list[torch.Tensor]:
+        given = dict(context=context, layout=layout)
+        if op == "to_heads":
+            return list(to_heads([rows.clone()], **given))
+        if op == "to_sequence":
+            return list(to_sequence([heads.clone()], **given))
+        if op == "gather_sequence":
+            return [gather_sequence([heads.clone()], meanwhile=lambda: None, **given).clone()]
+        return list(gemm_a2a(**product, weight_layout="nt", **given))
+
+    try:
+        return check_refused_launches(context, call)
+    finally:
+        context.arena.close()
 
 
 def absent_peer(op: str) -> str:

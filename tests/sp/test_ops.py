@@ -98,6 +98,15 @@ def test_an_error_beside_a_transfer_leaves_the_ranks_in_step(op):
         assert outcome.ok, outcome.traceback
 
 
+@pytest.mark.parametrize(
+    "op, launches", [("to_heads", 2), ("to_sequence", 2), ("gather_sequence", 2), ("gemm_a2a", 3)]
+)
+def test_a_launch_that_is_refused_leaves_no_fork_and_no_open_epoch(op, launches):
+    for outcome in run_workers_once(2, bodies_sp.refused, op, env={"DITRON_TIMEOUT_S": "20"}):
+        assert outcome.ok, outcome.traceback
+        assert outcome.value == launches
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_packed_sequences(world):
     lengths = [2 * world * count for count in (3, 1, 17, 0, 6)]

@@ -34,8 +34,10 @@ class _Driver:
     def record(self, stream: int, enqueue: Callable[[], None]) -> list[str]:
         self.calls.append(("record", stream))
         before, self.stream = self.stream, []
-        enqueue()
-        graph, self.stream = self.stream, before
+        try:
+            enqueue()
+        finally:
+            graph, self.stream = self.stream, before
         self.alive.append(graph)
         return graph
 
@@ -208,7 +210,62 @@ def test_a_gpu_without_room_for_another_graph_goes_on_without(fake: _Driver, mon
     run("another", 5)
     run("kept", 1)
     assert fake.stream == ["kept"] * 3 + ["refused"] * 5 + ["another"] * 5 + ["graph of kept"]
-    assert asked == [STREAM]
+    assert asked == [STREAM] * 2  # once each
+    for number in range(2 * recorded._MOST_REFUSED):
+        run(f"more {number}", 5)
+    run("kept", 1)
+    assert fake.stream[-1] == "graph of kept" and len(asked) == recorded._MOST_REFUSED
+
+
+def test_a_sequence_that_cannot_be_recorded_is_the_only_one(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while it is captured nor when it is readied; the others are recorded as before."""
+    sequences = RecordedSequences()
+
+    def refuse(*_: object) -> None:
+        raise DitronError("not now")
+
+    fake.stream.append("before")  # what is captured begins with an empty list
+    for _ in range(5):
+        _run(sequences, "cannot be captured", lambda: fake.stream.append("ran") if fake.stream else refuse())
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "graph_upload", refuse)
+        for _ in range(5):
+            assert not _run(sequences, "cannot be readied", lambda: fake.stream.append("readied"))
+    assert fake.alive == []
+    assert [_run(sequences, "good", lambda: fake.stream.append("good")) for _ in range(5)] == [False] * 3 + [True] * 2
+    assert fake.alive == [["good"]] and fake.calls.count(("record", STREAM)) == 3
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_capture_that_is_broken_off_leaves_no_graph(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """The driver gives a graph at the end of a capture, unless the capture itself was broken."""
+    alive, is_capturing = [], []
+
+    def begin(stream: int, mode: object) -> tuple[int]:
+        is_capturing.append(stream)
+        return (0,)
+
+    def end(stream: int) -> tuple[int, object]:
+        is_capturing.remove(stream)
+        if not ends:
+            return 901, None
+        alive.append("graph")
+        return 0, "graph"
+
+    def destroy(graph: str) -> tuple[int]:
+        alive.remove(graph)
+        return (0,)
+
+    mode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    calls = dict(cuStreamBeginCapture=begin, cuStreamEndCapture=end, cuGraphDestroy=destroy, CUstreamCaptureMode=mode)
+    monkeypatch.setattr(driver, "_require", lambda: SimpleNamespace(**calls))
+
+    def enqueue() -> None:
+        raise RuntimeError("while it is captured")
+
+    with pytest.raises(RuntimeError, match="while it is captured"):
+        driver.graph_record(STREAM, enqueue)
+    assert not alive and not is_capturing
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from ditron_train.tp import ops as tp_ops
 from ditron_train.tp.context import FLAGS_PER_RANK
 from ditron_train.tp.functions import PlainWgrad, _column_gradients
 from tests.support.patience import HANG_S, Lateness
+from tests.support.refused_launches import check_refused_launches
 
 CPU = torch.device("cpu")
 
@@ -663,6 +664,25 @@ def check_interrupted(op: str) -> None:
     finally:
         for module, function in zip(modules, aligned):
             module.aligned_operand = function
+        context.arena.close()
+
+
+def refused(op: str) -> int:
+    """Any launch of an op is refused on all ranks; returns how many it has."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = TPContext(dist.new_group(list(range(world))), CPU)
+    x, weight = integers((32, 64), rank), integers((48, 64), 7)
+    calls = {
+        "all_gather": lambda: all_gather(x, context=context),
+        "ag_gemm push": lambda: ag_gemm(x, weight, context=context, plan=GatherPlan("push", 1)),
+        "ag_gemm copy": lambda: ag_gemm(x, weight, context=context, plan=GatherPlan("copy", 1)),
+        "gemm_rs": lambda: gemm_rs(x, weight, context=context, scatter="copy"),
+        "reduce_scatter": lambda: start_reduce_scatter(x, context=context).wait(),
+        "all_reduce": lambda: start_all_reduce(x.clone(), context=context).wait(),
+    }
+    try:
+        return check_refused_launches(context, lambda repeat: [calls[op]()])
+    finally:
         context.arena.close()
 
 

@@ -107,15 +107,17 @@ def busiest_link(amounts: torch.Tensor) -> float:
 @contextlib.contextmanager
 def repeating(layer: Shape) -> Iterator[None]:
     """PyTorch's deterministic mode where a layer is measured in it: natively only fused permutation repeats itself
-    without."""
+    without. The mode and the filling of new memory are restored as they were before."""
     is_on = bool(layer.options["deterministic"]) or not HAVE_TE
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled_before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(is_on, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = not is_on  # type: ignore[attr-defined]  # it would fill buffers that are being written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled_before  # type: ignore[attr-defined]
 
 
 class TokensCall(NamedTuple):

@@ -190,7 +190,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PComm
                 turns=self._turns,
             )
         except FAILURES as error:
-            raise NotSupportedError(why_all_failed(error, self.pp_group, self._turns)) from error
+            raise NotSupportedError(why_all_failed("pp", error, self.pp_group, self._turns)) from error
 
     def _failed_self_check(self) -> str | None:
         """In front of the context, and whether the gate is asked or not (collective as ``_made_context``)."""

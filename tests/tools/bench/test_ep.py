@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ditron_train.ep import spec as ep_spec
-from ditron_train.megatron.ep.movement_spec import busiest_link
+from ditron_train.megatron.ep.movement_spec import busiest_link, repeating
+from ditron_train.policy import Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.bench import ep
 from ditron_train.tools.results import read_results
@@ -78,3 +79,27 @@ def test_an_unknown_model_is_refused() -> None:
 def test_the_busiest_link_may_be_one_that_receives() -> None:
     assert busiest_link(torch.tensor([[9.0, 1.0, 2.0], [4.0, 9.0, 1.0], [4.0, 1.0, 9.0]])) == 8.0
     assert busiest_link(torch.tensor([[0.0, 4.0], [1.0, 50.0]])) == 4.0
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("before", [(True, False, False), (True, True, True), (False, False, False)])
+def test_the_modes_of_the_caller_are_restored(is_on: bool, before: tuple[bool, bool, bool]) -> None:
+    """Deterministic mode, whether it only warns, and whether new memory is filled."""
+
+    def modes() -> tuple[bool, bool, bool]:
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        return is_deterministic, warns_only, torch.utils.deterministic.fill_uninitialized_memory
+
+    def set_modes(enabled: bool, warn_only: bool, fills: bool) -> None:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+    at_first = modes()
+    set_modes(*before)
+    try:
+        with pytest.raises(RuntimeError, match="inside"), repeating(Shape("any", {}, {"deterministic": is_on})):
+            raise RuntimeError("inside")
+        assert modes() == before
+    finally:
+        set_modes(*at_first)
