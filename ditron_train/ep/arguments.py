@@ -188,17 +188,6 @@ class SumSizes(NamedTuple):
     TILE_COUNT: int = 1
 
 
-class ExpertPlaces(NamedTuple):
-    """Where the FP8 operands of each expert lie, int64 [experts] each: its first row among all; its rows and its
-    weight as counts of their descriptors' first units; addresses of its two scales."""
-
-    starts: torch.Tensor
-    rows: torch.Tensor
-    weights: torch.Tensor
-    row_scales: torch.Tensor
-    weight_scales: torch.Tensor
-
-
 class GemmSizes(NamedTuple):
     """Constants of the grouped GEMMs, see ``group_gemm_kernels``."""
 

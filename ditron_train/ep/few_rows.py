@@ -30,7 +30,7 @@ OTHER_BITS = "experts' products have other bits than Transformer Engine's, or ca
 MOST_ROWS = 4096
 _EACH_TO, _STEP_BEYOND = 512, 9
 _TILE = 128
-_ROWS_AT_ONCE, _BYTES_AT_ONCE = 16384, 1 << 28  # of a call; of its largest tensor, where MOST_ROWS are not more
+_ROWS_OF_A_CALL, _BYTES_OF_A_CALL = 16384, 1 << 28  # the latter of its largest tensor, if MOST_ROWS are not more
 
 #: (rows of several experts [sum(splits), K], splits) -> their products with one weight [sum(splits), N]. The last ones
 #: may have none.
@@ -90,19 +90,17 @@ def _measured(n: int, k: int, num_experts: int, transpose: bool, dtype: torch.dt
         tiles = row_tiles(torch.tensor(splits, device=device), len(batch))
         return group_gemm(batch, [weight] * len(splits), tiles, transpose=transpose)
 
-    return fewest_rows(native, own, rows, tried_rows(), num_experts, rows_at_once(max(n, k) * dtype.itemsize))
+    return fewest_rows(native, own, rows, tried_rows(), num_experts, most_rows_of_call(max(n, k) * dtype.itemsize))
 
 
-def tried_rows(least: int = 1, step: int = 1) -> list[int]:
-    """The numbers of rows that are compared: multiples of ``step`` from ``least`` on."""
-    beyond = max(_STEP_BEYOND, step)
-    each = range(-(-least // step) * step, _EACH_TO + 1, step)
-    return [*each, *range(_EACH_TO + beyond, MOST_ROWS + 1, beyond)]
+def tried_rows() -> list[int]:
+    """The numbers of rows that are compared."""
+    return [*range(1, _EACH_TO + 1), *range(_EACH_TO + _STEP_BEYOND, MOST_ROWS + 1, _STEP_BEYOND)]
 
 
-def rows_at_once(row_bytes: int) -> int:
+def most_rows_of_call(row_bytes: int) -> int:
     """How many rows a call has at most, whose longest row has so many bytes."""
-    return max(MOST_ROWS, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // row_bytes))
+    return max(MOST_ROWS, min(_ROWS_OF_A_CALL, _BYTES_OF_A_CALL // row_bytes))
 
 
 def fewest_rows(

@@ -31,29 +31,6 @@ def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
     )
 
 
-def _gemm_fp8(name, m, n, stages, chain=None, rows="fp8e4nv"):
-    half = n // 2 if n >= 256 else n
-    lines = ("starts", "rows", "weights", "row_scales", "weight_scales")
-    return KernelSpec(
-        name=f"ep_group_gemm_fp8_{name}",
-        kernel="ditron_train.ep.group_gemm_fp8_kernels:group_gemm_fp8_kernel",
-        signature={
-            "a_desc": f"tensordesc<{rows}[1,{m},128]>",
-            "b_desc": f"tensordesc<fp8e4nv[1,{n},128]>",
-            "half_b_desc": f"tensordesc<fp8e4nv[1,{half},128]>",
-            "c_desc": f"tensordesc<bf16[{m},{half}]>",
-            "experts": dict.fromkeys(lines, "*i64"),
-            "tiles": "*i32",
-            "N": "i32",
-            "K": "i32",
-        },
-        constexprs={"CHAIN": chain, "GEMM": _sizes(m, n, 128, False)},
-        num_warps=8,
-        num_stages=stages,
-        targets=("sm_90",),
-    )
-
-
 def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100"), to=0):
     split = n >= 256
     return KernelSpec(
@@ -185,10 +162,6 @@ SPECS = [
             _gemm(f"{layout}_cdna", transpose_b, 128, 128, 64, 2, ("hip",)),
         )
     ),
-    _gemm_fp8("wide", 128, 256, 3),
-    _gemm_fp8("square", 128, 128, 4),
-    _gemm_fp8("split", 128, 128, 4, chain=128, rows="fp8e5"),
-    _gemm_fp8("split_tall", 256, 128, 3, chain=128, rows="fp8e5"),
     _wgrad("wide", 128, 256, 64, 4),
     _wgrad("square", 128, 128, 64, 4),
     _wgrad("added", 128, 128, 64, 4, ("sm_90",), to=1),

@@ -13,7 +13,7 @@ import datetime
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -184,7 +184,6 @@ def _seldom(device: torch.device):
 
 def _alone() -> None:
     from ditron_train.ep.group_gemm import group_gemm, group_wgrad
-    from ditron_train.ep.group_gemm_fp8 import ExpertRows, group_gemm_fp8
     from ditron_train.ep.row_tiles import row_tiles
     from ditron_train.gemm import matmul_nn, matmul_nt, matmul_tn
     from ditron_train.optim import Muon
@@ -202,11 +201,6 @@ def _alone() -> None:
     x, weight, counts = normal(256, 320), normal(192, 320), torch.tensor([100, 0, 156], device="cuda")
     experts, tiles = [normal(192, 320) for _ in counts], row_tiles(counts, 256)
 
-    def quantised(parts: Sequence[torch.Tensor]) -> ExpertRows:
-        return ExpertRows(
-            [part.to(torch.float8_e4m3fn) for part in parts], [torch.ones(1, device="cuda") for _ in parts]
-        )
-
     for name, run in {
         "matmul_nt": lambda: matmul_nt(x, weight),
         "matmul_nn": lambda: matmul_nn(x, weight.t().contiguous()),
@@ -214,9 +208,6 @@ def _alone() -> None:
         "group_gemm": lambda: group_gemm(x, experts, tiles),
         "group_dgrad": lambda: group_gemm(normal(256, 192), experts, tiles, transpose=False),
         "group_wgrad": lambda: group_wgrad(normal(256, 192), x, tiles),
-        "group_gemm_fp8": lambda: group_gemm_fp8(
-            quantised(normal(256, 320).split([128, 0, 128])), quantised(experts), split_accumulator=False
-        ),
         "gram": lambda: gram(x),
         "scaled_square": lambda: scaled_square(gram(x), 1.0, 2.0),
         "addmm": lambda: addmm(x, gram(x), x, alpha=1.0, beta=2.0),

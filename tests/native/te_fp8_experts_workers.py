@@ -93,14 +93,14 @@ from transformer_engine.pytorch.tensor.float8_tensor import DType, Float8Current
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, inp, m_splits, layer, split_accumulator, *weights):
+    def forward(ctx, inp, m_splits, layer, *weights):
         for quantizer in layer.inputs:
             quantizer.set_usage(rowwise=True, columnwise=ctx is not None)
         rows = tex.split_quantize(inp, m_splits, layer.inputs)
         matrices = [quantizer(weight) for quantizer, weight in zip(layer.weights, weights)]
         out = torch.empty([sum(m_splits), weights[0].shape[0]], dtype=torch.bfloat16)
         _ = general_grouped_gemm(matrices, rows, [out], torch.bfloat16, single_output=True, m_splits=m_splits,
-                                 bias=None, use_bias=False, use_split_accumulator=split_accumulator)
+                                 bias=None, use_bias=False, use_split_accumulator=False)
         if ctx is not None:
             ctx.kept = m_splits, layer, rows, matrices
         return out
@@ -116,7 +116,7 @@ class _GroupedLinear(torch.autograd.Function):
         general_grouped_gemm(matrices, grads, [dgrad], torch.bfloat16, single_output=True, layout="NN", **options)
         wgrads = [torch.empty_like(layer.weight0) for _ in matrices]
         general_grouped_gemm(rows, grads, wgrads, torch.bfloat16, layout="NT", **options)
-        return dgrad, None, None, None, *wgrads
+        return dgrad, None, None, *wgrads
 
 
 class GroupedLinear(torch.nn.Module):
@@ -133,20 +133,15 @@ class GroupedLinear(torch.nn.Module):
             return Float8Quantizer(dtype, torch.tensor([0.5]), torch.zeros(1))
         return Float8CurrentScalingQuantizer(dtype, None)
 
-    def forward(self, inp, m_splits, split_accumulator=False):
+    def forward(self, inp, m_splits):
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         run, ctx = (_GroupedLinear.apply, []) if torch.is_grad_enabled() else (_GroupedLinear.forward, [None])
-        return run(*ctx, inp, m_splits, self, split_accumulator, *weights)
+        return run(*ctx, inp, m_splits, self, *weights)
 """
 
 
-#: Rows that every expert must have in these tests: as many as a tile in the interpreter.
-FEWEST_ROWS = 32
-
-
-def install(change=("", ""), measures_no_rows=True, minor=10):
-    """The stand-in for 2.``minor``; ours with few rows, of experts of which cuBLAS would need more: they are not
-    measured, which takes the interpreter too long."""
+def install(change=("", ""), minor=10):
+    """The stand-in for 2.``minor``."""
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
@@ -157,30 +152,19 @@ def install(change=("", ""), measures_no_rows=True, minor=10):
     sources["transformer_engine.pytorch.cpp_extensions"] += _OPS
     sources["transformer_engine.pytorch.module.grouped_linear"] = _GROUPED
     te_fp8_workers.install(sources, change)
-    from ditron_train.megatron.ep import fp8_spec, te_fp8
+    from ditron_train.megatron.ep import te_quantise
 
-    if measures_no_rows:
-        fp8_spec.fewest_rows_of = lambda call: FEWEST_ROWS
-    return te_fp8
+    return te_quantise
 
 
-#: Rows of the experts, whether gradients are wanted, whether forward has a split accumulator; the last has an expert
-#: with fewer rows than it needs.
-STEPS = (
-    ([32, 32, 80], True, False),
-    ([32, 0, 32], True, False),
-    ([32, 32, 80], False, False),
-    ([32, 32, 80], True, True),
-    ([32, 16, 48], True, False),
-)
+#: Rows of the experts, and whether gradients are wanted.
+STEPS = (([32, 32, 80], True), ([32, 0, 32], True), ([32, 32, 80], False), ([32, 16, 48], True))
 
 
 def compare_layers(recipe, minor=10):
-    """Native, ours asked for nothing, with each product and both in one kernel, and with rows quantised at once: equal
-    results, gradients and states; the calls of each, and how often rows were."""
-    te_fp8 = install(minor=minor)
-    from ditron_train.megatron.ep import te_quantise
-
+    """Native, ours asked for nothing, and with grouped quantization: equal results, gradients and states; the products
+    of each, and how often rows were quantised at once."""
+    te_quantise = install(minor=minor)
     quantise, quantised = te_quantise.quantise, []
 
     def counted(*args):
@@ -190,23 +174,19 @@ def compare_layers(recipe, minor=10):
 
     te_quantise.quantise = counted
     native = type("Native", (sys.modules["transformer_engine.pytorch.module.grouped_linear"].GroupedLinear,), {})
-    ours = type("Ours", (native, te_fp8.grouped_base()), {})
-    assert te_fp8.why_not_code() is None
+    ours = type("Ours", (native, te_quantise.grouped_base()), {})
+    assert te_quantise.why_not_code() is None
     calls, seen = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS, []
     shape = (48, 32)
     kinds = frozenset([te_quantise.RowsKind(32, "E4M3", True, 0.0), te_quantise.RowsKind(48, "E5M2", True, 0.0)])
-    for products in (None, "", "forward", "dgrad", "forward dgrad", "rows"):
-        made = native if products is None else ours
+    for made, asked in ((native, frozenset()), (ours, frozenset()), (ours, kinds)):
         layer = made([te_fp8_workers._integers(shape, 7 + index) for index in range(3)], recipe)
         found = []
         calls.clear()
-        for step, (splits, has_grad, split_accumulator) in enumerate(STEPS):
+        for step, (splits, has_grad) in enumerate(STEPS):
             x = te_fp8_workers._integers((sum(splits), shape[1]), step).requires_grad_(has_grad)
-            chosen = frozenset((one, FEWEST_ROWS) for one in (products or "").split() if one != "rows")
-            at_once = te_fp8.AtOnce(chosen, kinds if products == "rows" else frozenset())
-            with te_fp8.doing_at_once(at_once):
-                with torch.set_grad_enabled(has_grad):
-                    y = layer(x, splits, split_accumulator)
+            with te_quantise.grouped_quantization(asked), torch.set_grad_enabled(has_grad):
+                y = layer(x, splits)
             found.append(y.detach().clone())
             if has_grad:
                 y.backward(te_fp8_workers._integers(y.shape, 50 + step))
@@ -214,7 +194,7 @@ def compare_layers(recipe, minor=10):
                 layer.zero_grad()
         quantizers = [*layer.inputs, *layer.weights, *layer.grads]
         kept = [[getattr(one, name).item() for name in ("amax", "scale") if hasattr(one, name)] for one in quantizers]
-        used = quantizers if products != "rows" or recipe == "delayed" else layer.weights  # rows by others' casts
+        used = quantizers if not asked or recipe == "delayed" else layer.weights  # rows by others' casts
         seen.append((found, kept, [one.history for one in used], list(calls)))
     for found, state, *_ in seen[1:]:
         assert len(found) == len(seen[0][0]) and all(map(torch.equal, found, seen[0][0]))
@@ -226,44 +206,8 @@ def compare_layers(recipe, minor=10):
 
 
 def refused_code(change):
-    """Why the stand-in, with one string replaced, cannot be used, and why its rows are not quantised at once."""
-    te_fp8 = install(change)
-    reason = te_fp8.why_not_code()
-    return reason or te_fp8.why_not_quantised()
-
-
-def spec_on_cpu():
-    """The trials of the policy, and what it does not cover."""
-    install()
-    from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall
-
-    calls = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS
-    said, group, keys = [], dist.group.WORLD, set()
-    for sizes, dtype, *options in (
-        ((48, 32), torch.bfloat16, "forward", "E5M2"),
-        ((48, 32), torch.bfloat16, "forward", "E5M2", 20),
-        ((48, 32), torch.bfloat16, "dgrad", "E5M2"),
-        ((48, 32), torch.bfloat16, "dgrad", "E4M3"),
-        ((40, 32), torch.bfloat16),
-        ((48, 32), torch.float32),
-    ):
-        num_experts = options.pop() if len(options) > 2 else 3
-        x, weight = torch.empty(200, sizes[1]).to(dtype), torch.empty(sizes).to(dtype)
-        call = Fp8ExpertsCall(x, weight, num_experts, group, *options)
-        keys.add(FP8_EXPERTS.key(call))
-        said.append(FP8_EXPERTS.why_not(call))
-        if said[-1] is None:
-            context = FP8_EXPERTS.context(call)
-            trial = FP8_EXPERTS.trial(call, context)
-            assert trial.host_counts
-            for first, second in [(trial.megatron, trial.fused), *trial.also]:
-                (expected,) = first()
-                calls.clear()
-                (found,) = second()
-                assert expected.shape == found.shape and torch.isfinite(found).all() and not calls
-            said[-1] = trial.words
-    assert len(keys) == len(said)
-    return said
+    """Why the code of the stand-in, with one string replaced, cannot quantise by another function."""
+    return install(change).why_not_code()
 
 
 def rows_spec_on_cpu():
@@ -359,82 +303,13 @@ def rows_kept_apart():
     return said
 
 
-def measured_rows(kind):
-    """From how many rows on products are ours, of two sizes, where one differs on rank 1 or cannot be computed."""
-    install(measures_no_rows=False)
-    from ditron_train.megatron.ep import fp8_spec
-    from ditron_train.runtime.errors import NotSupportedError
-
-    fp8_spec.MOST_ROWS, fp8_spec.tried_rows = 300, lambda *_: [160, 288]
-
-    def own(call, weights, rows, splits, fewest):
-        if kind == "none" and dist.get_rank() == 1:
-            return None
-        out = fp8_spec._native_product(call, weights, rows, splits)
-        assert len(splits) == 3 and splits[-1] == 0 and fewest == 0
-        if kind == "differs" and dist.get_rank() == 1:
-            out[: splits[0], 0] += 1
-        return out
-
-    fp8_spec._own_product = own
-    call = fp8_spec.Fp8ExpertsCall(
-        torch.empty(200, 32).bfloat16(), torch.empty(48, 32).bfloat16(), 3, dist.group.WORLD
-    )
-    try:
-        fp8_spec.FP8_EXPERTS.context(call)
-    except NotSupportedError as error:
-        return str(error)
-    return fp8_spec.fewest_rows_of(call)
-
-
 def recipes():
-    """Whether a recipe has one scale a tensor, by its class."""
+    """Which recipes have grouped quantization, by their class."""
     install()
     from ditron_train.megatron.ep.coverage import why_not_fp8_recipe
 
-    owners = {"TEDelayedScaling": "DelayedScaling"}
-    names = ("Float8CurrentScaling", "TEDelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling")
+    owners = {"TEFloat8CurrentScaling": "Float8CurrentScaling"}
+    names = ("Float8CurrentScaling", "TEFloat8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
     made = {name: type(name, (type(owners.get(name, "Recipe"), (), {}),), {})() for name in names}
     lines = {name: [one.__name__ for one in type(recipe).__mro__] for name, recipe in made.items()}
     return [name for name, line in lines.items() if why_not_fp8_recipe(line) is None]
-
-
-def kept_apart():
-    """What the log says, once each, of products that are left to Transformer Engine; they are asked for twice."""
-    te_fp8 = install()
-    from ditron_train.runtime.logs import decisions
-
-    tex, said = sys.modules["transformer_engine_torch"], []
-    e4m3, e5m2 = (
-        tex.Float8CurrentScalingQuantizer(kind, None) for kind in (tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2)
-    )
-    shape, count = (48, 32), 2
-    weights = [te_fp8_workers._integers(shape, 7 + index) for index in range(count)]
-    rows = te_fp8_workers._integers((96, shape[1]), 3).split([48, 48])
-    of_weights, of_rows = ([e4m3(one) for one in side] for side in (weights, rows))
-    as_bf16 = sys.modules["transformer_engine.pytorch.tensor.float8_tensor"].Quantized()
-    for first, second, dtype, changed in (
-        (of_weights, of_rows, torch.bfloat16, {}),
-        (of_weights, [of_rows[0], e5m2(rows[1])], torch.bfloat16, {}),
-        ([of_weights[0], e5m2(weights[1])], of_rows, torch.bfloat16, {}),
-        ([e5m2(one) for one in weights], of_rows, torch.bfloat16, {}),
-        ([of_weights[0], as_bf16], of_rows, torch.bfloat16, {}),
-        (of_weights, of_rows, torch.float32, {}),
-        (of_weights, of_rows, torch.bfloat16, {"split_accumulator": True}),
-        (of_weights, of_rows, torch.bfloat16, {"fewest_rows": 64}),
-    ):
-        before = len(decisions())
-        options = {"split_accumulator": False, "fewest_rows": FEWEST_ROWS, **changed}
-        for _ in range(2):
-            out = torch.zeros(96, shape[0], dtype=dtype)
-            is_ours = te_fp8.multiply("forward", first, second, out, **options)
-            assert is_ours == out.any().item(), "of what is left nothing is written"
-        said.append((is_ours, decisions()[before:]))
-    products = te_fp8._stand_in(frozenset([("forward", FEWEST_ROWS)]))
-    before = len(decisions())
-    for _ in range(2):
-        apart = [torch.zeros(48, shape[0], dtype=torch.bfloat16) for _ in rows]
-        products(of_weights, of_rows, apart, torch.bfloat16, m_splits=[48, 48])
-        assert all(one.any() for one in apart), "Transformer Engine's call"
-    said.append((False, decisions()[before:]))
-    return said

@@ -452,7 +452,7 @@ from ditron_train.runtime.logs import decisions
 te_experts.experts_group = lambda: "a group"
 layer = te_experts.DitronTEColumnParallelGroupedLinear()
 layer.weight0, layer.single_grouped_weight = None, True  # as it leaves them, from 2.14 on
-assert te_experts._at_once(layer, torch.zeros(4, 4)) == te_experts.NOTHING_AT_ONCE
+assert te_experts._grouped_kinds(layer, torch.zeros(4, 4)) == frozenset()
 assert any(line.endswith("native, the experts share one grouped weight") for line in decisions()), decisions()
 """
 
@@ -460,22 +460,39 @@ _ROWS_OF_EXPERTS = f"""{_ONE_WEIGHT_OF_EXPERTS}
 import os
 from types import SimpleNamespace as Named
 
-inputs, grads = Named(power_2_scale=False, amax_epsilon=0.0), Named(power_2_scale=True, amax_epsilon=0.5)
-recipe = Named(float8_current_scaling=lambda: True, fp8_quant_fwd_inp=inputs, fp8_quant_bwd_grad=grads)
-layer.weight0 = torch.zeros(6, 4)
-te_experts.why_not_quantised = lambda: "they are quantised elsewhere"
-assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == []
+class Float8CurrentScaling:
+    fp8_quant_fwd_inp = Named(power_2_scale=False, amax_epsilon=0.0)
+    fp8_quant_bwd_grad = Named(power_2_scale=True, amax_epsilon=0.5)
+    fp8_format = Named(name="HYBRID")
+
+class DelayedScaling:
+    fp8_format = Named(name="HYBRID")
+
+x = torch.zeros(4, 4)
+layer.weight0, layer.single_grouped_weight, layer.num_gemms = torch.zeros(6, 4), False, 2
+states.fp8_graph_capturing, states.get_fp8_recipe = lambda: False, Float8CurrentScaling
+te_experts.why_not_grouped_layer, te_experts.why_not_code = lambda *args: None, lambda: "they are quantised elsewhere"
+assert te_experts._grouped_kinds(layer, x) == frozenset()
 assert decisions()[-1] == "ep rows (FP8): native, they are quantised elsewhere"
-te_experts.why_not_quantised = lambda: None
+te_experts.why_not_code = lambda: None
+asked = []
+te_experts.gate.context_for = lambda spec, call: asked.append(call) or (None if call.are_grads else "faster")
+kinds = te_experts.RowsKind(4, "E4M3", False, 0.0), te_experts.RowsKind(6, "E5M2", True, 0.5)
+assert te_experts._grouped_kinds(layer, x) == {{kinds[0]}}, "the other one is not faster"
+assert [(call.kind, call.width, call.are_grads, call.num_experts) for call in asked] == [
+    (kinds[0], 6, False, 2),
+    (kinds[1], 4, True, 2),
+]
+asked.clear()
 os.environ["DITRON_FP8_ROWS"] = "off"
-assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "it is said"
+assert te_experts._grouped_kinds(layer, x) == frozenset(), "as set"
 del os.environ["DITRON_FP8_ROWS"]
-expected = [(te_experts.RowsKind(4, "E4M3", False, 0.0), 6), (te_experts.RowsKind(6, "E5M2", True, 0.5), 4)]
-assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == expected
 with torch.no_grad():
-    assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == [], "no transposes are wanted"
-recipe.float8_current_scaling = lambda: False
-assert te_experts._kinds_of_rows(layer, recipe, "E5M2") == []
+    assert te_experts._grouped_kinds(layer, x) == frozenset(), "no transposes are wanted"
+before = len(decisions())
+states.get_fp8_recipe = DelayedScaling
+assert te_experts._grouped_kinds(layer, x) == frozenset() and not asked
+assert decisions()[before:][0].endswith("the recipe is DelayedScaling")
 """
 
 _CUSTOM_RECIPE = f"""{_ONE_WEIGHT_OF_EXPERTS}
@@ -486,8 +503,8 @@ layer.single_grouped_weight = False
 states.fp8_graph_capturing = lambda: False
 states.get_fp8_recipe = CustomRecipe
 te_experts.why_not_grouped_layer = te_experts.why_not_code = lambda *args: None
-assert te_experts._at_once(layer, torch.zeros(4, 4)) == te_experts.NOTHING_AT_ONCE
-words = "native, products expert by expert in the recipe CustomRecipe"
+assert te_experts._grouped_kinds(layer, torch.zeros(4, 4)) == frozenset()
+words = "native, only tensorwise scaling has grouped quantization, the recipe is CustomRecipe"
 assert any(line.endswith(words) for line in decisions()), decisions()
 """
 

@@ -25,23 +25,23 @@ _NOT_OVER_NODES = (
     "moe_router_padding_for_quantization",
     "overlap_moe_expert_parallel_comm",
 )
-_ONE_SCALE = ("Float8CurrentScaling", "DelayedScaling")  # recipes with one scale a tensor
-_FP8_STEP = 16  # of which the sizes of a weight in FP8 are multiples
 # Where peer memory was found not to reach all ranks: it is not tried again at every step.
 _by_rails: GroupCache[tuple[dist.ProcessGroup, torch.device], bool] = GroupCache()
 
 
 def why_not_fp8_recipe(names: Sequence[str]) -> str | None:
-    """Why products of experts in FP8 are a call an expert, by their recipe, or None.
+    """Why rows of experts in FP8 are quantised by Transformer Engine, by their recipe, or None.
 
     Args:
         names: Of the recipe's class, then of those that it is derived from.
     """
-    return None if set(_ONE_SCALE) & set(names) else f"products expert by expert in the recipe {names[0]}"
+    if "Float8CurrentScaling" in names:
+        return None
+    return f"only tensorwise scaling has grouped quantization, the recipe is {names[0]}"
 
 
 def why_not_fp8_options(*, is_plain: bool, has_fp8_parameters: bool) -> str | None:
-    """Why experts in FP8 are quantised and multiplied one by one, by the layer's options, or None.
+    """Why rows of experts in FP8 are quantised by Transformer Engine, by the layer's options, or None.
 
     Args:
         is_plain: Whether the layer has neither quantization parameters nor a bias, and nothing is offloaded.
@@ -52,13 +52,9 @@ def why_not_fp8_options(*, is_plain: bool, has_fp8_parameters: bool) -> str | No
     return None if is_plain else "the layer has quantization parameters or a bias, or activations are offloaded"
 
 
-def why_not_fp8_weight(dtype: torch.dtype, weight: torch.Tensor) -> str | None:
-    """Why products of rows of ``dtype`` and a weight ``[N, K]``, in FP8, are a call an expert, or None."""
-    if dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        return f"rows are {dtype} and weights {weight.dtype}; covered is bfloat16"
-    if weight.shape[0] % _FP8_STEP or weight.shape[1] % _FP8_STEP:
-        return f"weights {tuple(weight.shape)} are no multiples of {_FP8_STEP}"
-    return None
+def why_not_fp8_rows(dtype: torch.dtype) -> str | None:
+    """Why rows of ``dtype`` are quantised to FP8 by Transformer Engine, or None."""
+    return None if dtype == torch.bfloat16 else f"{dtype} is not covered"
 
 
 def why_not_kind(kind: str) -> str | None:

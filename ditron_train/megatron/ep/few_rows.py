@@ -27,12 +27,7 @@ def agreed_fewest_rows(
     key = (products, dtype, device, group)
     if key not in _agreed:
         here = max(fewest_rows_here(product, dtype, device) for product in products)
-        _agreed[key] = most_of_ranks(here, device, group)
+        most = torch.tensor([here], device=device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        _agreed[key] = int(most)
     return _agreed[key]
-
-
-def most_of_ranks(number: int, device: torch.device, group: dist.ProcessGroup) -> int:
-    """The largest of the ranks' numbers (collective)."""
-    most = torch.tensor([number], device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return int(most)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 
 from ditron_train.ep.few_rows import giving_memory_back
+from ditron_train.megatron.ep.coverage import why_not_fp8_rows
 from ditron_train.megatron.ep.te_quantise import RowsKind, new_quantizer, quantise, why_not_quantizers
 from ditron_train.megatron.shared.devices import why_not_fp8_on_device
 from ditron_train.policy import Function, OpSpec
@@ -60,9 +61,8 @@ class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
         return call.kind, call.width, call.are_grads, call.num_experts, call.x.dtype, call.x.device
 
     def why_not(self, call: Fp8RowsCall) -> str | None:
-        if call.x.dtype != torch.bfloat16:
-            return f"{call.x.dtype} is not covered"
-        return why_not_fp8_on_device(call.x.device) or why_not_quantizers(call.x.device)
+        reason = why_not_fp8_rows(call.x.dtype) or why_not_fp8_on_device(call.x.device)
+        return reason or why_not_quantizers(call.x.device)
 
     def context(self, call: Fp8RowsCall) -> object:
         """See `OpSpec`: a mark, the op has no memory of its own.

@@ -1,5 +1,5 @@
 """Transformer Engine's grouped experts without a host sync (part of feature ``ep``, with ``DITRON_EP_CAPACITY``), and
-with what a layer in FP8 does for all experts at once.
+with grouped quantization of a layer in FP8.
 
 ``TEGroupedMLP`` passes what it gets as ``tokens_per_expert`` through ``tolist()`` to its two grouped linear layers.
 With a capacity these counts exist on the device alone: ``DeviceCounts`` takes the place of the list, and the linear
@@ -34,19 +34,7 @@ from ditron_train.megatron.ep.experts import (
     why_not_options,
 )
 from ditron_train.megatron.ep.fp8_rows_spec import FP8_ROWS, Fp8RowsCall
-from ditron_train.megatron.ep.fp8_spec import FP8_EXPERTS, Fp8ExpertsCall, fewest_rows_of
-from ditron_train.megatron.ep.te_fp8 import (
-    LOG_NAME,
-    NOTHING_AT_ONCE,
-    AtOnce,
-    ExpertProduct,
-    doing_at_once,
-    grouped_base,
-    why_not_code,
-    why_not_quantised,
-)
-from ditron_train.megatron.ep.te_quantise import LOG_NAME as ROWS
-from ditron_train.megatron.ep.te_quantise import RowsKind
+from ditron_train.megatron.ep.te_quantise import LOG_NAME, RowsKind, grouped_base, grouped_quantization, why_not_code
 from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import computes_in_fp8, why_otherwise
 from ditron_train.policy import gate, log_native
@@ -74,62 +62,42 @@ class DeviceCounts:
         return layout_tiles(self._layout)
 
 
-def _at_once(linear: Any, x: torch.Tensor) -> AtOnce:
-    """What a layer in FP8 does for all experts at once: covered, with the bits of Transformer Engine's calls, and
-    faster."""
+def _grouped_kinds(linear: Any, x: torch.Tensor) -> frozenset[RowsKind]:
+    """Which rows a layer in FP8 quantises for all experts at once: those that are covered, with Transformer Engine's
+    bits, and faster."""
     group = experts_group()
-    if group is None:
-        return NOTHING_AT_ONCE
+    if group is None or not _asks_for_rows(os.environ.get("DITRON_FP8_ROWS")):
+        return frozenset()
     try:
-        reason, products, rows = _asked(linear, x, group)
+        reason, calls = _asked(linear, x, group)
     except INTERFACE_ERRORS as error:
-        reason, products, rows = why_otherwise("Transformer Engine", error), [], []
+        reason, calls = why_otherwise("Transformer Engine", error), []
     if reason is not None:
         log_native(LOG_NAME, reason)
-    chosen = [call for call in products if gate.context_for(FP8_EXPERTS, call) is not None]
-    return AtOnce(
-        frozenset((call.product, fewest_rows_of(call)) for call in chosen),
-        frozenset(call.kind for call in rows if gate.context_for(FP8_ROWS, call) is not None),
-    )
+    return frozenset(call.kind for call in calls if gate.context_for(FP8_ROWS, call) is not None)
 
 
-def _asked(linear: Any, x: torch.Tensor, group: Any) -> tuple[str | None, list[Fp8ExpertsCall], list[Fp8RowsCall]]:
-    """Why products are native, or None; products and rows that the policy is asked about."""
+def _asked(linear: Any, x: torch.Tensor, group: Any) -> tuple[str | None, list[Fp8RowsCall]]:
+    """Why rows are quantised natively, or None; the rows, and the gradients of results, that the policy is asked
+    about: those that a step of training quantises with their transposes."""
     reason = why_not_grouped_layer(linear) or _why_not_fp8(linear, x.device)
-    if reason is not None:
-        return reason, [], []
+    if reason is not None or not torch.is_grad_enabled():
+        return reason, []
     recipe = FP8GlobalStateManager.get_fp8_recipe()
     grad_format = "E5M2" if recipe.fp8_format.name == "HYBRID" else "E4M3"
-    passes: list[ExpertProduct] = ["forward", "dgrad"] if torch.is_grad_enabled() else ["forward"]
-    operands = x, linear.weight0, linear.num_gemms, group
-    products = [Fp8ExpertsCall(*operands, product, grad_format) for product in passes]
-    rows = [
+    n, k = linear.weight0.shape
+    sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp, n), (n, grad_format, recipe.fp8_quant_bwd_grad, k))
+    kinds = [(RowsKind(own, name, side.power_2_scale, side.amax_epsilon), other) for own, name, side, other in sides]
+    return None, [
         Fp8RowsCall(x, linear.num_gemms, group, kind, width, are_grads=bool(place))
-        for place, (kind, width) in enumerate(_kinds_of_rows(linear, recipe, grad_format))
+        for place, (kind, width) in enumerate(kinds)
     ]
-    return None, products, rows
 
 
 @cache
 def _asks_for_rows(setting: str | None) -> bool:
     """``setting``: of the environment, so that another one is asked anew."""
     return get_settings().fp8_rows == "on"
-
-
-def _kinds_of_rows(linear: Any, recipe: Any, grad_format: str) -> list[tuple[RowsKind, int]]:
-    """The rows and the gradients that a step of training quantises with their transposes under current scaling, each
-    with the other's columns."""
-    if not (recipe.float8_current_scaling() and torch.is_grad_enabled()):
-        return []
-    if not _asks_for_rows(os.environ.get("DITRON_FP8_ROWS")):
-        return []
-    reason = why_not_quantised()
-    if reason is not None:
-        log_native(ROWS, reason)
-        return []
-    n, k = linear.weight0.shape
-    sides = ((k, "E4M3", recipe.fp8_quant_fwd_inp, n), (n, grad_format, recipe.fp8_quant_bwd_grad, k))
-    return [(RowsKind(own, name, side.power_2_scale, side.amax_epsilon), other) for own, name, side, other in sides]
 
 
 def _why_not_fp8(linear: Any, device: torch.device) -> str | None:
@@ -161,7 +129,7 @@ class _TakesDeviceCounts:
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(m_splits, DeviceCounts):
             is_fp8 = computes_in_fp8(FP8GlobalStateManager)
-            with doing_at_once(_at_once(self, x) if is_fp8 else NOTHING_AT_ONCE):
+            with grouped_quantization(_grouped_kinds(self, x) if is_fp8 else frozenset()):
                 return super().forward(x, m_splits)  # type: ignore[misc]
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         return group_linear(x, weights, m_splits.tiles, own_wgrad_into(self)), None

@@ -3,14 +3,18 @@ feature ``ep``).
 
 Transformer Engine takes four kernels and three allocations an expert: it clears a maximum, finds it, divides and
 casts. Ours takes four kernels for all experts: it lists tiles, clears maxima, finds them and casts. It leaves the
-quantizers' numbers as Transformer Engine does.
+quantizers' numbers as Transformer Engine does. The code of Transformer Engine's ``GroupedLinear`` runs in a copy in
+which the function that quantises is replaced; its products, and what it keeps for backward, stay Transformer Engine's.
 Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,8 +23,10 @@ import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor
 
 from ditron_train.ep.fp8_rows import quantised_rows
+from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
 
 #: What the log calls it.
 LOG_NAME = "ep rows (FP8)"
@@ -45,6 +51,10 @@ class RowsKind(NamedTuple):
     fp8_format: str
     power_of_2: bool
     epsilon: float
+
+
+_NO_KINDS: frozenset[RowsKind] = frozenset()
+_active: ContextVar[frozenset[RowsKind]] = ContextVar("ditron_train_grouped_quantization", default=_NO_KINDS)
 
 
 def quantise(rows: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any]) -> list[Any]:
@@ -134,3 +144,56 @@ def _kind_of(rows: Any, quantizer: Any) -> RowsKind | None:
         return None
     fp8_format = quantizer.dtype.name.removeprefix("kFloat8")
     return RowsKind(rows.shape[-1], fp8_format, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
+
+
+@contextlib.contextmanager
+def grouped_quantization(kinds: frozenset[RowsKind]) -> Iterator[None]:
+    """Inside, the forward of a layer on ``grouped_base``, and its backward later, quantise rows of these kinds for all
+    experts at once."""
+    token = _active.set(kinds)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _module() -> Any:
+    return importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
+
+
+@cache
+def why_not_code() -> str | None:
+    """Why the code of Transformer Engine's ``GroupedLinear`` cannot quantise by another function, or None."""
+    native = _module()
+    passes = getattr(native, "_GroupedLinear", None)
+    if passes is None:
+        return "this version of Transformer Engine has experts of another build"
+    if "_GroupedLinear" not in called(native.GroupedLinear.forward):
+        return "this version of Transformer Engine does not call _GroupedLinear"
+    if all("split_quantize" in called(code) for code in (passes.forward, passes.backward)):
+        return None
+    return "this version of Transformer Engine quantises rows by functions of another module"
+
+
+@cache
+def _forward(kinds: frozenset[RowsKind]) -> Any:
+    """The forward of ``GroupedLinear`` with an autograd function whose code is the native one's."""
+    native = _module()
+    names = {"tex": Quantising(kinds)}
+    passes = {
+        name: staticmethod(with_names(getattr(native._GroupedLinear, name), names)) for name in ("forward", "backward")
+    }
+    made = type("GroupedQuantization", (native._GroupedLinear,), passes)
+    return with_names(native.GroupedLinear.forward, {"_GroupedLinear": outside_compile(made)})
+
+
+def grouped_base() -> type:
+    """A base class for subclasses of megatron-core's grouped linear layers: listed after Megatron's layer, it is
+    called between Megatron's forward and Transformer Engine's."""
+    native = _module().GroupedLinear
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kinds = _active.get()
+        return (_forward(kinds) if kinds else native.forward)(self, *args, **kwargs)
+
+    return type("GroupedQuantizationLinear", (native,), {"forward": forward, "__module__": native.__module__})

@@ -14,7 +14,7 @@ from ditron_train.megatron.ep.coverage import (
     why_not_config,
     why_not_fp8_options,
     why_not_fp8_recipe,
-    why_not_fp8_weight,
+    why_not_fp8_rows,
     why_not_gathered,
     why_not_kind,
     why_not_tensors,
@@ -50,18 +50,14 @@ def experts_of(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
         apart = None if gathered else why_not_beside(config.expert_tensor_parallel_size)
         yield "experts: GEMMs in one kernel with them", apart or _why_not_fused(config)
         if recipe_of(config) is not None and is_te(config) and config.moe_grouped_gemm:
-            yield "experts: products in FP8 as one kernel", _why_not_products(job, config)
+            yield "experts: grouped quantization to FP8", _why_not_quantised(config)
 
 
-def _why_not_products(job: Job, config: Any) -> str | None:
+def _why_not_quantised(config: Any) -> str | None:
     """As the grouped linear layers ask in FP8."""
     is_plain = config.quant_recipe is None and not config.add_bias_linear and not config.cpu_offloading
     reason = why_not_fp8_options(is_plain=is_plain, has_fp8_parameters=bool(config.fp8_param))
-    reason = reason or why_not_fp8_recipe([str(recipe_of(config))])
-    ffn = job.model.expert_ffn // config.expert_tensor_parallel_size
-    for sizes in ((ffn * (2 if config.gated_linear_unit else 1), config.hidden_size), (config.hidden_size, ffn)):
-        reason = reason or why_not_fp8_weight(config.params_dtype, tensor(*sizes, dtype=config.params_dtype))
-    return reason
+    return reason or why_not_fp8_recipe([str(recipe_of(config))]) or why_not_fp8_rows(config.params_dtype)
 
 
 def _why_not_fused(config: Any) -> str | None:

@@ -25,7 +25,7 @@ LORA = "--q-lora-rank 1536 --kv-lora-rank 512"
 QKV, PROJ = "attention: linear_qkv", "attention: linear_proj"
 QKV_A2A, OUT_A2A = "attention: QKV projection with its exchange", "attention: output projection with its exchange"
 MOVED, FUSED = "experts: dispatch and combine", "experts: GEMMs in one kernel with them"
-PRODUCTS = "experts: products in FP8 as one kernel"
+QUANTISED = "experts: grouped quantization to FP8"
 
 
 @pytest.fixture(params=["0.16", "newer"])
@@ -171,17 +171,16 @@ def test_projections_of_an_attention_in_fp8_are_asked_as_the_layers_ask(words: s
     ("words", "says"),
     [
         ("--fp8-recipe tensorwise", None),
-        ("--fp8-recipe delayed --fp8-format e4m3", None),
-        ("--fp8-recipe blockwise", "products expert by expert in the recipe Float8BlockScaling"),
+        ("--fp8-recipe delayed --fp8-format e4m3", "the recipe is DelayedScaling"),
+        ("--fp8-recipe blockwise", "the recipe is Float8BlockScaling"),
         ("--fp8-recipe tensorwise --fp8-param-gather", "the parameters are FP8 (--fp8-param-gather)"),
-        ("--fp8-recipe tensorwise --moe-ffn-hidden-size 1416", "weights (4096, 1416) are no multiples of 16"),
     ],
 )
-def test_products_of_experts_in_fp8_are_asked_as_the_layers_ask(words: str, says: str | None) -> None:
+def test_grouped_quantization_of_experts_is_asked_as_the_layers_ask(words: str, says: str | None) -> None:
     found = reasons(f"{EP} --fp8-format hybrid {words}")
     assert found[MOVED] is None and found[FUSED] == "fp8 is on"
-    assert found[PRODUCTS] is None if says is None else says in (found[PRODUCTS] or "")
-    assert PRODUCTS not in reasons(EP)
+    assert found[QUANTISED] is None if says is None else says in (found[QUANTISED] or "")
+    assert QUANTISED not in reasons(EP)
 
 
 def test_the_projection_of_a_tensor_parallel_attention_in_fp8_is_fused_without_feature_tp() -> None:
