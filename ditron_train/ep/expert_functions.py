@@ -30,9 +30,9 @@ from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.outside_compile import outside_compile
 
-Pair = Literal["gemm_combine", "dgrad_combine", "beside_wgrad", "own_wgrad"]
+Pair = Literal["gemm_combine", "dgrad_combine", "beside_wgrad"]
 #: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of
-#: ``dgrad_combine``; ``own_wgrad`` is dW2 by our grouped GEMM, whoever computes the others.
+#: ``dgrad_combine``.
 PAIRS: tuple[Pair, ...] = ("gemm_combine", "dgrad_combine")
 
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
@@ -87,7 +87,7 @@ class ExpertCall:
         layout: Of the routing.
         context: Of the group.
         order: Which native permutation is in force.
-        fused: Pairs that run as one kernel, or beside each other; ``own_wgrad``.
+        fused: Pairs that run as one kernel, or beside each other.
         gemm: Grouped GEMM of the others; None: ours.
         wgrad: Weight gradients; None: ours.
         into: Where ours go if not into tensors of their own: ``main_grad``.
@@ -117,16 +117,10 @@ class ExpertCall:
         return dict(fewest_rows=fewest, few=self.few if fewest else None)
 
     def weight_grads(
-        self,
-        grad: torch.Tensor,
-        rows: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        *,
-        own: bool = False,
-        spare_sms: int = 0,
+        self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor], *, spare_sms: int = 0
     ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients, with ``own`` by our GEMM in any case, which leaves ``spare_sms`` to others."""
-        if self.wgrad is not None and not own:
+        """The weight gradients; our GEMM leaves ``spare_sms`` to others."""
+        if self.wgrad is not None:
             return self.wgrad(grad, rows, weights)
         tiles = fused.layout_tiles(self.layout)
         if self.into is not None:
@@ -185,13 +179,6 @@ def backward_out(
     return call.product(rows, weights, False), rows
 
 
-def wgrad_out(
-    grad_rows: torch.Tensor, h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
-) -> Sequence[torch.Tensor | None]:
-    """The weights' gradients of ``linear_combine``."""
-    return call.weight_grads(grad_rows, h, weights, own="own_wgrad" in call.fused)
-
-
 @outside_compile
 class _DispatchLinear(torch.autograd.Function):
     @staticmethod
@@ -226,7 +213,7 @@ class _LinearCombine(torch.autograd.Function):
         grad_h, grad_rows = backward_out(grad_out, weights, ctx.call)
         grads: Sequence[torch.Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
-            grads = wgrad_out(grad_rows, h, weights, ctx.call)
+            grads = ctx.call.weight_grads(grad_rows, h, weights)
         return (grad_h, None, *grads)
 
 

@@ -85,7 +85,7 @@ def test_gemms_stay_native_where_cublas_may_split_their_sums():
 
 
 def test_a_step_keeps_its_pairs_where_few_rows_are_apart():
-    pairs, fewest = frozenset([*PAIRS, "own_wgrad"]), {"gemm_combine": 385, "dgrad_combine": 129}
+    pairs, fewest = frozenset([*PAIRS, "beside_wgrad"]), {"gemm_combine": 385, "dgrad_combine": 129}
     assert pairs_of_step(pairs, None, fewest) == pairs_of_step(pairs, np.array([0, 385, 9000]), fewest) == (pairs, {})
     assert pairs_of_step(pairs, np.array([0, 384, 9000]), fewest) == (pairs, {"gemm_combine": 385})
     assert pairs_of_step(pairs, np.array([0, 128, 9000]), fewest) == (pairs, fewest)
@@ -95,8 +95,8 @@ def test_a_step_keeps_its_pairs_where_few_rows_are_apart():
         pairs - {"gemm_combine"},
         {"dgrad_combine": 129},
     )
-    assert pairs_of_step(pairs, np.array([9000, 9000]), dict.fromkeys(PAIRS, NEVER)) == ({"own_wgrad"}, {})
-    assert pairs_of_step(frozenset(["own_wgrad"]), np.array([1, 384]), fewest) == ({"own_wgrad"}, {})
+    assert pairs_of_step(pairs, np.array([9000, 9000]), dict.fromkeys(PAIRS, NEVER)) == ({"beside_wgrad"}, {})
+    assert pairs_of_step(frozenset(["beside_wgrad"]), np.array([1, 384]), fewest) == ({"beside_wgrad"}, {})
 
 
 def test_compiling_launches_nothing():

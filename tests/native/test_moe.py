@@ -227,7 +227,7 @@ def _limits_of_pairs():
     layers = [SimpleNamespace(weight0=torch.empty(shape)) for shape in ((48, 16), (16, 24))]
     experts = SimpleNamespace(num_local_experts=2, linear_fc1=layers[0], linear_fc2=layers[1])
     like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cpu"))
-    pairs = frozenset(["gemm_combine", "dgrad_combine", "own_wgrad"])
+    pairs = frozenset(["gemm_combine", "dgrad_combine", "beside_wgrad"])
     found = [pair_spec.with_limits(pairs, experts, like, torch.distributed.group.WORLD) for _ in range(2)]
     assert found[0] == found[1] and asked == [((16, 24), 2, True), ((48, 16), 2, False)], "once each"
     again = torch.distributed.new_group([0, 1])  # another group is asked anew
@@ -239,7 +239,7 @@ def test_ranks_agree_from_how_many_rows_on_products_are_ours():
     from ditron_train.ep.few_rows import NEVER
 
     for pairs, limits in run_workers(2, _limits_of_pairs):
-        assert pairs == {"gemm_combine", "own_wgrad"} and limits == {"gemm_combine": 300, "dgrad_combine": NEVER}
+        assert pairs == {"gemm_combine", "beside_wgrad"} and limits == {"gemm_combine": 300, "dgrad_combine": NEVER}
 
 
 def test_rows_of_split_experts_in_the_places_of_native():

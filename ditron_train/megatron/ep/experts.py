@@ -197,11 +197,12 @@ _Call = TypeVar("_Call", ExpertCall, GatheredCall)
 
 def _call_of(linear: Any, call: _Call) -> _Call:
     """``call`` with the weight gradients of one layer's pass."""
-    if call.gemm is None:
+    if isinstance(call, ExpertCall) and call.gemm is None:
         return dataclasses.replace(call, into=own_wgrad_into(linear))
     splits = call.layout.tokens_per_expert.tolist()
     wgrad = _MainGradWgrad(linear, splits) if linear.fuse_wgrad_accumulation else TEWgrad(splits)
-    return dataclasses.replace(call, wgrad=wgrad, into=own_wgrad_into(linear))
+    linear.is_first_microbatch = False
+    return dataclasses.replace(call, wgrad=wgrad)
 
 
 def _weights_of(linear: Any) -> list[torch.nn.Parameter]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ditron_train.ep.expert_functions import Gemm, IntoWgrad, Wgrad
+from ditron_train.ep.expert_functions import Gemm, Wgrad
 from ditron_train.ep.fused import FewProduct
 from ditron_train.ep.gathered import RowLayout, place, sum_to_tokens
 from ditron_train.ep.group_gemm import group_wgrad
@@ -47,7 +47,6 @@ class GatheredCall:
         sum_dtype: In which results are added up over ranks: that of the probabilities.
         started: The gather of the tokens, which is on its way.
         wgrad: Weight gradients; None: ours.
-        into: Where ours go if not into tensors of their own: ``main_grad``.
         gemm: As of ``ExpertCall``; products beside a movement are ours in any case.
         fewest_rows: Experts of fewer rows, of all sources, are multiplied by ``few``.
         few: Natively; None: ours multiplies all.
@@ -59,7 +58,6 @@ class GatheredCall:
     sum_dtype: torch.dtype
     started: StartedGather | None = None
     wgrad: Wgrad | None = None
-    into: IntoWgrad | None = None
     gemm: Gemm | None = None
     fewest_rows: int = 0
     few: FewProduct | None = None
@@ -75,8 +73,6 @@ class GatheredCall:
         """The gradient of each weight."""
         if self.wgrad is not None:
             return self.wgrad(grad, rows, weights)
-        if self.into is not None:
-            return self.into(grad, rows, self.layout.tiles, 0)
         return group_wgrad(grad, rows, self.layout.tiles).unbind(0)
 
 

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder, begin_layout, dispatch
 from ditron_train.ep import expert_functions as pairs_of
 from ditron_train.ep.few_rows import NEVER, OTHER_BITS, RowProduct
-from ditron_train.ep.group_gemm import group_wgrad_into
 from ditron_train.ep.launch import compiling
-from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.megatron.ep.few_rows import agreed_fewest_rows, products_of
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.megatron.shared.values import own_or_normal
@@ -83,9 +81,7 @@ class PairSpec(OpSpec[PairCall, Any]):
         return functools.partial(call.runs.run, self.pair, frozenset({self.pair}))
 
 
-_PAIRS: dict[Pair, PairSpec] = {
-    pair: PairSpec(pair) for pair in ("gemm_combine", "dgrad_combine", "beside_wgrad", "own_wgrad")
-}
+_PAIRS: dict[Pair, PairSpec] = {pair: PairSpec(pair) for pair in ("gemm_combine", "dgrad_combine", "beside_wgrad")}
 SPECS: Sequence[OpSpec[Any, Any]] = tuple(_PAIRS.values())
 
 
@@ -192,21 +188,6 @@ class _WrittenOver:
         return out
 
 
-class _OwnWrittenOver:
-    """Ours, likewise."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(
-        self, grad: torch.Tensor, rows: torch.Tensor, tiles: RowTiles, spare_sms: int = 0
-    ) -> Sequence[torch.Tensor | None]:
-        shape = (grad.shape[1], rows.shape[1])
-        out = [torch.empty(shape, dtype=self._dtype, device=rows.device) for _ in range(tiles.num_experts)]
-        group_wgrad_into(grad, rows, tiles, out, overwrites=True, spare_sms=spare_sms)
-        return out
-
-
 class _PairRuns:
     """What the pairs of one kind of layer are compared on."""
 
@@ -223,22 +204,14 @@ class _PairRuns:
         self._order, self._group, self.device = order, group, hidden_states.device
         self._is_compiled = False
         self.pairs: list[Pair] = ["gemm_combine", "dgrad_combine", "beside_wgrad"]
-        weight = experts.linear_fc2.weight0
-        # Added to 16 bits, cuBLAS's sums were seen to have other bits.
-        is_wide = not experts.linear_fc2.fuse_wgrad_accumulation or _main_grad_dtype(weight) == torch.float32
-        own_bits = is_wide and pairs_of.own_wgrad_has_native_bits(*weight.shape)
-        if own_bits or get_settings().policy == "force":
-            self.pairs.append("own_wgrad")
 
     @property
     def held_bytes(self) -> int:
-        """What comparing a pair holds: rows of even routing with what is made of them, and gradients of the second
-        weights by both paths."""
+        """What comparing a pair holds: rows of even routing with what is made of them."""
         first, second = self._experts.linear_fc1, self._experts.linear_fc2
         num_rows = self._layout.num_tokens * self._context.shape.topk
         columns = 4 * self._like.shape[-1] + 3 * (first.weight0.shape[0] + second.weight0.shape[1])
-        of_weights = 3 * second.num_gemms * second.weight0.nbytes if "own_wgrad" in self.pairs else 0
-        return num_rows * columns * self._like.element_size() + of_weights
+        return num_rows * columns * self._like.element_size()
 
     @functools.cached_property
     def _data(self) -> tuple[Layout, dict[Pair, Callable[[ExpertCall], list[Any]]], list[int], str]:
@@ -268,7 +241,6 @@ class _PairRuns:
             "dgrad_combine": lambda call: list(
                 pairs_of.backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]
             ),
-            "own_wgrad": lambda call: list(pairs_of.wgrad_out(rows, narrow, back, call)),
         }
         bodies["beside_wgrad"] = bodies["dgrad_combine"]
         words = (
@@ -293,12 +265,9 @@ class _PairRuns:
 
         layout, _, splits, _ = self._data
         gemm, wgrad = TEGemm(splits), TEWgrad(splits)
-        if not self._experts.linear_fc2.fuse_wgrad_accumulation:
-            return ExpertCall(layout, self._context, self._order, chosen, gemm, wgrad)
-        dtype = _main_grad_dtype(self._experts.linear_fc2.weight0)
-        return ExpertCall(
-            layout, self._context, self._order, chosen, gemm, _WrittenOver(wgrad, dtype), _OwnWrittenOver(dtype)
-        )
+        fc2 = self._experts.linear_fc2
+        into = _WrittenOver(wgrad, _main_grad_dtype(fc2.weight0)) if fc2.fuse_wgrad_accumulation else wgrad
+        return ExpertCall(layout, self._context, self._order, chosen, gemm, into)
 
     def compile(self) -> None:
         """Compiles the kernels of all pairs once, each by one of the ranks, which share Triton's cache; not those that
