@@ -5,16 +5,16 @@
     z    = h W2[e].T               dh  = drows2 W2[e], drows2 = dispatch(dout)
     out  = combine(z)              dW2[e] = drows2.T h
 
-A combine and the GEMM in front of it are one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
-same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can also send its
-rows beside dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind it: it
+In forward fc2's GEMM and the combine are one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
+same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can send its rows
+beside dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind it: it
 depends on the same dgrad, and nothing waits for dW1. Times: docs/measurements/ep.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -30,10 +30,9 @@ from ditron_train.ep.row_tiles import RowTiles
 from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.outside_compile import outside_compile
 
-Pair = Literal["gemm_combine", "dgrad_combine", "beside_wgrad"]
-#: What can run as one kernel. ``beside_wgrad`` is the other way to hide the last combine, instead of
-#: ``dgrad_combine``.
-PAIRS: tuple[Pair, ...] = ("gemm_combine", "dgrad_combine")
+#: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine beside dW1.
+Pair = Literal["gemm_combine", "beside_wgrad"]
+PAIRS: tuple[Pair, ...] = ("gemm_combine", "beside_wgrad")
 
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
 _WAVE_TILES = 132
@@ -42,28 +41,22 @@ _WAVE_TILES = 132
 MOST_FEW = 0.25
 
 
-def pairs_of_step(
-    pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest: Mapping[Pair, int]
-) -> tuple[frozenset[Pair], dict[Pair, int]]:
-    """The pairs of a step, and below how many rows an expert is multiplied natively in each: at all ranks alike.
+def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest: int) -> tuple[frozenset[Pair], int]:
+    """The pairs of a step, and below how many rows an expert is multiplied natively in ``gemm_combine`` (0: none is):
+    at all ranks alike.
 
     Args:
         pairs: That were chosen for the layer.
         expert_rows: Of each expert of any rank; None where the host does not know (a fixed capacity): all pairs stay,
             and the user is warned afterwards.
-        fewest: Rows that an expert must have for our GEMM of a pair to add up as native's does (``few_rows``).
+        fewest: Rows that an expert must have for our GEMM to add up as native's does (``few_rows``).
     """
-    left = set(pairs)
-    natively: dict[Pair, int] = {}
-    if expert_rows is None:
-        return pairs, natively
-    for pair in PAIRS:
-        few = expert_rows[expert_rows < fewest.get(pair, 0)]
-        if few.sum() > MOST_FEW * expert_rows.sum():
-            left.discard(pair)
-        elif pair in pairs and few.any():
-            natively[pair] = fewest[pair]
-    return frozenset(left), natively
+    if expert_rows is None or "gemm_combine" not in pairs:
+        return pairs, 0
+    few = expert_rows[expert_rows < fewest]
+    if few.sum() > MOST_FEW * expert_rows.sum():
+        return pairs - {"gemm_combine"}, 0
+    return pairs, fewest if few.any() else 0
 
 
 def own_wgrad_has_native_bits(rows: int, columns: int) -> bool:
@@ -91,18 +84,18 @@ class ExpertCall:
         gemm: Grouped GEMM of the others; None: ours.
         wgrad: Weight gradients; None: ours.
         into: Where ours go if not into tensors of their own: ``main_grad``.
-        fewest_rows: Where a pair is one kernel, experts of fewer rows are multiplied by ``few``.
+        fewest_rows: If ``gemm_combine`` is one kernel, experts of fewer rows are multiplied by ``few``.
         few: Natively; None: ours does.
     """
 
     layout: Layout
     context: EPContext
     order: SumOrder
-    fused: frozenset[Pair] = field(default_factory=lambda: frozenset(PAIRS))
+    fused: frozenset[Pair] = frozenset(PAIRS)
     gemm: Gemm | None = None
     wgrad: Wgrad | None = None
     into: IntoWgrad | None = None
-    fewest_rows: Mapping[Pair, int] = field(default_factory=dict)
+    fewest_rows: int = 0
     few: FewProduct | None = None
 
     def product(self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool) -> torch.Tensor:
@@ -110,11 +103,6 @@ class ExpertCall:
         if self.gemm is not None:
             return self.gemm(rows, weights, transpose)
         return group_gemm(rows, weights, fused.layout_tiles(self.layout), transpose=transpose)
-
-    def options_of_few(self, pair: Pair) -> dict[str, Any]:
-        """What ``fused.gemm_combine`` is told of experts of few rows."""
-        fewest = self.fewest_rows.get(pair, 0)
-        return dict(fewest_rows=fewest, few=self.few if fewest else None)
 
     def weight_grads(
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor], *, spare_sms: int = 0
@@ -155,19 +143,16 @@ def backward_in(
         finally:
             grads = pending.finish()  # in any case: the side stream must not outlive its tensors
         return (*grads, weight_grads)
-    if "dgrad_combine" in call.fused:
-        options.update(call.options_of_few("dgrad_combine"))
-        grads = fused.gemm_combine(grad_y, call.layout, call.context, weights, transpose=False, **options)
-    else:
-        grads = ops.combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
+    grads = ops.combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
     return (*grads, call.weight_grads(grad_y, rows, weights) if with_wgrad else [None] * len(weights))
 
 
 def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
     """out of ``linear_combine``, without autograd."""
     if "gemm_combine" in call.fused:
-        options = call.options_of_few("gemm_combine")
-        return fused.gemm_combine(h, call.layout, call.context, weights, order=call.order, **options)[0]
+        return fused.gemm_combine(
+            h, call.layout, call.context, weights, order=call.order, fewest_rows=call.fewest_rows, few=call.few
+        )
     return ops.combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
 
 

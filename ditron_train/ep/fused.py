@@ -63,28 +63,22 @@ def gemm_combine(
     weights: Sequence[torch.Tensor],
     *,
     order: SumOrder,
-    transpose: bool = True,
-    row_grads: torch.Tensor | None = None,
-    probs_dtype: torch.dtype = torch.float32,
     fewest_rows: int = 0,
     few: FewProduct | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> torch.Tensor:
     """``group_gemm``, then ``combine`` of its rows, in one kernel whose finished row tiles leave at once.
 
     Args:
         x: [num_rows, K], bf16 or fp16 (fp32 too in the interpreter).
         layout: Of a routing that was dispatched.
         context: Of the group.
-        weights: As ``group_gemm``: [hidden, K] each, with ``transpose=False`` [K, hidden].
+        weights: As ``group_gemm``: [hidden, K] each.
         order: As ``combine``.
-        transpose: Whether weights are stored [hidden, K].
-        row_grads: As ``combine``.
-        probs_dtype: As ``combine``.
         fewest_rows: Experts of fewer rows are multiplied by ``few``, in front of the kernel.
-        few: (x, weights, transpose, result, those experts) -> writes their rows of the result.
+        few: (x, weights, True, result, those experts) -> writes their rows of the result.
 
     Returns:
-        out [num_tokens, hidden]; the gradients [num_tokens, num_experts], or None.
+        out [num_tokens, hidden].
 
     Raises:
         NotSupportedError: What ``group_gemm`` or ``combine`` does not take.
@@ -93,44 +87,33 @@ def gemm_combine(
     check_tokens("gemm_combine", x, context)
     channel, shape = context.combine_channel, layout.shape
     context.enter_move(channel, layout)
-    x, tiles, with_grads = x.contiguous(), layout_tiles(layout), row_grads is not None
-    operands = gemm_operands("gemm_combine", x, weights, tiles, transpose=transpose)
+    x, tiles = x.contiguous(), layout_tiles(layout)
+    operands = gemm_operands("gemm_combine", x, weights, tiles, transpose=True)
     y, hidden = operands.y, operands.n
     out = torch.empty(layout.num_tokens, hidden, dtype=x.dtype, device=x.device)
-    prob_grads = torch.zeros(
-        layout.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=x.device
-    )
+    no_grads = torch.empty(0, shape.num_experts, dtype=torch.float32, device=x.device)
     buffers = context.row_buffers(layout.place_capacity, hidden, x.dtype)
-    sizes = sum_sizes(context, layout, order, hidden, context.fused.place_elements, with_grads=with_grads)
+    sizes = sum_sizes(context, layout, order, hidden, context.fused.place_elements, with_grads=False)
     config, programs = operands.config, num_programs(context)
     sizes = sizes._replace(
         NUM_SENDERS=min(context.fused.num_senders, programs // 2),
         TILE_COUNT=config.num_warps if context.target.startswith("sm_") else 1,
     )
     if few is not None:
-        few(x, weights, transpose, y, layout.experts_below(fewest_rows))
+        few(x, weights, True, y, layout.experts_below(fewest_rows))
     tile_count = -(-hidden // config.block_n) * sizes.TILE_COUNT
     tile_order, board = _plan(layout, context, tiles, 0 if few is None else fewest_rows, tile_count)
     constants = {"SUM": sizes, "GEMM": operands.sizes}
-    grads_like = x if row_grads is None else row_grads.contiguous()
-    kind = Kind.DGRAD_COMBINE if with_grads else Kind.GEMM_COMBINE
-    dtypes = (x.dtype, grads_like.dtype, probs_dtype)
+    dtypes = (x.dtype, no_grads.dtype)
     tables = layout.tables
-    sums = Sums(out, prob_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)
-    given = pointers(context, channel, hidden, x.dtype, kind)
+    sums = Sums(out, no_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)
+    given = pointers(context, channel, hidden, x.dtype, Kind.GEMM_COMBINE)
     descriptors, tasks = (
         (operands.a, operands.b, operands.c),
         TileTasks(operands.places, tiles.tiles, tile_order, board),
     )
     sizes_of_call = (layout.num_tokens, hidden, operands.k, shape.num_experts)
     launch(context, gemm_combine_kernel, programs, constants, config.num_warps, *dtypes, num_stages=config.num_stages)(
-        Produced(y, grads_like, layout.origins),
-        sums,
-        buffers,
-        given,
-        tables.limits,
-        *descriptors,
-        tasks,
-        *sizes_of_call,
+        Produced(y, x, layout.origins), sums, buffers, given, tables.limits, *descriptors, tasks, *sizes_of_call
     )
-    return out, prob_grads if with_grads else None
+    return out

@@ -161,10 +161,6 @@ def _return_tile(
         source = tl.load(sent.origins + row * 2, mask=inside, other=-1)
         place = tl.load(sent.origins + row * 2 + 1, mask=inside, other=-1)
         held = inside & (source >= 0) & (source < SUM.WORLD_SIZE) & (place >= 0) & (place < place_capacity)
-        if SUM.WITH_GRADS:
-            grad = tl.load(sent.grads + row, mask=held, other=0.0).to(tl.float32)
-            grad_target = tl.load(buffers.grad_addresses + source, mask=held, other=0).to(tl.pointer_type(tl.float32))
-            tl.store(grad_target + place, grad, mask=held)
         target = tl.load(buffers.row_addresses + source, mask=held, other=0)
         target = tl.multiple_of(target.to(tl.pointer_type(sent.rows.dtype.element_ty)), 16)
         target += tl.cast(place, tl.int64) * hidden

@@ -33,7 +33,6 @@ class Kind(IntEnum):
     DISPATCH_GEMM = 5
     DISPATCH_DGRAD = 6
     GEMM_COMBINE = 7
-    DGRAD_COMBINE = 8
 
 
 def pointers(

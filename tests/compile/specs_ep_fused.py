@@ -29,26 +29,23 @@ SPECS = [
         constexprs={"WORLD_SIZE": 8, "SLOTS": 16, "BLOCK_M": 128, "FEWEST": 257, "BLOCK": 128},
         num_warps=8,
     ),
-    *(
-        KernelSpec(
-            name=f"ep_gemm_combine_{name}",
-            kernel="ditron_train.ep.fused_kernels:gemm_combine_kernel",
-            signature={
-                "sent": fields(("rows", "*bf16"), ("grads", "*fp32"), ("origins", "*i32")),
-                "sums": SUMS,
-                "buffers": ROW_BUFFERS,
-                "channel": CHANNEL,
-                "limits": "*i32",
-                **descriptors(forward),
-                "tasks": TASKS,
-                **fields(("num_tokens hidden K num_experts", "i32")),
-            },
-            constexprs={"SUM": sum_sizes(not forward, forward, False, tile_count=8), "GEMM": wide_sizes(forward)},
-            num_warps=8,
-            num_stages=4,
-            targets=("sm_90",),
-            signals=True,
-        )
-        for name, forward in (("forward", True), ("dgrad", False))
+    KernelSpec(
+        name="ep_gemm_combine_forward",
+        kernel="ditron_train.ep.fused_kernels:gemm_combine_kernel",
+        signature={
+            "sent": fields(("rows", "*bf16"), ("grads", "*bf16"), ("origins", "*i32")),
+            "sums": SUMS,
+            "buffers": ROW_BUFFERS,
+            "channel": CHANNEL,
+            "limits": "*i32",
+            **descriptors(True),
+            "tasks": TASKS,
+            **fields(("num_tokens hidden K num_experts", "i32")),
+        },
+        constexprs={"SUM": sum_sizes(False, True, False, tile_count=8), "GEMM": wide_sizes(True)},
+        num_warps=8,
+        num_stages=4,
+        targets=("sm_90",),
+        signals=True,
     ),
 ]

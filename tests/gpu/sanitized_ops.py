@@ -100,7 +100,7 @@ def _fused(device: torch.device):
         rows, _ = dispatch(x, layout, context)
         tiles = fused.layout_tiles(layout)
         y = group_gemm(rows, weights, tiles)
-        out, _ = fused.gemm_combine(y, layout, context, back, order="descending")
+        out = fused.gemm_combine(y, layout, context, back, order="descending")
         wgrad = group_wgrad(y, rows, tiles)
         returning = begin_combine(group_gemm(y, back, tiles), layout, context, order="descending")
         context.check()

@@ -49,17 +49,18 @@ def one_form(x, layout, context, weights, back, order, form):
     if form == "apart":
         out, _ = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
     else:
-        out, _ = fused.gemm_combine(y, layout, context, back, order=order)
+        out = fused.gemm_combine(y, layout, context, back, order=order)
     if form == "dispatch":
         dy, again, _ = dispatch_gemm(out, layout, context, back, transpose=False)
     else:
         again, _ = ops.dispatch(out, layout, context)
         dy = group_gemm(again, back, tiles, transpose=False)
     options = dict(order=order, row_grads=row_probs)
+    drows = group_gemm(dy, weights, tiles, transpose=False)
     if form == "apart":
-        dx, grads = ops.combine(group_gemm(dy, weights, tiles, transpose=False), layout, context, **options)
+        dx, grads = ops.combine(drows, layout, context, **options)
     else:
-        dx, grads = fused.gemm_combine(dy, layout, context, weights, transpose=False, **options)
+        dx, grads = ops.begin_combine(drows, layout, context, **options).finish()
     return [rows, row_probs, y, again, dy], [out, dx, grads]
 
 
@@ -119,7 +120,7 @@ def test_replays_in_a_graph_with_other_tokens():
         layout = begin_layout(routed, probs, hidden, x.dtype, context, capacity_factor=3.0).finish()
         rows, _ = ops.dispatch(x, layout, context)
         y = group_gemm(rows, weights, fused.layout_tiles(layout))
-        return fused.gemm_combine(y, layout, context, back, order="ascending")[0]
+        return fused.gemm_combine(y, layout, context, back, order="ascending")
 
     forward()
     torch.cuda.synchronize()
@@ -139,8 +140,8 @@ def test_replays_in_a_graph_with_other_tokens():
 
 @pytest.mark.parametrize("kind", ["uneven", "one busy expert"])
 def test_experts_of_few_rows_by_transformer_engine(kind):
-    """Experts of fewer than 257 rows are Transformer Engine's, the others ours, in the same kernel: out and gradients
-    are those of Transformer Engine's products of all experts, and it multiplies some experts as it does among all."""
+    """Experts of fewer than 257 rows are Transformer Engine's, the others ours, in the same kernel: out is
+    that of Transformer Engine's products of all experts, and it multiplies some experts as it does among all."""
     pytest.importorskip("transformer_engine")
     from ditron_train.ep.expert_functions import pairs_of_step
     from ditron_train.megatron.ep.experts import TEGemm
@@ -164,13 +165,13 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
         x = normals(tokens, hidden, dtype=torch.bfloat16, seed=step)
         layout = begin_layout(routed, probs, hidden, x.dtype, context).finish()
         few = layout.experts_below(needed)
-        pairs, fewest = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows, {"gemm_combine": needed})
+        pairs, fewest = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows, needed)
         total = torch.tensor([len(few)], device="cuda")
         dist.all_reduce(total)
         assert 0 < int(total) < local * world, "some experts, not all"
-        assert not pairs or fewest == {"gemm_combine": needed}
-        rows, row_probs = ops.dispatch(x, layout, context)
-        gemm, options = TEGemm(layout.tokens_per_expert.tolist()), dict(fewest_rows=needed)
+        assert not pairs or fewest == needed
+        rows, _ = ops.dispatch(x, layout, context)
+        gemm = TEGemm(layout.tokens_per_expert.tolist())
         y = gemm(rows, weights, True)
         z, dx = gemm(y, back, True), gemm(y, weights, False)
         for product, args in ((z, (y, back, True)), (dx, (y, weights, False))):
@@ -179,10 +180,7 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
                 part.fill_(float("nan")) if expert in few else None
             gemm.some(*args, again, few)
             assert torch.equal(again, product), (kind, step)
-        expected = [ops.combine(z, layout, context, order="descending")[0]]
-        expected += ops.combine(dx, layout, context, order="descending", row_grads=row_probs)
-        options.update(order="descending", few=gemm.some)
-        seen = [fused.gemm_combine(y, layout, context, back, **options)[0]]
-        seen += fused.gemm_combine(y, layout, context, weights, transpose=False, row_grads=row_probs, **options)
-        assert all(torch.equal(a, b) for a, b in zip(expected, seen)), (kind, step, len(few))
+        expected, _ = ops.combine(z, layout, context, order="descending")
+        seen = fused.gemm_combine(y, layout, context, back, order="descending", fewest_rows=needed, few=gemm.some)
+        assert torch.equal(expected, seen), (kind, step, len(few))
     context.check()

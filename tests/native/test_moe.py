@@ -213,7 +213,7 @@ def test_a_capacity_whose_products_never_have_native_bits(monkeypatch, caplog):
 
 
 def _limits_of_pairs():
-    """Of ranks that measured differently: of forward 100 and 300 rows, of gradients never and 1."""
+    """Of ranks that measured differently: of fc2's forward 100 and 300 rows, of fc1's never and 1."""
     from ditron_train.ep.few_rows import NEVER
     from ditron_train.megatron.ep import few_rows, pair_spec
 
@@ -221,25 +221,28 @@ def _limits_of_pairs():
 
     def measured(product, dtype, device):
         asked.append(tuple(product))
-        return (100, 300)[rank] if product.transpose else (NEVER, 1)[rank]
+        return (100, 300)[rank] if product.weight == (16, 24) else (NEVER, 1)[rank]
 
     few_rows.fewest_rows_here = measured
     layers = [SimpleNamespace(weight0=torch.empty(shape)) for shape in ((48, 16), (16, 24))]
     experts = SimpleNamespace(num_local_experts=2, linear_fc1=layers[0], linear_fc2=layers[1])
     like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cpu"))
-    pairs = frozenset(["gemm_combine", "dgrad_combine", "beside_wgrad"])
-    found = [pair_spec.with_limits(pairs, experts, like, torch.distributed.group.WORLD) for _ in range(2)]
-    assert found[0] == found[1] and asked == [((16, 24), 2, True), ((48, 16), 2, False)], "once each"
+    pairs = frozenset(["gemm_combine", "beside_wgrad"])
+    found = [pair_spec.with_limit(pairs, experts, like, torch.distributed.group.WORLD) for _ in range(2)]
+    assert found[0] == found[1] and asked == [((16, 24), 2, True)], "once"
     again = torch.distributed.new_group([0, 1])  # another group is asked anew
-    assert pair_spec.fewest_rows_of_layer(experts, like, again) == NEVER and len(asked) == 6
-    return found[0]
+    assert pair_spec.fewest_rows_of_layer(experts, like, again) == NEVER and len(asked) == 5
+    layers.reverse()  # whose product never adds up so, on one rank
+    experts = SimpleNamespace(num_local_experts=2, linear_fc1=layers[0], linear_fc2=layers[1])
+    never = pair_spec.with_limit(pairs, experts, like, torch.distributed.group.WORLD)
+    return found[0], never
 
 
 def test_ranks_agree_from_how_many_rows_on_products_are_ours():
     from ditron_train.ep.few_rows import NEVER
 
-    for pairs, limits in run_workers(2, _limits_of_pairs):
-        assert pairs == {"gemm_combine", "beside_wgrad"} and limits == {"gemm_combine": 300, "dgrad_combine": NEVER}
+    for found, never in run_workers(2, _limits_of_pairs):
+        assert found == ({"gemm_combine", "beside_wgrad"}, 300) and never == ({"beside_wgrad"}, NEVER)
 
 
 def test_rows_of_split_experts_in_the_places_of_native():

@@ -24,7 +24,7 @@ def test_data_is_made_before_kernels_are_only_compiled(monkeypatch: pytest.Monke
 
     def data(self):
         seen.append(bool(is_compiling))
-        bodies = dict.fromkeys(self.pairs, lambda call: [])
+        bodies = dict.fromkeys(pair_spec._PAIRS, lambda call: [])
         return SimpleNamespace(), bodies, [], "words"
 
     monkeypatch.setattr(pair_spec, "compiling", compiling)

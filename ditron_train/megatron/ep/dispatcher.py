@@ -42,7 +42,7 @@ from ditron_train.megatron.ep.coverage import (
 )
 from ditron_train.megatron.ep.expert_tensor import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused_on_ranks
-from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, with_limits
+from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, with_limit
 from ditron_train.megatron.ep.schedule_nodes import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall
 from ditron_train.megatron.shared.in_place import InPlaceOf
@@ -87,7 +87,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
         self._pairs: frozenset[Pair] | None = None
         #: Rows of an expert in a step, for the product of a pair to be ours; None: not measured.
-        self._limits: Mapping[Pair, int] | None = None
+        self._limit: int | None = None
         self._call: ExpertCall | None = None
         self._slices: ExpertSlices | None = None
         self._slices_agree = self.tp_size == 1
@@ -301,12 +301,12 @@ class DitronMoEAlltoAllTokenDispatcher(
         if changed is not None:
             self._log_apart(changed)
             return None
-        if self._limits is None and self._capacity.factor is None:  # a capacity may be given up later
-            self._pairs, self._limits = with_limits(self._pairs, self._experts, hidden_states, self.ep_group)
+        if self._limit is None and self._capacity.factor is None:  # a capacity may be given up later
+            self._pairs, self._limit = with_limit(self._pairs, self._experts, hidden_states, self.ep_group)
             if not self._pairs:
                 return None
         expert_rows = self._layout.expert_rows  # as the counts are, alike
-        pairs, fewest = logged_pairs_of_step(self._pairs, expert_rows, self._limits or {})
+        pairs, fewest = logged_pairs_of_step(self._pairs, expert_rows, self._limit or 0)
         if not pairs:
             return None
         gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity.factor is None else None

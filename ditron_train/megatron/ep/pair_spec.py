@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,14 +31,12 @@ class PairCall(NamedTuple):
 
     Attributes:
         pair: Which.
-        others: Pairs that are already chosen: the pair takes their place.
         runs: Data and functions of the layer, made at the first use.
         group: The expert parallel group.
         kind: All that is particular to the layer.
     """
 
     pair: Pair
-    others: frozenset[Pair]
     runs: _PairRuns
     group: dist.ProcessGroup
     kind: tuple[Hashable, ...]
@@ -57,7 +55,7 @@ class PairSpec(OpSpec[PairCall, Any]):
         return call.runs.device
 
     def key(self, call: PairCall) -> tuple[Hashable, ...]:
-        return (call.others, *call.kind)
+        return call.kind
 
     def context(self, call: PairCall) -> Any:
         """See `OpSpec`: the layer has it already."""
@@ -75,13 +73,13 @@ class PairSpec(OpSpec[PairCall, Any]):
         return ()
 
     def megatron(self, call: PairCall) -> Function:
-        return functools.partial(call.runs.run, self.pair, call.others)
+        return functools.partial(call.runs.run, self.pair, frozenset())
 
     def fused(self, call: PairCall, context: Any) -> Function:
         return functools.partial(call.runs.run, self.pair, frozenset({self.pair}))
 
 
-_PAIRS: dict[Pair, PairSpec] = {pair: PairSpec(pair) for pair in ("gemm_combine", "dgrad_combine", "beside_wgrad")}
+_PAIRS: dict[Pair, PairSpec] = {pair: PairSpec(pair) for pair in pairs_of.PAIRS}
 SPECS: Sequence[OpSpec[Any, Any]] = tuple(_PAIRS.values())
 
 
@@ -112,34 +110,28 @@ def fused_pairs_here(
         into_main_grad,
         layout.ragged,
     )
-    chosen: frozenset[Pair] = frozenset()
     with torch.no_grad():
         runs = _PairRuns(experts, layout, context, hidden_states, order, group)
-        for pair in runs.pairs:
-            others = chosen & {"dgrad_combine"} if pair == "beside_wgrad" else frozenset()  # the better one so far
-            if gate.context_for(_PAIRS[pair], PairCall(pair, others, runs, group, kind)) is not None:
-                chosen = chosen - others | {pair}
+        asked = {pair: gate.context_for(spec, PairCall(pair, runs, group, kind)) for pair, spec in _PAIRS.items()}
+    chosen = frozenset(pair for pair, context in asked.items() if context is not None)
     names = ", ".join(sorted(chosen)) or "no pair of movement and GEMM"
     log_once(f"ep fused {names}", f"ep: one kernel for {names}")
     return chosen
 
 
-def with_limits(
+def with_limit(
     pairs: frozenset[Pair], experts: Any, like: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[frozenset[Pair], dict[Pair, int]]:
-    """``pairs``, and how many rows an expert must have in a step for the product of one to add up as native's does: of
-    rows ``like`` these. A pair whose product never does is left out (collective the first time)."""
-    first, second = tuple(experts.linear_fc1.weight0.shape), tuple(experts.linear_fc2.weight0.shape)
-    count = experts.num_local_experts
-    products = {"gemm_combine": RowProduct(second, count, True), "dgrad_combine": RowProduct(first, count, False)}
-    limits: dict[Pair, int] = {}
-    for pair in pairs_of.PAIRS:
-        if pair in pairs and like.is_cuda:
-            limits[pair] = agreed_fewest_rows(frozenset([products[pair]]), like.dtype, like.device, group)
-            if limits[pair] == NEVER:
-                log_once(f"ep {pair} never", f"ep: no kernel for {pair}, {OTHER_BITS}")
-                pairs -= {pair}
-    return pairs, limits
+) -> tuple[frozenset[Pair], int]:
+    """``pairs``, and how many rows an expert must have in a step for the product of ``gemm_combine`` to add up as
+    native's does: of rows ``like`` these. If it never does, the pair is left out (collective the first time)."""
+    if "gemm_combine" not in pairs or not like.is_cuda:
+        return pairs, 0
+    product = RowProduct(tuple(experts.linear_fc2.weight0.shape), experts.num_local_experts, True)
+    limit = agreed_fewest_rows(frozenset([product]), like.dtype, like.device, group)
+    if limit == NEVER:
+        log_once("ep gemm_combine never", f"ep: no kernel for gemm_combine, {OTHER_BITS}")
+        pairs -= {"gemm_combine"}
+    return pairs, limit
 
 
 def fewest_rows_of_layer(experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> int:
@@ -152,20 +144,20 @@ def fewest_rows_of_layer(experts: Any, like: torch.Tensor, group: dist.ProcessGr
 
 
 def logged_pairs_of_step(
-    pairs: frozenset[Pair], expert_rows: np.ndarray | None, limits: Mapping[Pair, int]
-) -> tuple[frozenset[Pair], dict[Pair, int]]:
+    pairs: frozenset[Pair], expert_rows: np.ndarray | None, limit: int
+) -> tuple[frozenset[Pair], int]:
     """``pairs_of_step``, which the log says the first time that it leaves something native."""
-    left, natively = pairs_of.pairs_of_step(pairs, expert_rows, limits)
-    for pair in sorted((pairs - left) | natively.keys()):
+    left, fewest = pairs_of.pairs_of_step(pairs, expert_rows, limit)
+    if fewest or left != pairs:
         assert expert_rows is not None, "all pairs stay"
-        few = expert_rows[(expert_rows > 0) & (expert_rows < limits[pair])]
+        few = expert_rows[(expert_rows > 0) & (expert_rows < limit)]
         message = (
-            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {limits[pair]} rows in a step, "
-            f"{few.sum() / expert_rows.sum():.0%} of all rows: for {pair} "
+            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {limit} rows in a step, "
+            f"{few.sum() / expert_rows.sum():.0%} of all rows: for gemm_combine "
         )
-        message += "their GEMMs" if pair in natively else "all GEMMs of such a step"
-        log_once(f"ep few rows {pair} {pair in natively}", f"{message} are Transformer Engine's")
-    return left, natively
+        message += "their GEMMs" if fewest else "all GEMMs of such a step"
+        log_once(f"ep few rows {fewest > 0}", f"{message} are Transformer Engine's")
+    return left, fewest
 
 
 def _main_grad_dtype(weight: Any) -> torch.dtype:
@@ -203,7 +195,6 @@ class _PairRuns:
         self._experts, self._layout, self._context, self._like = experts, layout, context, hidden_states
         self._order, self._group, self.device = order, group, hidden_states.device
         self._is_compiled = False
-        self.pairs: list[Pair] = ["gemm_combine", "dgrad_combine", "beside_wgrad"]
 
     @property
     def held_bytes(self) -> int:
@@ -238,11 +229,10 @@ class _PairRuns:
         )
         bodies: dict[Pair, Callable[[ExpertCall], list[Any]]] = {
             "gemm_combine": lambda call: [pairs_of.forward_out(narrow, back, call)],
-            "dgrad_combine": lambda call: list(
+            "beside_wgrad": lambda call: list(
                 pairs_of.backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]
             ),
         }
-        bodies["beside_wgrad"] = bodies["dgrad_combine"]
         words = (
             f"{fresh.num_tokens} tokens x {hidden}, top-{shape.topk} of {shape.num_experts}, experts "
             f"{tuple(weights[0].shape)}, {tuple(back[0].shape)}, {x.dtype}, {self._order}"
@@ -280,7 +270,7 @@ class _PairRuns:
             return
         self._is_compiled = True
         _ = self._data  # made by kernels that run: inside ``compiling`` none does
-        runs = [(pair, frozenset({pair})) for pair in self.pairs] + [(pair, frozenset()) for pair in self.pairs]
+        runs = [(pair, frozenset({pair})) for pair in _PAIRS] + [(pair, frozenset()) for pair in _PAIRS]
         with compiling(self._context):
             for pair, chosen in runs[dist.get_rank(self._group) :: dist.get_world_size(self._group)]:
                 with contextlib.suppress(NotSupportedError):  # it is raised again, by every rank
