@@ -27,6 +27,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pp": ("ditron_train.pp.spec",),
     "muon": ("ditron_train.optim.spec", "ditron_train.optim.plans"),
 }
+#: Modules whose ``fp8_specs`` of a recipe are the ops that a room has in it; they need Transformer Engine.
+FP8_ROOMS: dict[str, tuple[str, ...]] = {
+    "tp": ("ditron_train.tools.fp8.products", "ditron_train.tools.fp8.layers"),
+    "ep": ("ditron_train.megatron.ep.fp8_rows_spec",),
+}
 _added: list[OpSpec[Any, Any]] = []
 
 
@@ -43,7 +48,7 @@ def remove_spec(spec: OpSpec[Any, Any]) -> None:
 def specs_of(room: str, fp8: str | None = None) -> list[OpSpec[Any, Any]]:
     """The ops of a room; ``fp8``: those that it has in a recipe, which needs Transformer Engine."""
     if fp8 is not None:
-        return _fp8_specs(room, fp8)
+        return [spec for name in FP8_ROOMS.get(room, ()) for spec in importlib.import_module(name).fp8_specs(fp8)]
     found: list[OpSpec[Any, Any]] = []
     for name in ROOMS.get(room, ()):
         try:
@@ -52,16 +57,6 @@ def specs_of(room: str, fp8: str | None = None) -> list[OpSpec[Any, Any]]:
             if (error.name or "").split(".")[0] != "megatron":
                 raise
     return [*found, *(spec for spec in _added if spec.name.split()[0] == room)]
-
-
-def _fp8_specs(room: str, recipe: str) -> list[OpSpec[Any, Any]]:
-    if room != "tp":
-        return []
-    from ditron_train.tools.fp8.layers import Fp8LinearSpec
-    from ditron_train.tools.fp8.products import Fp8GemmSpec
-
-    products: list[OpSpec[Any, Any]] = [Fp8GemmSpec("ag_gemm", recipe), Fp8GemmSpec("gemm_rs", recipe)]
-    return [*products, Fp8LinearSpec("column", recipe), Fp8LinearSpec("row", recipe)]
 
 
 @contextmanager

@@ -258,6 +258,32 @@ def rows_spec_on_cpu():
     return said
 
 
+def rows_in_tools():
+    """What ``verify --fp8`` walks: the experts' rows at a layer's four shapes, equal, and found out where they are
+    not."""
+    install()
+    from ditron_train.ep import fp8_rows
+    from ditron_train.policy import Place, results
+    from ditron_train.policy.probe import same_bits
+    from ditron_train.tools.catalog import specs_of
+
+    assert specs_of("ep", "blockwise") == specs_of("ep", "delayed") == []
+    (spec,) = specs_of("ep", "tensorwise")
+    place, seen = Place(dist.group.WORLD, torch.device("cpu"), torch.bfloat16), []
+    for shape in spec.shapes(2, False):
+        if shape.options["deterministic"]:
+            continue
+        assert spec.why_not_shape(shape, 2) is None
+        call = spec.sample(shape, place, 1)
+        context = spec.context(call)
+        native, ours = results(spec, call), results(spec, call, context)
+        assert spec.why_no_row(call) is None and same_bits(native, ours) and len(native) == len(ours) > 0
+        with mock.patch.dict(fp8_rows._LARGEST, {one: 100.0 for one in fp8_rows._LARGEST}):
+            assert not same_bits(native, results(spec, call, context))
+        seen.append((tuple(call.x.shape), call.kind.columns, call.width, call.kind.fp8_format))
+    return seen
+
+
 def rows_kept_apart():
     """What the log says, once each, of rows that are left to Transformer Engine; they are asked for twice."""
     install()

@@ -61,3 +61,17 @@ def test_what_the_policy_compares_of_rows():
             "torch.float32 is not covered",
         ]
     )
+
+
+def test_tools_walk_the_rows_of_experts():
+    first, second = run(workers.rows_in_tools)
+    assert (
+        first
+        == second
+        == [
+            ((64, 32), 32, 96, "E4M3"),
+            ((64, 96), 96, 32, "E5M2"),
+            ((64, 48), 48, 32, "E4M3"),
+            ((64, 32), 32, 48, "E5M2"),
+        ]
+    )

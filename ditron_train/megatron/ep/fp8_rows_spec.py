@@ -3,7 +3,7 @@ where Transformer Engine is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,11 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 
 from ditron_train.ep.few_rows import giving_memory_back
+from ditron_train.ep.spec import MoeSpec
 from ditron_train.megatron.ep.coverage import why_not_fp8_rows
 from ditron_train.megatron.ep.te_quantise import RowsKind, new_quantizer, quantise, why_not_quantizers
 from ditron_train.megatron.shared.devices import why_not_fp8_on_device
-from ditron_train.policy import Function, OpSpec
+from ditron_train.policy import Function, Place, Shape
 from ditron_train.policy.probe import Run, same_bits
 from ditron_train.policy.spec import Trial
 from ditron_train.runtime.errors import NotSupportedError
@@ -51,7 +52,7 @@ class Fp8RowsCall(NamedTuple):
     are_grads: bool
 
 
-class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
+class Fp8RowsSpec(MoeSpec[Fp8RowsCall, object]):
     """Rows by expert in FP8 with their transposes: the scales of all experts at once, against one after the other."""
 
     name, row, has_rows = "ep rows fp8", "split_quantize", False
@@ -132,12 +133,39 @@ class Fp8RowsSpec(OpSpec[Fp8RowsCall, object]):
         return (call.x,)
 
     def megatron(self, call: Fp8RowsCall) -> Function:
-        """See `OpSpec`: on operands of its own."""
-        return lambda x: self.trial(call, _DECIDED).megatron()
+        """See `OpSpec`: every expert has as many rows."""
+        return lambda x: self.pair(call, x, [len(x) // call.num_experts] * call.num_experts)[0]()
 
     def fused(self, call: Fp8RowsCall, context: object) -> Function:
-        """See `OpSpec`: on operands of its own."""
-        return lambda x: self.trial(call, context).fused()
+        """See `OpSpec`: likewise."""
+        return lambda x: self.pair(call, x, [len(x) // call.num_experts] * call.num_experts)[1]()
+
+    def shapes_of_layer(self, layer: Shape) -> list[Shape]:
+        """See `MoeSpec`: inputs of both linear layers [rows, K], and gradients of their results [rows, N], evenly
+        routed."""
+        if layer.options["zipf"]:
+            return []
+        hidden, ffn_hidden = layer.sizes["hidden"], layer.sizes["ffn_hidden"]
+        return [
+            Shape(layer.model, {**layer.sizes, "n": n, "k": k}, {**layer.options, "are_grads": are_grads})
+            for n, k in ((2 * ffn_hidden, hidden), (hidden, ffn_hidden))
+            for are_grads in (False, True)
+        ]
+
+    def sample(self, shape: Shape, place: Place, seed: int) -> Fp8RowsCall:
+        n, k, are_grads = shape.sizes["n"], shape.sizes["k"], shape.options["are_grads"]
+        columns, width = (n, k) if are_grads else (k, n)
+        num_experts = shape.sizes["num_experts"] // place.world_size
+        num_rows = max(_STEP, shape.sizes["tokens_per_rank"] * shape.sizes["topk"] // num_experts // _STEP * _STEP)
+        x = normal_values((num_experts * num_rows, columns), torch.bfloat16, place.device, 1000 * seed + place.rank)
+        kind = RowsKind(columns, "E5M2" if are_grads else "E4M3", False, 0.0)
+        return Fp8RowsCall(x, num_experts, place.group, kind, width, are_grads)
+
+    def why_no_row(self, call: Fp8RowsCall) -> str | None:
+        return self.why_not(call)
+
+    def columns(self, call: Fp8RowsCall, context: object, times_us: Mapping[str, float]) -> Mapping[str, Any]:
+        return {"dtype": "fp8_tensorwise"}
 
 
 def _timed_sizes(call: Fp8RowsCall) -> list[int]:
@@ -189,3 +217,8 @@ def _quantizer(kind: RowsKind, device: torch.device) -> Any:
 
 _DECIDED = object()
 FP8_ROWS = Fp8RowsSpec()
+
+
+def fp8_specs(recipe: str) -> list[Fp8RowsSpec]:
+    """What tools compare in a recipe."""
+    return [FP8_ROWS] if recipe == "tensorwise" else []

@@ -132,3 +132,8 @@ def _layers(kind: str, n: int, k: int, world_size: int, recipe: str) -> tuple[An
     options.update(config=config, init_method=torch.nn.init.normal_, bias=False, skip_bias_add=True, is_expert=False)
     made = [one(k, n, **options) for one in (native, te_layers.class_map()[native])]
     return config, *made
+
+
+def fp8_specs(recipe: str) -> list[Fp8LinearSpec]:
+    """Both layers in a recipe."""
+    return [Fp8LinearSpec("column", recipe), Fp8LinearSpec("row", recipe)]

@@ -157,3 +157,8 @@ class Fp8GemmSpec(Fp8ShapedSpec[Fp8Operands]):
         sizes = [x.shape[0], weight.shape[0]]
         scattered = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
         return scattered(x, weight.t(), *scales, "sum", 0, 0, name, sizes, out_dtype=dtype, use_fast_accum=True)
+
+
+def fp8_specs(recipe: str) -> list[Fp8GemmSpec]:
+    """Both products in a recipe."""
+    return [Fp8GemmSpec("ag_gemm", recipe), Fp8GemmSpec("gemm_rs", recipe)]

@@ -19,6 +19,8 @@ import te_fp8_workers  # noqa: E402
 def stand_in(covered: bool = True, wrong_bit: bool = False):
     """Layers of the stand-in in the place of Megatron's; ``wrong_bit``: ours differ in one bit on the last rank."""
     native_class, ours_class = te_fp8_workers._classes()
+    operands = sys.modules["transformer_engine.pytorch.tensor.float8_tensor"]
+    operands.Float8Tensor = operands.Storage  # which rows of experts are, here walked through alone
     from ditron_train.megatron.tp.te_fp8 import overlapping
     from ditron_train.policy import Answer
     from ditron_train.tools.fp8 import layers, products
