@@ -1,7 +1,8 @@
 """The command line: ``python -m ditron_train doctor``, ``bench``, ...
 
 Every command is a function that imports what it needs, so that ``--help`` is quick and works where nothing is
-installed. Exit status: 0 well, 1 the command found something wrong, 2 it could not be run as asked, 130 interrupted.
+installed. Exit status: 0 well, 1 the command found something wrong, 2 it could not be run as asked or compared nothing
+of an op or a feature that it was asked for, 130 interrupted.
 """
 
 from __future__ import annotations

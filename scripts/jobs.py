@@ -223,6 +223,8 @@ def main() -> int:
         parser.error(str(error))
     if arguments.all is not None:
         jobs = [job for job in jobs if job.gpus <= arguments.all]
+    if not jobs:
+        parser.error(f"nothing was compared: no standard job runs whole on {arguments.all} GPUs (--list N says which)")
     script, options = arguments.megatron_lm / "pretrain_gpt.py", shlex.split(arguments.compare)
     commands = {job.name: command_of(job, script, options, more, posed=arguments.posed) for job in jobs}
     if arguments.show:

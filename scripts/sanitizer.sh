@@ -83,11 +83,14 @@ for log in sorted(work.glob("*.log")):
     }
     checked_kernels |= set() if is_plain else set(kernels)
 checked = {name: run for name, run in runs.items() if not name.startswith("plain")}
-is_clean = all(run["reported"] == 0 and run["ran"] and run["status"] == 0 for run in checked.values())
+is_clean = bool(checked_kernels) and all(run["reported"] == 0 and run["ran"] and run["status"] == 0 for run in checked.values())
 left = sorted(defined - checked_kernels)
 out.write_text(json.dumps({"clean": is_clean, "kernels": sorted(checked_kernels), "not_run": left, "runs": runs}, indent=1) + "\n")
 for name, run in runs.items():
     print(f"{name}: ran {', '.join(run['ran']) or 'nothing'}; reported {run['reported']}; exit {run['status']}")
 print(f"{len(checked_kernels)} kernels ran under a tool; not run: {', '.join(left) or 'none'}")
+empty = ", ".join(name for name, run in checked.items() if not run["ran"]) or "every run"
+if not checked_kernels:
+    print(f"nothing was checked: {empty}: no kernel ran under compute-sanitizer", file=sys.stderr)
 sys.exit(not is_clean)
 PYTHON

@@ -239,6 +239,14 @@ def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> Symmetri
     return arena
 
 
+def held_bytes() -> int:
+    """Bytes of symmetric memory that this rank holds in all arenas of ``get_arena``.
+
+    On GPUs the driver allocates them, outside of what torch's allocator has reserved.
+    """
+    return sum(arena.num_bytes for arena in _arenas.values())
+
+
 def close_all_arenas() -> None:
     """Closes every arena that ``get_arena`` made, in the order in which they were first made: a call of every rank of
     their groups, which that order keeps from waiting for each other in a circle, since making them did not."""

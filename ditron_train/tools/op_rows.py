@@ -171,7 +171,9 @@ def _op_row(
     if calls.why_no_row is not None:
         sizes = "x".join(map(str, shape.sizes.values()))
         get_logger("bench").info("%s, %s %s is not measured: %s", shape.model, spec.row, sizes, calls.why_no_row)
+        session.num_compared[spec.row] += 0
         return None
+    assert calls.context is not None, "native would be compared with native"
     equal = calls.equal(session)
     contenders = calls.contenders(session, with_peers=with_peers)
     timings = session.measure(contenders, most=spec.most_repetitions(shape, session.world_size))

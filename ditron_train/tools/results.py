@@ -63,6 +63,11 @@ class Row:
         joules: What a GPU takes for a step, likewise.
         native_repeats: False where ours differ, but no earlier than two jobs by Megatron's path, so that bits say
             nothing; None in all other cases.
+        fused_calls: Calls of the fused path by feature, of the job that has the fewest.
+        memory_gib: The most on any rank, in GiB: what torch has reserved (``native``, ``ditron``), what is in use of
+            the GPU (``native_used``, ``ditron_used``), and symmetric memory (``native_symmetric``,
+            ``ditron_symmetric``), which is in use, but not reserved. ``excess`` above 0: by so much the fused job
+            breaks the rule of `ditron_train.tools.compare.memory`.
     """
 
     op: str
@@ -97,6 +102,8 @@ class Row:
     clocks_mhz: dict[str, float] | None = None
     joules: dict[str, float] | None = None
     native_repeats: bool | None = None
+    fused_calls: dict[str, int] | None = None
+    memory_gib: dict[str, float] | None = None
 
     @property
     def tells_all(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +22,14 @@ from ditron_train.runtime.values import have_same_bits, make_values
 from ditron_train.runtime.versions import check_versions
 from ditron_train.tools.arguments import check_counts, check_folder
 from ditron_train.tools.gpu_of_rank import share_gpus
+from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.results import Pass, Row, write_beside
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
 from ditron_train.tools.timing import Contender, Timing, measure, num_input_sets
 
 _TIMEOUT_S = 300
+_Results = Callable[[int], Sequence[torch.Tensor]]
 
 
 class Sink(Protocol):
@@ -50,6 +53,7 @@ class BenchSession:
         dtype: Of activations where nobody names one: bfloat16; on the CPU float32, which Triton's interpreter has.
         rows: What ``add`` was given; the same on every rank.
         notes: What the stamp says beside the counts.
+        num_compared: How many rows each op has; 0 if a shape of it was left out and none was compared.
     """
 
     def __init__(self, name: str, arguments: argparse.Namespace, sink: Sink | None = None) -> None:
@@ -60,6 +64,7 @@ class BenchSession:
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.rows: list[Row] = []
         self.notes: dict[str, str] = {}
+        self.num_compared: Counter[str] = Counter()
         self._arguments = arguments
         self._sink = sink
 
@@ -105,8 +110,19 @@ class BenchSession:
         return bool(flag.item())
 
     def equal(self, ours: Sequence[torch.Tensor], native: Sequence[torch.Tensor]) -> bool:
-        """Whether all tensors have equal bits on every rank."""
+        """Whether all tensors have equal bits on every rank; there has to be one."""
+        assert native, "there is nothing to compare"
         return self.agree(len(ours) == len(native) and all(map(same_result, ours, native)))
+
+    def equal_layer(self, feature: str, fused: _Results, native: _Results) -> bool | None:
+        """``equal`` of a layer with ``feature`` and the native one (collective); None if no rank ran the fused path,
+        so that nothing can be compared."""
+        from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
+
+        FUSED_CALLS.install((feature,))
+        FUSED_CALLS.take()
+        found = fused(0)
+        return None if self.agree(not FUSED_CALLS.take().get(feature)) else self.equal(found, native(0))
 
     def attempt(self, what: str, contender: Contender) -> bool:
         """Runs ``contender`` once; False, with a log line, where it fails on any rank: to leave a peer out."""
@@ -128,7 +144,7 @@ class BenchSession:
         model: str,
         shape: dict[str, int],
         timings: Mapping[str, Timing],
-        equal: bool,
+        equal: bool | None,
         *,
         dtype: torch.dtype | str | None = None,
         **others: Any,
@@ -150,7 +166,13 @@ class BenchSession:
         return Row(**{**named, **others})
 
     def add(self, row: Row) -> None:
-        """Adds a row and logs it."""
+        """Adds a row and logs it; one whose bits were not compared is logged alone."""
+        self.num_compared[row.op] += row.bitwise_equal is not None
+        if row.bitwise_equal is None:
+            get_logger("bench").warning(
+                "%s %s %s is left out: it runs natively here", row.op, row.direction, row.model
+            )
+            return
         self.rows.append(row)
         if self.rank == 0:
             sizes = "x".join(str(size) for size in row.shape.values())
@@ -169,11 +191,17 @@ class BenchSession:
         self._write(is_shown=False)
 
     def finish(self) -> int:
-        """Rank 0 writes and shows the rows. Returns the exit status: 1 where bits of any row differ."""
-        if not self.rows and self._sink is None and self.rank == 0:
-            get_logger("bench").warning("bench %s: nothing of what was asked for is measured here", self.name)
+        """Rank 0 writes and shows the rows. Returns the exit status: 1 if bits of any row differ.
+
+        Raises:
+            NothingComparedError: There is no row, or a part that ``--part`` names has none.
+        """
         self._write(is_shown=True)
-        return 0 if all(row.bitwise_equal for row in self.rows) else 1
+        if not all(row.bitwise_equal for row in self.rows):
+            return 1
+        counts = self.num_compared if getattr(self._arguments, "part", None) else {}
+        require_compared(counts or {f"bench {self.name}": len(self.rows)}, "the log says why it is not measured here")
+        return 0
 
     def _write(self, is_shown: bool) -> None:
         if self.rank != 0 or not self.rows or self._sink is not None:
@@ -214,8 +242,7 @@ def _join(*, may_share_gpus: bool) -> None:
 
 def _check_untried() -> None:
     """Tools run ops without asking a gate."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    reason = self_check(world_group(), device)
+    reason = self_check(world_group(), _device())
     if reason is not None:
         raise DitronError(reason)
 

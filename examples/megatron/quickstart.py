@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -84,13 +85,6 @@ def _arguments() -> argparse.Namespace:
         arguments.out.mkdir(parents=True, exist_ok=True)  # now: not after two trainings
     except OSError as error:
         raise SystemExit(f"error: cannot write into {arguments.out}: {error.strerror}") from None
-    chosen = {
-        "sp": arguments.sp > 1,
-        "ep": arguments.ep > 1,
-        "pp": arguments.pp > 1,
-        "muon": arguments.optimizer != "adam",
-    }
-    arguments.ditron = arguments.ditron or ("tp", *(name for name, is_used in chosen.items() if is_used))
     return arguments
 
 
@@ -174,6 +168,18 @@ def _make_job(arguments: argparse.Namespace, on_gpu: bool):
     return job
 
 
+def _features(job) -> tuple[str, ...]:
+    """What the job divides over several ranks, if the command line names no features."""
+    used = {
+        "tp": job.tensor_parallel > 1,
+        "sp": job.context_parallel > 1,
+        "ep": job.expert_parallel > 1,
+        "pp": job.pipeline_parallel > 1,
+        "muon": job.optimizer != "adam",
+    }
+    return tuple(name for name, is_used in used.items() if is_used) or ("tp",)
+
+
 def _native_job(job, console: Console):
     """The job whose native run is the reference: the same one wherever megatron-core itself can run it."""
     if job.context_parallel == 1 or job.use_te:
@@ -226,6 +232,13 @@ def _verdict(comparison, on_gpu: bool, console: Console) -> int:
     return 1
 
 
+def _count_on_all_ranks(mine: dict[str, int], features: Sequence[str]) -> dict[str, int]:
+    """Calls of the fused path by feature, added up over all ranks. ``wgrad`` overlaps nothing and is not counted."""
+    everywhere: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    return {name: sum(calls.get(name, 0) for calls in everywhere) for name in features if name != "wgrad"}
+
+
 def main() -> int:
     """Runs the whole comparison; returns the exit status."""
     warnings.filterwarnings("ignore")  # megatron-core's, on what is not installed
@@ -238,13 +251,15 @@ def main() -> int:
 
     import ditron_train.megatron as ditron
     from ditron_train.cpu import megatron_shim as megatron_cpu
-    from ditron_train.tools.fused_calls import FusedCalls
+    from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
+    from ditron_train.tools.nothing_compared import NothingComparedError, require_compared
 
     console = Console(quiet=dist.get_rank() != 0)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ditron_train").setLevel(logging.INFO)
     world_size = dist.get_world_size()
     job = _make_job(arguments, on_gpu)
+    arguments.ditron = arguments.ditron or _features(job)
     try:
         corpus = load_corpus(arguments.data, job.sequence_length)
     except CorpusError as error:
@@ -258,16 +273,14 @@ def main() -> int:
     again = _run(native_job, corpus, "native, once more", console) if on_gpu else None
     ditron.apply(features=arguments.ditron, transport=arguments.ditron_transport, timeout_s=arguments.ditron_timeout_s,
                  policy=arguments.ditron_policy, plan=arguments.ditron_plan)  # fmt: skip
-    calls = FusedCalls()
-    calls.install()
+    FUSED_CALLS.install(arguments.ditron)
+    FUSED_CALLS.take()
     try:
         ours = _run(job, corpus, "ditron_train " + ",".join(arguments.ditron), console)
     finally:
         ditron.restore()
-    counts = calls.take()
-    console.print(
-        "calls of the fused path: " + ", ".join(f"{name} {counts.get(name, 0)}" for name in arguments.ditron)
-    )
+    counts = _count_on_all_ranks(FUSED_CALLS.take(), arguments.ditron)
+    console.print("calls of the fused path: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
 
     comparison = Comparison(native, again, ours)
     times_ms = median_time_ms(again or native), median_time_ms(ours)
@@ -279,7 +292,13 @@ def main() -> int:
         write_json(arguments.out / "losses.json", summary, native, ours)
         plot_losses(arguments.out / "loss.png", native, ours, f"byte-level GPT, {_sizes(job)}, {where}")
         console.print(f"written: {arguments.out / 'loss.png'}, {arguments.out / 'losses.json'}")
-    status = _verdict(comparison, on_gpu, console)
+    try:
+        alone = "; most features need at least 2 ranks: use torchrun --nproc-per-node 2" if world_size == 1 else ""
+        require_compared(counts, f"no fused call ran (the log says why each layer ran natively{alone})")
+        status = _verdict(comparison, on_gpu, console)
+    except NothingComparedError as error:
+        console.print(f"error: {error}")
+        status = 2
     dist.barrier()
     dist.destroy_process_group()
     return status

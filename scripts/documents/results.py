@@ -152,14 +152,21 @@ def _job_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
 
 def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
     lines = [
-        "| `--ditron` | trained | on | Megatron | fused | speed | bits |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| `--ditron` | trained | on | Megatron | fused | speed | peak memory | symmetric | bits |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for features, stamp, row in _by_feature(steps):
         times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x"
         trained = f"{_step_model(row)}: {model_words(row)}"
-        lines.append(f"| `{features}` | {trained} | {_machine(stamp)} | {times} | {row.bits_words} |")
+        memory = _memory_words(row)
+        lines.append(f"| `{features}` | {trained} | {_machine(stamp)} | {times} | {memory} | {row.bits_words} |")
     return "\n".join(lines)
+
+
+def _memory_words(row: Row) -> str:
+    """Two cells: peak reserved memory natively and fused, and symmetric memory; a dash for rows without them."""
+    words = "{native:.1f}, {ditron:.1f} GiB | {ditron_symmetric:.2f} GiB" if row.memory_gib else "- | -"
+    return words.format(**row.memory_gib or {})
 
 
 def _machine(stamp: Stamp) -> str:

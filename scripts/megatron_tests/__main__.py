@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 
-from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.errors import DitronError
 from megatron_tests.campaign import __doc__ as description
 from megatron_tests.campaign import add_arguments, run
 
@@ -15,5 +15,5 @@ if __name__ == "__main__":
     add_arguments(parser)
     try:
         sys.exit(run(parser.parse_args()))
-    except SettingError as error:
+    except DitronError as error:
         sys.exit(f"error: {error}")

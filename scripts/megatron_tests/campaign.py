@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.results import RESULTS
 from ditron_train.tools.stamp import collect_stamp
 from megatron_tests.launches import NATIVE, NUM_CHANNELS, Launcher
@@ -56,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         SettingError: No checkout, or one of which no test passes natively, so that nothing was compared.
+        NothingComparedError: Under some policy no fused call ran in any test.
     """
     checkout = _checkout()
     has_gpus = torch.cuda.is_available()
@@ -78,7 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     num_devices = min(num_ranks, torch.cuda.device_count()) if has_gpus else num_ranks  # posed ranks share GPUs
     path = write_table(arguments.output, collect_stamp(device, num_devices, **settings), rows)
     _show(rows, path)
-    return int(any(row.lost or row.not_run for row in rows))
+    if any(row.lost or row.not_run for row in rows):
+        return 1
+    require_compared({row.policy: row.ours_ran for row in rows}, "no fused call ran in any test under this policy")
+    return 0
 
 
 def _launch_all(

@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
+from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
 from ditron_train.runtime.logs import decisions, forget_decisions
-from ditron_train.tools.fused_calls import FusedCalls
 from megatron_tests.records import Notes
 from megatron_tests.suites import fit_expert_sizes, fit_sizes
 
@@ -62,7 +62,7 @@ class _Rank:
     """This process's part of a launch, as pytest's hooks see it."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._counts = job, FusedCalls()
+        self._job, self._counts = job, FUSED_CALLS
         rank = int(os.environ.get("RANK", "0"))
         self._notes = Notes(Path(job.records), rank, job.launch)
         self._outcome, self._why = "passed", ""
@@ -77,7 +77,7 @@ class _Rank:
             import ditron_train.megatron
 
             ditron_train.megatron.apply(features=self._job.features)
-            self._counts.install()
+            self._counts.install(self._job.features.split(","))
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leaves out what is done, or not asked for; notes the rest."""

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ SMALL = ["--layers", "2", "--hidden", "64", "--sequence", "32", "--batch", "1", 
 
 def _check(output, folder, patched):
     assert patched in output
+    feature = patched.removesuffix(": on")
+    assert int(re.search(rf"calls of the fused path:.*\b{feature} (\d+)", output)[1]) > 0
     assert "largest difference of a loss" in output and "time per step: native" in output
     losses = json.loads((folder / "losses.json").read_text())
     assert len(losses["native_loss"]) == len(losses["ditron_loss"]) == 2
@@ -72,9 +75,8 @@ def _run(folder, words, world_size=2):
         (["--sp", "2"], "sp: on"),
         (["--experts", "4", "--ep", "2"], "ep: on"),
         (["--optimizer", "muon"], "muon: on"),
-        (["--tp", "1", "--distributed-optimizer"], "tp: on"),
     ],
-    ids=["pp", "sp", "ep", "muon", "distributed"],
+    ids=["pp", "sp", "ep", "muon"],
 )
 def test_losses_agree_and_files_are_written(tmp_path, capsys, words, patched):
     assert _run(tmp_path, words) == [0, 0]
@@ -89,6 +91,26 @@ def test_three_parallelisms_at_once(tmp_path, capsys):
     output = capsys.readouterr().out
     for patched in ("tp: on", "ep: on", "pp: on"):
         _check(output, tmp_path, patched)
+
+
+def test_the_distributed_optimizer(tmp_path, capsys):
+    words = ["--tp", "2", "--distributed-optimizer"]
+    assert _run(tmp_path, words, world_size=4) == [0, 0, 0, 0]
+    _check(capsys.readouterr().out, tmp_path, "tp: on")
+
+
+@pytest.mark.parametrize(
+    "words, names, world_size",
+    [
+        (["--tp", "1", "--ditron", "tp"], "tp", 2),  # its ranks are data-parallel
+        (["--pp", "2", "--ditron", "tp,pp"], "tp", 2),  # pp alone is compared
+        ([], "tp", 1),
+    ],
+    ids=["no tensor parallelism", "one of two", "one rank"],
+)
+def test_features_without_a_fused_call_fail(tmp_path, capsys, words, names, world_size):
+    assert _run(tmp_path, words, world_size) == [2] * world_size
+    assert f"error: nothing was compared: {names}: no fused call ran" in " ".join(capsys.readouterr().out.split())
 
 
 def test_unreadable_data_is_the_same_error_on_every_rank(tmp_path):

@@ -335,6 +335,7 @@ def _weight_argument_and_gathered_output():
             y.square().sum().backward()
             found.append({"y": y.detach(), "dx": x.grad, "dw": weight.grad})
         _assert_equal(*found)
+        _assert_ran_as_ops()
 
 
 def test_weight_given_in_the_call_and_output_gathered():
@@ -357,6 +358,7 @@ def _pipelined_microbatches():
                 {**{f"dx{i}": x.grad for i, x in enumerate(inputs)}, "dc": column.weight.grad, "dr": row.weight.grad}
             )
         _assert_equal(*found)
+        _assert_ran_as_ops()
 
 
 def test_several_forwards_before_backward():

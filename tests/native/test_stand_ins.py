@@ -307,6 +307,7 @@ def _adapters(kind):
             native = sp_workers.run(model, world, 16)
         ours = sp_workers.run(model, world, 16)
         sp_workers.assert_same_bits(ours, native)
+        assert sp_workers.num_fused_shapes("exchange") > 0, "around layers with adapters the exchange is fused"
         assert not torch.equal(ours[0], plain)
 
 

@@ -20,11 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
 from ditron_train.megatron.plugin.record_trace import StepTracer, TraceRequest, trace_path
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.gpu_clock import energy_mj, sm_clock_mhz
-from ditron_train.runtime.logs import decisions
+from ditron_train.runtime.logs import decisions, log_once
 from ditron_train.runtime.provenance import collect_provenance
+from ditron_train.symm.arena import held_bytes
 
 _LOOP = "megatron.training.training"
 _GRAD_NORM = 5  # of what train_step returns; the losses stand first
@@ -116,6 +118,7 @@ class StepRecorder:
         self._before_s: float | None = None
         self._taken_mj: int | None = None
         self._traced: int | None = None
+        FUSED_CALLS.install(features)
         path = trace_path(folder, rank)
         if trace is not None:
             if trace.rank >= world_size:
@@ -150,7 +153,8 @@ class StepRecorder:
 
     def step(self, iteration: int | None, losses: dict[str, torch.Tensor], grad_norm: Any, optimizer: Any) -> None:
         """Notes one step; after the first and the last one also a digest of the parameters that this rank's optimizer
-        holds, after the last one what ran by which path.
+        holds, after the last one what ran by which path. With every step: the calls of the fused path by feature, the
+        most that torch has reserved on the GPU so far, and the bytes of symmetric memory, which rank 0 logs at last.
 
         Of the step that is traced no time is noted. Collective where it is traced.
 
@@ -166,12 +170,15 @@ class StepRecorder:
         values: dict[str, Any] = {
             "losses": {name: _text(loss) for name, loss in losses.items()},
             "grad_norm": _text(grad_norm),
+            "fused_calls": FUSED_CALLS.take(),
         }
+        values["symmetric_bytes"] = held_bytes()
         if torch.cuda.is_available():
             values["clock_mhz"] = sm_clock_mhz()  # the GPU is at work still
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
             values["used_bytes"] = total - free
+            values["reserved_bytes"] = torch.cuda.max_memory_reserved()
         now_s = time.perf_counter()
         before_s = None if number == self._traced else self._before_s
         values["seconds"] = None if before_s is None else now_s - before_s
@@ -183,6 +190,9 @@ class StepRecorder:
             values["digest"] = digest(p for group in optimizer.param_groups for p in group["params"])
         if number == self._last:
             values["plan"] = decisions()
+            log_once(
+                "symmetric memory", f"symmetric memory of all groups: {values['symmetric_bytes'] / 2**20:.1f} MiB"
+            )
         self._write(step=number, **values)
         self._taken_mj = energy_mj()
         self._before_s = time.perf_counter()

@@ -152,8 +152,7 @@ def step_rows(session: BenchSession, picture: Path | None = None) -> Iterator[Ro
             step = _Step(session, chunks, overlap)
             switch = _Switch(step)
             native = [*switch.native(0), *step.gradients()]
-            ours = [*switch.ours(0), *step.gradients()]
-            equal = session.equal(ours, native)
+            equal = session.equal_layer("pp", lambda index: [*switch.ours(index), *step.gradients()], lambda _: native)  # noqa: B023
             timings = session.measure({"native": switch.native, "ditron": switch.ours}, in_turn=False)
             if picture is not None and chunks is None:
                 _draw(session, switch, step, picture)

@@ -167,7 +167,7 @@ def layer_rows(session: BenchSession, fp8: str | None = None, *, is_split: bool 
     )
     direction: Pass
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
-        equal = session.equal(body("ditron"), body("native"))
+        equal = session.equal_layer("tp", lambda _: body("ditron"), lambda _: body("native"))  # noqa: B023
         contenders = {name: lambda index, n=name, run=body: run(n) for name in pair.layers}
         peer = contenders.get("userbuffers")
         if peer is not None and not session.attempt(f"userbuffers' layer, {direction}", peer):

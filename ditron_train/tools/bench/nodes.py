@@ -39,7 +39,7 @@ class _Case(NamedTuple):
     Attributes:
         spec, call: As the gate is asked.
         shape: Of the row.
-        native, fused: What is compared and timed; ``fused`` is None where the op has no fused path on these nodes.
+        native, fused: What is compared and timed.
         strict: Makes what runs from the context of an answer, which may leave a part to Megatron's path; None:
             ``fused``.
         exchanges: What the measured pass moves, ``gather`` or ``sums``: a pass that an answer leaves all of it to the
@@ -52,7 +52,7 @@ class _Case(NamedTuple):
     call: Any
     shape: Shape
     native: Callable[[], Any]
-    fused: Callable[[], Any] | None
+    fused: Callable[[], Any]
     strict: Callable[[Any], Callable[[], Any]] | None = None
     exchanges: frozenset[str] = frozenset()
     op: str | None = None
@@ -224,11 +224,7 @@ def _exchanges(session: BenchSession, divide: int) -> Iterator[_Case]:
     like = torch.empty(rows, 1, 1, dtype=session.dtype, device=session.device)
     call = UlyssesCall(world_group(), AttentionShape(8 * world, 2 * world, 128, 128), (rows, 1), like)
     shape = Shape("posed", {"rows": rows, "heads": 8 * world, "groups": 2 * world, "channels": 128})
-    try:
-        yield _case(EXCHANGE, call, shape)
-    except NotSupportedError:  # on every rank alike: nodes of one rank have no rails to share
-        given = EXCHANGE.given(call, session)  # which are asked for the rank alone
-        yield _Case(EXCHANGE, call, shape, lambda: results(EXCHANGE, given), None)
+    yield _case(EXCHANGE, call, shape)
 
 
 def _experts(session: BenchSession, divide: int) -> Iterator[_Case]:
@@ -288,7 +284,7 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
     with surroundings:
         native = list(case.native())
         del sends[:]
-        ours = list((case.fused or case.native)())
+        ours = list(case.fused())
         count, equal = len(sends), session.equal(ours, native)
         plan, strict = "sent as soon as they are stepped, under every policy", case.fused
         if case.is_asked:
@@ -301,18 +297,16 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
                 strict = case.fused if case.strict is None else case.strict(answer.context)
                 if case.exchanges and case.exchanges <= set(left):
                     plan, strict = f"strict: Megatron's calls{words}", case.native
-        assert strict is not None, "what nobody asks for has a fused path"
         # In turn: a link of sockets is slower from one second to the next. Not so a dispatch on GPUs: the fused one
         # took a third longer between calls of Megatron's path, which no job has.
         in_turn = session.device.type != "cuda" or case.spec.name != "ep movement"
         paths = {"native": case.native, "fused": case.fused, "strict": strict}
-        names = {path: name for name, path in reversed(paths.items()) if path is not None}
+        names = {path: name for name, path in reversed(paths.items())}
         found = session.measure({names[path]: lambda _, path=path: path() for path in names}, in_turn=in_turn)
         timings = {"native": found["native"], "ditron": found[names[strict]]}
-        peer = {} if case.fused is None else dict(peer="fused path", peer_us=found["fused"].median_us)
     direction = case.measured or case.spec.measured
     if case.measured is None and direction == "backward":
         direction = "forward_backward"
-    fields: dict[str, Any] = dict(**peer, plan=[plan], fused_sends=count)
+    fields: dict[str, Any] = dict(peer="fused path", peer_us=found["fused"].median_us, plan=[plan], fused_sends=count)
     sizes = dict(case.shape.sizes)
     session.add(session.row(case.op or case.spec.row, direction, case.shape.model, sizes, timings, equal, **fields))

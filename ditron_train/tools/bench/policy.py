@@ -27,6 +27,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.settings import under_policy
 from ditron_train.tools.arguments import add_common_arguments
+from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.results import Row, write_results
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.stamp import collect_stamp
@@ -87,7 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         contenders = layer_contenders(session)
         cost = probe_cost(session, contenders["ditron"])
         with under_policy("force"):
-            equal = session.equal(contenders["ditron"](0), contenders["native"](0))
+            equal = session.equal_layer("tp", contenders["ditron"], contenders["native"])
+        require_compared({"tp": equal is not None}, "no fused call ran in the layer under DITRON_POLICY=force")
         times, natively = compare_policies(
             session, contenders["ditron"], contenders["native"], rounds=arguments.rounds, calls=arguments.calls
         )
@@ -188,7 +190,7 @@ def _summary(times: dict[str, list[float]], natively: dict[str, int], cost: Prob
     )
 
 
-def _row(session: BenchSession, times: dict[str, list[float]], shape: dict[str, int], equal: bool) -> Row:
+def _row(session: BenchSession, times: dict[str, list[float]], shape: dict[str, int], equal: bool | None) -> Row:
     timings = {name: _timing(values) for name, values in times.items()}
     timings["ditron"] = timings["strict"]
     options: dict[str, Any] = dict(dtype=torch.bfloat16, peer="force", peer_us=timings["force"].median_us)

@@ -22,12 +22,15 @@ from ditron_train.megatron.plugin.record_trace import steps_of_warmup, trace_pat
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.arguments import check_folder
 from ditron_train.tools.compare.launch import RunningJob, may_start_together, running_jobs, with_fp8, with_launcher
-from ditron_train.tools.compare.row import Story, write_row
+from ditron_train.tools.compare.memory import memory_gib
+from ditron_train.tools.compare.row import write_row
 from ditron_train.tools.compare.side_by_side import show
 from ditron_train.tools.compare.steps import Job, Runs, differences, read_job
 from ditron_train.tools.compare.traces import StepTrace, is_traced, read_step_trace, show_traces, trace_table
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
+from ditron_train.tools.nothing_compared import require_compared
 
+_NO_CALL = "no fused call ran in a job with ditron_train (its log says why each layer ran natively)"
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
@@ -95,9 +98,10 @@ def _features(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 where all that native repeats is equal, 1 where something differs.
+    """Returns 0 if all that native repeats is equal, 1 if something differs or a row breaks the rule on memory.
 
     Raises:
+        NothingComparedError: A feature had no fused call, so native was compared with native.
         SettingError: The command or the notes cannot be used, a job failed, or a trace is not there or cannot be read.
     """
     _check(arguments)
@@ -120,14 +124,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.trace or (is_traced(native) and is_traced(ours)):
         traces = read_step_trace(folders[0], native), read_step_trace(folders[1], ours)
         show_traces(*traces, times_ms=runs.times_ms(skip))
-    if arguments.results is not None:
+    counts = runs.fused_calls or {"--ditron": 0}
+    if arguments.results is not None and (any(counts.values()) or not is_equal):
         command = None if arguments.notes else _command(arguments)
-        story = Story(command, None if traces is None else trace_table(*traces))
-        says_nothing = bool(found) and is_equal  # ours differ from where native jobs do, too
-        verdict: dict[str, Any] = dict(is_equal=is_equal and not found, native_repeats=False if says_nothing else None)
-        path = write_row(arguments.results, arguments.model, runs, skip, story, **verdict)
+        table = None if traces is None else trace_table(*traces)
+        verdict: dict[str, Any] = dict(is_equal=is_equal and not found)
+        verdict["native_repeats"] = False if found and is_equal else None  # they differ from where native jobs do, too
+        path = write_row(arguments.results, arguments.model, runs, skip, command, table, **verdict)
         words = "no row was written: no step was timed" if path is None else f"written: {path}"
         Console(stderr=True).print(words, markup=False, highlight=False)
+        is_equal = is_equal and (memory_gib(runs) or {}).get("excess", 0) <= 0  # which `show` has printed
+    if is_equal:
+        require_compared(counts, _NO_CALL)
     return 0 if is_equal else 1
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path, PurePath
 from statistics import mean
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.compare.side_by_side import clocks_mhz, spread_of, step_joules
+from ditron_train.tools.compare.memory import memory_gib
+from ditron_train.tools.compare.side_by_side import means_of, spread_of
 from ditron_train.tools.compare.steps import Job, Runs
 from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, kept_rows, result_path, write_results
 
@@ -24,19 +25,6 @@ _VERSIONS = (
     "ditron_train",
     "commit",
 )
-
-
-@dataclass(frozen=True)
-class Story:
-    """What a row says beside times.
-
-    Attributes:
-        command: That was trained, without ``compare``'s own words.
-        trace: See `trace_table`.
-    """
-
-    command: Sequence[str] | None = None
-    trace: dict[str, list[float | None]] | None = None
 
 
 def _stamp_of(native: Job, ours: Job) -> Stamp:
@@ -69,7 +57,8 @@ def write_row(
     model: str,
     runs: Runs,
     skip: int,
-    story: Story | None = None,
+    command: Sequence[str] | None = None,
+    trace: dict[str, list[float | None]] | None = None,
     *,
     is_equal: bool,
     native_repeats: bool | None = None,
@@ -79,6 +68,10 @@ def write_row(
 
     Its stamp is of the machine that trained, which need not be this one. What the file's stamp says of a newer row's
     libraries does not hold for older ones, so each row has its own.
+
+    Args:
+        command: That was trained, without ``compare``'s own words.
+        trace: See `trace_table`.
 
     Returns:
         The file; None where no step was timed.
@@ -90,20 +83,21 @@ def write_row(
     times = runs.times_ms(skip)
     if times is None:
         return None
-    native, ours, story = runs.native[0], runs.ours[0], story or Story()
-    stamp, clocks, joules = _stamp_of(native, ours), clocks_mhz(runs, skip), step_joules(runs, skip)
+    native, ours = runs.native[0], runs.ours[0]
+    stamp, clocks = _stamp_of(native, ours), means_of(runs, lambda job: job.clock_mhz(skip))
+    joules = means_of(runs, lambda job: job.step_joules(skip))
     row = Row(
         op=f"{TRAINING_STEP}{','.join(ours.features)}", direction="forward_backward",
         model=model, world_size=native.header["world_size"],
         dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"],
         native_us=mean(times[0]) * 1e3, ditron_us=mean(times[1]) * 1e3, bitwise_equal=is_equal, comm_sms=0,
         spread=max(map(spread_of, times)) if max(map(len, times)) > 1 else None,
-        command=None if story.command is None else _without_places(story.command), plan=ours.plan or None,
-        versions={name: getattr(stamp, name) for name in _VERSIONS}, trace=story.trace,
+        command=None if command is None else _without_places(command), plan=ours.plan or None,
+        versions={name: getattr(stamp, name) for name in _VERSIONS}, trace=trace,
         jobs_ms={kind: [round(ms, 2) for ms in jobs] for kind, jobs in zip(("native", "ditron"), times)},
         clocks_mhz=None if clocks is None else dict(zip(("native", "ditron"), (round(mhz, 1) for mhz in clocks))),
         joules=None if joules is None else dict(zip(("native", "ditron"), (round(one, 1) for one in joules))),
-        native_repeats=native_repeats,
+        native_repeats=native_repeats, fused_calls=runs.fused_calls, memory_gib=memory_gib(runs),
     )  # fmt: skip
     path = result_path(folder, stamp, TRAINING)
     try:

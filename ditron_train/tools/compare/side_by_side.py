@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean
 
 from rich.table import Table
 
+from ditron_train.tools.compare.memory import memory_gib, memory_sentence
 from ditron_train.tools.compare.steps import PARAMETERS, Difference, Job, Runs, Step, count_figures
 from ditron_train.tools.tables import terminal
 
@@ -18,15 +19,9 @@ def spread_of(times: Sequence[float]) -> float:
     return (max(times) - min(times)) / mean(times)
 
 
-def clocks_mhz(runs: Runs, skip: int) -> tuple[float, float] | None:
-    """The mean clock of the GPUs natively and with ours; None where nothing told it."""
-    native, ours = ([mhz for job in jobs if (mhz := job.clock_mhz(skip)) is not None] for jobs in runs)
-    return (mean(native), mean(ours)) if native and ours else None
-
-
-def step_joules(runs: Runs, skip: int) -> tuple[float, float] | None:
-    """What a GPU takes for a step natively and with ours; None where nothing told it."""
-    native, ours = ([joules for job in jobs if (joules := job.step_joules(skip)) is not None] for jobs in runs)
+def means_of(runs: Runs, figure: Callable[[Job], float | None]) -> tuple[float, float] | None:
+    """The mean of a figure over the native jobs and over the fused ones; None if no job of a kind has it."""
+    native, ours = ([value for job in jobs if (value := figure(job)) is not None] for jobs in runs)
     return (mean(native), mean(ours)) if native and ours else None
 
 
@@ -45,25 +40,24 @@ def show(runs: Runs, found: Sequence[Difference], own: Sequence[Difference], ski
     console, native = terminal(), runs.native[0]
     console.print(_table(native, runs.ours[0]))
     console.print(_times(runs, skip), highlight=False)
-    clocks = clocks_mhz(runs, skip)
+    clocks = means_of(runs, lambda job: job.clock_mhz(skip))
     if clocks is not None:
         console.print(f"clock of the multiprocessors: {clocks[0]:.0f} MHz, {clocks[1]:.0f} MHz", highlight=False)
-    joules = step_joules(runs, skip)
+    joules = means_of(runs, lambda job: job.step_joules(skip))
     if joules is not None:
         watts = (mean(job.power_w(skip) or 0.0 for job in jobs) for jobs in runs)
         words = (f"{energy:.0f} J, {power:.0f} W" for energy, power in zip(joules, watts))
         console.print(f"energy and power of a step on a GPU: {'; '.join(words)}", highlight=False)
-    native_bytes, our_bytes = native.used_bytes, runs.ours[0].used_bytes
-    if native_bytes is not None and our_bytes is not None:
-        console.print(
-            f"memory in use on the fullest GPU: {native_bytes / 2**30:.2f} GiB, {our_bytes / 2**30:.2f} GiB",
-            highlight=False,
-        )
+    memory = memory_gib(runs)
+    if memory is not None:
+        console.print(memory_sentence(memory), highlight=False, soft_wrap=True)
     first_own = min((difference.step for difference in own), default=None)
     counted = [difference for difference in found if first_own is None or difference.step < first_own]
     uneven = _uneven(runs)
-    console.print(_verdict(runs, uneven, counted, own), highlight=False, markup=False)
-    return not counted and uneven is None
+    is_equal = not counted and uneven is None
+    if not is_equal or any(runs.fused_calls.values()):  # native beside native says nothing
+        console.print(_verdict(runs, uneven, counted, own), highlight=False, markup=False)
+    return is_equal
 
 
 def _times(runs: Runs, skip: int) -> str:

@@ -14,6 +14,7 @@ from ditron_train.runtime.files import parse_json, read_regular
 
 #: The digest among a step's figures.
 PARAMETERS = "parameters"
+_NOTED = ("used_bytes", "clock_mhz", "joules", "reserved_bytes", "symmetric_bytes")  # fields, if the entry has them
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Step:
         used_bytes: Of the GPU, by anything, at its end; None without a GPU.
         clock_mhz: Of the GPU's multiprocessors at its end; None where nothing tells.
         joules: What the GPU took, where ``seconds`` are told; likewise.
+        reserved_bytes: The most that torch's allocator had reserved on the GPU until its end; None without a GPU.
+        symmetric_bytes: Of symmetric memory at its end, which the driver allocates outside of ``reserved_bytes``.
+        fused_calls: Calls of the fused path by feature; notes of older versions have none.
     """
 
     number: int
@@ -35,6 +39,9 @@ class Step:
     used_bytes: int | None
     clock_mhz: int | None = None
     joules: float | None = None
+    reserved_bytes: int | None = None
+    symmetric_bytes: int | None = None
+    fused_calls: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,11 +92,10 @@ class Job:
         """What was switched on beside ``wgrad``, which Megatron's own path may have."""
         return tuple(name for name in self.header["features"] if name != WGRAD)
 
-    @property
-    def used_bytes(self) -> int | None:
-        """The most that any GPU held at the end of a step."""
-        used = [step.used_bytes for steps in self.ranks for step in steps if step.used_bytes is not None]
-        return max(used, default=None)
+    def most(self, name: str) -> int | None:
+        """The largest value that any step of any rank has of this attribute; None if none has it."""
+        values = (getattr(step, name) for steps in self.ranks for step in steps)
+        return max((value for value in values if value is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,13 @@ class Runs:
         """`Job.step_ms` of each job, natively and ours; None where a kind has none."""
         native, ours = ([ms for job in jobs if (ms := job.step_ms(skip)) is not None] for jobs in self)
         return (native, ours) if native and ours else None
+
+    @property
+    def fused_calls(self) -> dict[str, int]:
+        """Calls of the fused path on all ranks by feature that was switched on, in the job that has the fewest."""
+        noted = [[step.fused_calls for steps in job.ranks for step in steps] for job in self.ours]
+        names = self.ours[0].features
+        return {name: min(sum(calls.get(name, 0) for calls in of_job) for of_job in noted) for name in names}
 
     def __iter__(self) -> Iterator[list[Job]]:
         return iter((self.native, self.ours))
@@ -138,8 +151,9 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[Step], list[str]]:
     for entry in entries:
         figures = {**entry["losses"], "grad norm": entry["grad_norm"], PARAMETERS: entry.get("digest")}
         known = {name: value for name, value in figures.items() if value is not None}
-        noted = (entry.get(name) for name in ("used_bytes", "clock_mhz", "joules"))
-        steps.append(Step(entry["step"], known, entry["seconds"], *noted))
+        noted = {name: entry.get(name) for name in _NOTED}
+        calls = {name: int(count) for name, count in (entry.get("fused_calls") or {}).items()}
+        steps.append(Step(entry["step"], known, entry["seconds"], **noted, fused_calls=calls))
     plan = entries[-1].get("plan", []) if entries else []
     if not isinstance(plan, list) or not all(isinstance(line, str) for line in plan):
         raise ValueError(f"{path.name} has a plan that is no list of lines")

@@ -25,6 +25,7 @@ from ditron_train.runtime.traces import export_trace
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import check_folder
 from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
+from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.op_rows import OpCalls, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
@@ -35,7 +36,7 @@ from ditron_train.tools.trace.timeline import computation_us, read_chrome_trace
 _WARMUP = 3
 _HEAD_START_CYCLES = 40_000_000  # about 20 ms of the GPU's clock: what a layer's launches take while they are recorded
 
-Contenders = Mapping[str, Callable[[int], object]]
+Contenders = Mapping[str, Callable[[int], list[torch.Tensor]]]
 
 
 def record_op(
@@ -63,13 +64,16 @@ def record_op(
     with bench_session("trace", argparse.Namespace()) as session:
         make: Callable[..., Any]
         if spec is None:
-            make, needs = _LAYERS[op]
+            make, needs, feature = _LAYERS[op]
             make = partial(make, fp8=fp8) if fp8 is not None else make
         else:
-            make, needs = partial(_spec_op, spec=spec, model=model), ()
+            make, needs, feature = partial(_spec_op, spec=spec, model=model), (), None
         for need in needs:
             need(session, op)
         with make(session, op=op, shape=shape) as (title, contenders):
+            if feature is not None:
+                bits = session.equal_layer(feature, contenders["ditron"], contenders["native"])
+                require_compared({op: bits is not None}, "no fused call ran in the layer (the log says why)")
             stem = "-".join([op, *([f"fp8-{fp8}"] if fp8 else []), *([_as_file_name(model)] if model else [])])
             return _record(session, title, stem, {name: contenders[name] for name in ("native", "ditron")}, folder)
 
@@ -111,7 +115,9 @@ def _spec_op(
         raise SettingError(why)
     sizes = ", ".join(f"{name} {size}" for name, size in chosen.sizes.items())
     with megatron_groups(spec.groups, session), spec.surroundings(chosen):
-        yield f"{spec.row}, {sizes}", OpCalls(session, spec, chosen).both()
+        calls = OpCalls(session, spec, chosen)
+        require_compared({op: calls.context is not None}, str(calls.why_no_row))
+        yield f"{spec.row}, {sizes}", calls.both()
 
 
 @contextmanager
@@ -142,12 +148,12 @@ def _moe(session: BenchSession, op: str, shape: None, fp8: str | None = None) ->
         yield "MoE layer, forward and backward", contenders
 
 
-#: Layers by name: what makes the contenders, and what it needs.
-_LAYERS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., None], ...]]] = {
-    "layer": (_tp_layer, (_gpu, _megatron)),
-    "layer_ar": (_tp_layer, (_gpu, _megatron)),
-    "attention_layer": (_attention, (_gpu, _megatron, _te)),
-    "moe_layer": (_moe, (_megatron,)),
+#: Layers by name: what makes the contenders, what it needs, and the feature.
+_LAYERS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., None], ...], str]] = {
+    "layer": (_tp_layer, (_gpu, _megatron), "tp"),
+    "layer_ar": (_tp_layer, (_gpu, _megatron), "tp"),
+    "attention_layer": (_attention, (_gpu, _megatron, _te), "sp"),
+    "moe_layer": (_moe, (_megatron,), "ep"),
 }
 
 

@@ -34,6 +34,7 @@ from ditron_train.runtime.versions import find_versions
 from ditron_train.symm.exchange import exchange
 from ditron_train.tools.arguments import add_count, add_shape_argument
 from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
+from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.op_rows import shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
@@ -84,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Tunes what the command line asks for and writes the table; returns 1 where bits of a candidate differed.
 
     Raises:
+        NothingComparedError: An op that ``--op`` names, or any op, has no shape to be tried at.
         SettingError: The output exists and is no table of this device, or cannot be written; or a shape does not
             divide over the ranks.
     """
@@ -177,6 +179,9 @@ def _planned(arguments: argparse.Namespace, session: BenchSession) -> list[tuple
             _check_rows(spec, distinct.values(), session)
         if distinct:
             planned.append((spec, list(distinct.values())))
+    names = [spec.table_op for spec, _ in planned]
+    counts = {name: names.count(name) for name in arguments.op or ()} or {"tune": len(names)}
+    require_compared(counts, "it has no shape here")
     return planned
 
 

@@ -58,7 +58,7 @@ def _sample(session: BenchSession, spec: LinearSpec, case: Case, seed: int) -> L
 
 def _differences(ours: list[torch.Tensor], native: list[torch.Tensor]) -> torch.Tensor:
     """1 for every result of which a bit differs on any rank."""
-    mine = torch.tensor([int(not same_result(a, b)) for a, b in zip(ours, native)], device=ours[0].device)
+    mine = torch.tensor([int(not same_result(a, b)) for a, b in zip(ours, native, strict=True)], device=ours[0].device)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return mine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -28,6 +29,7 @@ class Report:
         outcomes: Of the named cases.
         rows: Of the other rooms.
         soaks: Of long runs.
+        compared: How many shapes were compared, by kind of layer and by subpackage; 0 if all of them ran natively.
     """
 
     def __init__(self, session: BenchSession, arguments: argparse.Namespace) -> None:
@@ -36,6 +38,7 @@ class Report:
         self.rows: list[Row] = []
         self._row_comparisons = 0
         self.soaks: list[Soak] = []
+        self.compared: Counter[str] = Counter()
 
     @property
     def is_equal(self) -> bool:
@@ -43,15 +46,10 @@ class Report:
         equal = (*(outcome.equal for outcome in self.outcomes), *(row.bitwise_equal for row in self.rows))
         return all(equal) and not any(soak.num_different for soak in self.soaks)
 
-    @property
-    def has_compared(self) -> bool:
-        """Whether anything was compared: no op that is left native is."""
-        ours = any(outcome.is_ours for outcome in self.outcomes)
-        return ours or bool(self.rows) or any(soak.compared for soak in self.soaks)
-
     def add_outcome(self, outcome: Outcome) -> None:
         """One more named case."""
         self.outcomes.append(outcome)
+        self.compared[f"tp {outcome.case.kind}"] += outcome.is_ours
         self._write_rows()
 
     def add_row(self, row: Row, num_comparisons: int) -> None:
@@ -72,10 +70,6 @@ class Report:
             *(f"DIFFERENT: {description}" for soak in self.soaks for description in soak.different),
         ):
             _print_line(line)
-        if self._arguments.fp8 is not None and not self.rows:
-            _print_line(f"nothing was compared: in {self._arguments.fp8} all of it runs by Megatron's path here")
-        if self._session.world_size == 1:
-            _print_line("one rank has nothing to overlap: torchrun --nproc-per-node N -m ditron_train verify ...")
         folder: Path | None = self._arguments.output
         if folder is not None:
             paths = [self._write_rows(), *(write_soak(folder, self._stamp, soak) for soak in self.soaks)]

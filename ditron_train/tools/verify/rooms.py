@@ -118,7 +118,7 @@ def verify_rooms(
     """Compares every op of the rooms at a model's shapes under ``stress``, times it shortly, and adds a row to
     ``report`` (collective); with ``fp8`` those that a room has in this recipe."""
     for room in rooms:
-        quick = _quick(report, stress, seed)
+        quick, before = _quick(report, stress, seed), len(report.rows)
         for groups, specs in groupby(specs_of(room, fp8), key=lambda spec: spec.groups):
             with megatron_groups(groups, session):
                 for spec in specs:
@@ -126,6 +126,7 @@ def verify_rooms(
                         add_row(quick, spec, shape, with_peers=False)
         for row in _layer_rows(room, quick, model, fp8):
             quick.add(row)
+        report.compared[room] = len(report.rows) - before
 
 
 def _quick(report: Report, stress: Stress, seed: int) -> BenchSession:

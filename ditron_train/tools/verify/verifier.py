@@ -24,6 +24,7 @@ from ditron_train.tools.arguments import add_common_arguments, check_counts, che
 from ditron_train.tools.catalog import ROOMS
 from ditron_train.tools.faults import campaign
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
+from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.verify.cases import (
@@ -42,6 +43,7 @@ from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter, add
 
 _FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
 _MOST_STRAGGLER_MS = 1e6
+_ONE_RANK = "it needs at least 2 ranks (use torchrun --nproc-per-node 2 -m ditron_train verify)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,10 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Verifies what the command line names.
 
     Returns:
-        0 where every bit is equal (and, with ``--ops``, memory did not grow), else 1; 1, too, where GPUs compared
-        nothing and no plan was asked for; the same on every rank.
+        0 if every bit is equal (and, with ``--ops``, memory did not grow), else 1; the same on every rank.
 
     Raises:
+        NothingComparedError: Of something that was asked for, all ran natively, and no plan was asked for.
         SettingError: A size, a count, a shape or a folder that cannot be.
         NotSupportedError: megatron-core, the reference, is not installed; FP8 without Transformer Engine.
     """
@@ -199,6 +201,7 @@ class _Verification:
 
         if self.arguments.fp8 is not None:
             verify_fp8_layers(self.named, self.report, self.stress, self.arguments.seed, self.arguments.fp8)
+            self.report.compared[f"tp in {self.arguments.fp8}"] = len(self.report.rows)
             return
         if self.named:
             from ditron_train.tools.verify.compare import compare  # needs megatron-core
@@ -215,16 +218,24 @@ class _Verification:
                 add_piece(self.arguments.results, soak)
 
     def finish(self) -> int:
-        """Shows everything; the exit status."""
+        """Shows everything; the exit status.
+
+        Raises:
+            NothingComparedError: Of something that was asked for, all ran natively.
+        """
         self.report.finish()
         grown = any(soak.what == "ops" and self._grows(soak) for soak in self.report.soaks)
-        is_proof = self.report.has_compared or not self.on_gpu or self.arguments.plan is not None
-        return 0 if self.report.is_equal and is_proof and not grown else 1
+        is_good, is_alone = self.report.is_equal and not grown, self.session.world_size == 1
+        if is_good and (is_alone or self.arguments.plan is None):  # a plan may say that all of it runs natively
+            counts = {**self.report.compared, **{f"--{soak.what}": soak.compared for soak in self.report.soaks}}
+            require_compared(counts, _ONE_RANK if is_alone else "it runs natively here, by the policy")
+        return 0 if is_good else 1
 
     def _named_cases(self) -> list[Case]:
         arguments = self.arguments
         named = shape_cases(arguments, self.dtype)
-        if not named and not arguments.random and not arguments.ops:
+        is_of_rooms = bool(arguments.rooms) and self.session.world_size == 1  # whose layers would run natively
+        if not (named or arguments.random or arguments.ops or is_of_rooms):
             named = model_cases(self.model, self.dtype)
         named = [replace(case, sequence_parallel=arguments.sequence_parallel) for case in named]
         for case in named:

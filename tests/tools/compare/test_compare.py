@@ -21,10 +21,12 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.compare import comparison
 from ditron_train.tools.compare.comparison import add_arguments, run
 from ditron_train.tools.compare.launch import LAUNCHER, RunningJob, may_start_together, with_launcher
-from ditron_train.tools.compare.row import Story, write_row
+from ditron_train.tools.compare.row import write_row
 from ditron_train.tools.compare.side_by_side import show
 from ditron_train.tools.compare.steps import Runs, differences, read_job
+from ditron_train.tools.nothing_compared import NothingComparedError
 from ditron_train.tools.results import read_results, write_results
+from documents.results import _memory_words
 from tests.support.patience import HANG_S
 from tests.support.processes import run_workers
 
@@ -46,7 +48,23 @@ import os
 import torch
 from megatron.training.arguments import parse_args
 
-_args = None
+_args = _column = None
+
+def column_layer():
+    # that `--ditron tp` accelerates, in a tensor parallel group of all ranks
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
+    from ditron_train.cpu import interpreter, megatron_shim
+
+    interpreter.install()
+    megatron_shim.install()
+    size = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    megatron_shim.seed(0)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=size, params_dtype=torch.float32,
+                               tensor_model_parallel_size=size, sequence_parallel=True, **megatron_shim.CPU_CONFIG)
+    return ColumnParallelLinear(8, 16, config=config, init_method=torch.nn.init.ones_, bias=False)
 
 def get_args():
     return _args
@@ -57,6 +75,8 @@ def train_step(
 ):
     from ditron_train.megatron import active_features
     optimizer.zero_grad()
+    if _column is not None:
+        _column(torch.ones(4, 1, 8))
     loss = (model(torch.full((2, 8), 1.0 + iteration)) ** 2).mean()
     loss.backward()
     noisy = _args.noise == "always" or (_args.noise == "ours" and active_features())
@@ -70,13 +90,14 @@ def train_step(
     return {"lm loss": loss.detach()}, 0, False, False, 0, norm, None, 0
 
 def pretrain():
-    global _args
+    global _args, _column
     parse_args()  # as Megatron-LM does where it reads a checkpoint's arguments: twice
     _args = parse_args()
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    _column = column_layer() if torch.distributed.get_world_size() > 1 else None
     for iteration in range(_args.train_iters):
         train_step(None, None, model, optimizer, None, None, None, iteration=iteration)
     print("TRAINED", flush=True)
@@ -155,7 +176,12 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
     assert row.trace["GEMMs, with communication in them or without"][1] > 0 and row.versions["torch"] == stamp.torch
     assert [len(times) for times in row.jobs_ms.values()] == [2, 2] and row.spread >= 0
     assert row.native_us == pytest.approx(sum(row.jobs_ms["native"]) * 500, rel=0.01, abs=20)
-    assert row.plan is None and not row.tells_all  # no layer of this model could run by the fused path
+    assert row.plan == read_job(tmp_path / "out" / "ditron").plan and "tp column" in row.plan[0]
+    assert row.fused_calls == {"tp": 8} and row.memory_gib is None  # a layer, four steps, two ranks; no GPU
+    steps = read_job(tmp_path / "out" / "ditron").ranks[0]
+    assert [step.fused_calls for step in steps] == [{"tp": 1}] * 4 and steps[-1].symmetric_bytes > 0
+    assert not any(read_job(tmp_path / "out" / "native").most(name) for name in ("symmetric_bytes", "reserved_bytes"))
+    assert "symmetric memory of all groups: " in (tmp_path / "out" / "ditron.log").read_text()
     assert "rank 1 in step 3, ms" in done.stdout and "addmm" in done.stdout
     for name in ("native", "ditron"):
         assert sorted(path.name for path in (tmp_path / "out" / name).iterdir()) == [
@@ -198,10 +224,21 @@ def _only_row(folder):
 def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, compare_here, tmp_path):
     pytest.importorskip("megatron.core")
     results = tmp_path / "results"
+    monkeypatch.setattr(Runs, "fused_calls", {"tp": 1})  # one rank has no fused call
     status, said = compare_here("--results", results, *_alone(monkeypatch, script, "--noise", "always"))
     assert status == 0, said
     assert "native does not repeat itself: " in said and "all before that is equal" in said
     assert _only_row(results).bits_words == "Megatron's own differ"
+
+
+def test_a_job_without_a_fused_call_compares_nothing(script, tmp_path):
+    """One rank, whose layers all run natively: native beside native is not reported as equal."""
+    pytest.importorskip("megatron.core")
+    results = tmp_path / "results"
+    done = _compare(tmp_path, "--order", "AB", "--results", results, "--", *_torchrun(1, script))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "error: nothing was compared: tp: no fused call ran in a job with ditron_train" in done.stderr
+    assert "time of a step" in done.stdout and "equal: " not in done.stdout and not list(results.glob("*/*.json"))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +255,7 @@ def test_what_differs_before_megatrons_own_jobs_do_is_ours(
 ):
     jobs = {"native": [1.0, 2.0, 3.0], "ditron": ours, "native-2": native_again}
     for name, losses in jobs.items():
-        _write(tmp_path / name, 0, 1, losses)
+        _write(tmp_path / name, 0, 1, losses, **(FUSED if name == "ditron" else {}))
     native, fused, again = (read_job(tmp_path / name) for name in jobs)
     monkeypatch.setattr(comparison, "_train_all", lambda arguments: Runs([native, again], [fused]))
     status, _ = compare_here("--skip", 1, "--results", tmp_path / "results", *_alone(monkeypatch, script))
@@ -360,7 +397,7 @@ def test_jobs_of_torchruns_own_ports_start_together(script, tmp_path):
     )
     module.write_text(text)
     done = _compare(tmp_path, "--order", "AB", "--", *_torchrun(1, script))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 2 and "nothing was compared: tp" in done.stderr, done.stdout + done.stderr
     native, ours = (tmp_path / "out" / name / "rank0.jsonl" for name in ("native", "ditron"))
     assert native.stat().st_mtime_ns < ours.stat().st_mtime_ns - 1e8, "one trains behind the other"
     for name in ("native", "ditron"):
@@ -377,6 +414,10 @@ STAMP |= {
     "date": "2026-01-01",
     "settings": {},
 }
+
+
+#: Of a job with a feature that ran.
+FUSED = {"features": ["tp"], "fused_calls": {"tp": 7}}
 
 
 def _write(folder, rank, world_size, losses, sizes=None, stamp=STAMP, features=(), **others):
@@ -404,7 +445,7 @@ def _write(folder, rank, world_size, losses, sizes=None, stamp=STAMP, features=(
 
 def test_differences_by_step_then_rank(tmp_path, capsys):
     for kind, changed in (("one", 2.0), ("other", 2.0 + 2**-22)):
-        _write(tmp_path / kind, 0, 2, [1.0, 2.0, 3.0, changed])
+        _write(tmp_path / kind, 0, 2, [1.0, 2.0, 3.0, changed], **FUSED)
         _write(tmp_path / kind, 1, 2, [1.0, changed, float("nan"), 4.0], digest="ab" if kind == "one" else "cd")
     one, other = read_job(tmp_path / "one"), read_job(tmp_path / "other")
     found = differences(one, other)
@@ -434,7 +475,7 @@ def test_the_verdict_names_the_steps_whose_digests_were_compared(tmp_path, capsy
     the last parameters."""
     for name, first, last in (("whole", "ab", "cd"), ("early", "ab", None), ("none", None, None)):
         for rank in range(2):
-            _write(tmp_path / name, rank, 2, [1.0, 2.0, 3.0], **({} if last is None else {"digest": last}))
+            _write(tmp_path / name, rank, 2, [1.0, 2.0, 3.0], **FUSED, **({} if last is None else {"digest": last}))
             path = tmp_path / name / f"rank{rank}.jsonl"
             header, step, *others = path.read_text().splitlines()
             step = json.dumps({**json.loads(step), "digest": first})
@@ -486,7 +527,69 @@ def test_jobs_that_did_not_train_the_same(tmp_path, world_size, others, says):
         _write(tmp_path / "other", rank, world_size, [1.0], **others)
     with pytest.raises(SettingError, match=f"did not train the same: {says}$"):
         run_notes(tmp_path / "one", tmp_path / "other")
-    assert run_notes(tmp_path / "one", tmp_path / "one") == 0
+    with pytest.raises(NothingComparedError, match="nothing was compared: --ditron: no fused call ran"):
+        run_notes(tmp_path / "one", tmp_path / "one")
+    _write(tmp_path / "fused", 0, 1, [1.0], sizes={"hidden_size": 8}, **FUSED)
+    assert run_notes(tmp_path / "one", tmp_path / "fused") == 0
+
+
+@pytest.mark.parametrize("calls, names", [({"tp": 5}, "ep"), ({}, "tp, ep"), ({"tp": 0, "ep": 3}, "tp")])
+def test_every_feature_has_to_have_run(tmp_path, capsys, calls, names):
+    _write(tmp_path / "native", 0, 1, [1.0, 2.0])
+    _write(tmp_path / "fused", 0, 1, [1.0, 2.0], features=["tp", "ep", "wgrad"], fused_calls=calls)
+    with pytest.raises(NothingComparedError, match=f"nothing was compared: {names}: no fused call ran"):
+        run_notes(tmp_path / "native", tmp_path / "fused")
+    assert ("equal: all" in capsys.readouterr().out) == any(calls.values())
+
+
+def test_a_job_that_differs_is_different_although_no_fused_call_ran(tmp_path, capsys):
+    _write(tmp_path / "native", 0, 1, [1.0, 2.0])
+    _write(tmp_path / "fused", 0, 1, [1.0, 3.0], features=["tp"])
+    assert run_notes(tmp_path / "native", tmp_path / "fused") == 1
+    assert "DIFFERENT: lm loss of step 2" in capsys.readouterr().out
+
+
+def test_records_of_older_versions_do_not_say_that_anything_was_fused(tmp_path):
+    _write(tmp_path / "native", 0, 1, [1.0, 2.0])
+    _write(tmp_path / "fused", 0, 1, [1.0, 2.0], features=["tp"])
+    with pytest.raises(NothingComparedError, match="nothing was compared: tp"):
+        run_notes(tmp_path / "native", tmp_path / "fused")
+
+
+GIB = 1 << 30
+#: Reserved and used bytes natively, the same and symmetric bytes of the fused job; by how many GiB it breaks the rule.
+MEMORY = [
+    ((50, 60), (50.3, 60.3, 0), 0.0),
+    ((50, 60), (50.4, 60, 0), 0.1),
+    ((50, 60), (50, 62, 2), -0.3),
+    ((50, 60), (50, 62.5, 2), 0.2),
+    ((50, 60), (51, 62, 2), 0.7),  # symmetric memory is not in what is reserved
+    ((50, 60), (49, 59, 0), -1.3),
+]
+
+
+@pytest.mark.parametrize("native, fused, excess", MEMORY)
+def test_the_rule_on_memory(tmp_path, capsys, monkeypatch, native, fused, excess):
+    """The worst rank and the worst job of each kind count."""
+    for name, (reserved, used, *symmetric), others in (("native", native, {}), ("fused", fused, FUSED)):
+        for rank in range(2):
+            low = 1 - rank  # rank 0 has less
+            sizes = {"reserved_bytes": int((reserved - low) * GIB), "used_bytes": int((used - low) * GIB)}
+            sizes["symmetric_bytes"] = int(sum(symmetric) * GIB)
+            _write(tmp_path / name, rank, 2, [1.0, 2.0, 3.0], **others, **sizes)
+    parser, folders = argparse.ArgumentParser(), (str(tmp_path / "native"), str(tmp_path / "fused"))
+    add_arguments(parser)
+    words = ["--notes", *folders, "--skip", "1", "--results", str(tmp_path / "results")]
+    assert run(parser.parse_args(words)) == (1 if excess > 0 else 0)
+    out = " ".join(capsys.readouterr().out.split())
+    broken = f"MEMORY RULE BROKEN by {excess:.2f} GiB"
+    assert (broken if excess > 0 else "memory is within the rule") in out
+    assert f"peak reserved memory {native[0]:.2f} GiB natively, {fused[0]:.2f} GiB fused" in out
+    row = _only_row(tmp_path / "results")
+    assert row.memory_gib["excess"] == pytest.approx(excess, abs=2e-3) and row.bitwise_equal
+    assert (row.memory_gib["native"], row.memory_gib["ditron_symmetric"]) == (native[0], fused[2])
+    assert _memory_words(row) == f"{native[0]:.1f}, {fused[0]:.1f} GiB | {fused[2]:.2f} GiB"
+    assert _memory_words(replace(row, memory_gib=None)) == "- | -", "rows of older versions"
 
 
 def test_the_second_native_job_has_to_have_trained_the_same(monkeypatch, tmp_path):
@@ -554,8 +657,8 @@ def test_a_row_tells_how_it_is_measured_again(tmp_path, capsys):
         _write(tmp_path / name, 0, 1, [1.0, 2.0], plan=plan, features=features, **measured)
     a, b, c, d = (read_job(tmp_path / name) for name in "abcd")
     command = ["/usr/bin/torchrun", "/somewhere/train.py", "--tokenizer-model=/data/a b.model", "--lr", "1e-3"]
-    story = Story(command, {"nothing runs": [1.0, None]})
-    path = write_row(tmp_path, "a", Runs([a, d], [b, c]), 1, story, is_equal=True)
+    trace = {"nothing runs": [1.0, None]}
+    path = write_row(tmp_path, "a", Runs([a, d], [b, c]), 1, command, trace, is_equal=True)
     (row,) = read_results(path)[1]
     assert row.command == "torchrun train.py '--tokenizer-model=a b.model' --lr 1e-3"
     assert (row.op, row.native_us, row.ditron_us) == ("training_step tp", 102_000.0, 91_000.0)
@@ -566,7 +669,7 @@ def test_a_row_tells_how_it_is_measured_again(tmp_path, capsys):
     assert row.joules == {"native": 61.2, "ditron": 59.1}
     show(Runs([a, d], [b, c]), [], [], 1)
     assert "energy and power of a step on a GPU: 61 J, 600 W; 59 J, 649 W" in capsys.readouterr().out
-    assert row.plan == plan and row.trace == story.trace and row.versions["megatron_core"] is None and row.tells_all
+    assert row.plan == plan and row.trace == trace and row.versions["megatron_core"] is None and row.tells_all
     assert not replace(row, plan=None).tells_all and not replace(row, trace=None).tells_all
 
 
@@ -574,7 +677,8 @@ def test_energy_is_noted_from_step_to_step(monkeypatch, tmp_path):
     """As time is: from the end of the step before, its notes included; none of the first step and the traced one."""
     at_ends_and_behind_notes = [7_000, 8_000, 68_000, 69_000, 500_000, 501_000, 561_500, None, 700_000, 701_000]
     taken_mj = iter(at_ends_and_behind_notes)
-    for name, value in (("is_available", True), ("synchronize", None), ("mem_get_info", (1 << 30, 3 << 30))):
+    answers = {"is_available": True, "synchronize": None, "mem_get_info": (1 << 30, 3 << 30), "max_memory_reserved": 5}
+    for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(record_steps, "sm_clock_mhz", lambda: 1500)
     monkeypatch.setattr(record_steps, "energy_mj", lambda: next(taken_mj))
@@ -586,6 +690,7 @@ def test_energy_is_noted_from_step_to_step(monkeypatch, tmp_path):
     for _ in range(5):
         recorder.step(None, {}, None, SimpleNamespace(param_groups=[]))
     job = read_job(tmp_path)
+    assert (job.most("reserved_bytes"), job.most("used_bytes"), job.most("symmetric_bytes")) == (5, 2 << 30, 0)
     assert [step.joules for step in job.ranks[0]] == [None, 60.0, None, 60.5, None]
     assert job.step_joules(1) == 60.25 and job.step_joules(4) is None and job.power_w(4) is None
     seconds = sum(job.ranks[0][index].seconds for index in (1, 3))
@@ -595,6 +700,7 @@ def test_energy_is_noted_from_step_to_step(monkeypatch, tmp_path):
 @pytest.mark.parametrize("torchrun", [["torchrun"], ["torchrun", "--standalone"]], ids=["one_by_one", "together"])
 def test_jobs_behind_the_second_only_where_time_is_left(monkeypatch, tmp_path, torchrun):
     _write(tmp_path / "native", 0, 1, [1.0, 2.0])
+    _write(tmp_path / "fused", 0, 1, [1.0, 2.0], **FUSED)
     now, shown, jobs = [0.0], [], []
     monkeypatch.setattr("ditron_train.tools.compare.comparison.time.monotonic", lambda: now[0])
     monkeypatch.setattr("ditron_train.tools.compare.comparison.show", lambda runs, *_: shown.append(runs) or True)
@@ -611,7 +717,7 @@ def test_jobs_behind_the_second_only_where_time_is_left(monkeypatch, tmp_path, t
 
     def follow(job, kind, index, arguments):
         now[0] += 100.0
-        return read_job(tmp_path / "native")
+        return read_job(tmp_path / ("native" if kind == "A" else "fused"))
 
     monkeypatch.setattr("ditron_train.tools.compare.comparison.RunningJob", Started)
     monkeypatch.setattr("ditron_train.tools.compare.comparison._follow", follow)

@@ -234,3 +234,11 @@ def test_jobs_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         with pytest.raises(SystemExit):
             main(*words)
     assert "no standard job 'dense'; there are" in capsys.readouterr().err
+
+
+def test_no_job_is_no_comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr("sys.argv", ["jobs.py", "--all", "0"])
+    with pytest.raises(SystemExit) as stopped:
+        jobs.main()
+    assert stopped.value.code == 2
+    assert "nothing was compared: no standard job runs whole on 0 GPUs" in capsys.readouterr().err

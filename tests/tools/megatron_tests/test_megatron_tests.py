@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import importlib
 import json
 import string
 import textwrap
@@ -19,8 +20,9 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core")
 
 import ditron_train
+from ditron_train.megatron.plugin import fused_calls
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools import fused_calls
+from ditron_train.tools.nothing_compared import NothingComparedError
 from megatron_tests import campaign, launches, plugin
 from megatron_tests.launches import NATIVE, Launcher
 from megatron_tests.records import Notes, Suite, read_suite, stop_mark
@@ -297,14 +299,14 @@ def test_a_test_that_hangs_ends_its_launch(tmp_path, monkeypatch):
     assert lines == [{"test": "slow", "outcome": "hung", "why": "not done after 0.05 s"}]
 
 
-def _note(folder, launch, lines):
+def _note(folder, launch, lines, ran={"tp": 1}):  # noqa: B006
     for rank, own in enumerate(lines):
         notes = Notes(folder, rank, launch)
         notes.write(collected=["a", "b", "c"])
         for test, outcome in own:
             notes.write(test=test)
             if outcome:
-                notes.write(test=test, outcome=outcome, ran={"tp": 1}, why="")
+                notes.write(test=test, outcome=outcome, ran=ran, why="")
 
 
 def test_a_crash_is_that_of_the_first_test_that_some_rank_did_not_end(tmp_path):
@@ -435,6 +437,35 @@ def test_a_checkout_has_to_be_named(name, words, monkeypatch):
         monkeypatch.setenv("MEGATRON_LM", name)
     with pytest.raises(SettingError, match=words):
         campaign._checkout()
+
+
+def test_every_decision_is_there_to_be_counted():
+    """A misspelt one would count nothing: what Megatron-core lacks is passed over."""
+    calls = fused_calls.FusedCalls()
+    for module, name, _ in (*fused_calls._DECISIONS, *fused_calls._PROBES):
+        owner = importlib.import_module(module)
+        for part in name.split("."):
+            owner = getattr(owner, part)
+        assert callable(owner)
+    calls.install(())
+    assert calls.take() == {}
+
+
+def test_tests_without_a_fused_call_are_no_comparison(checkout, tmp_path, monkeypatch):
+    (checkout / "megatron" / "core").mkdir(parents=True)
+    (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
+    monkeypatch.setenv("MEGATRON_LM", str(checkout))
+    for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")
+    records = tmp_path / "records"
+    for mode in (NATIVE, "strict"):
+        _note(records / mode / "moe_m", 0, [[("a", "passed")]] * 2, ran={})
+    monkeypatch.setattr(launches.Launcher, "_launch", lambda *args: pytest.fail("nothing is to be launched"))
+    parser = campaign.argparse.ArgumentParser()
+    campaign.add_arguments(parser)
+    words = ["--seconds", "0", "--policy", "strict", "--records", str(records), "--output", str(tmp_path / "out")]
+    with pytest.raises(NothingComparedError, match="nothing was compared: strict: no fused call ran in any test"):
+        campaign.run(parser.parse_args(words))
 
 
 def test_the_table_is_written(checkout, tmp_path, monkeypatch):

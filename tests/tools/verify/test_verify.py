@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,12 +23,14 @@ from ditron_train.pp.spec import MESSAGE, message_shapes
 from ditron_train.runtime.errors import SettingError
 from ditron_train.symm.arena import close_all_arenas
 from ditron_train.tools.catalog import ROOMS, specs_of
+from ditron_train.tools.nothing_compared import NothingComparedError
 from ditron_train.tools.results import read_results
 from ditron_train.tools.verify import rooms
 from ditron_train.tools.verify import verifier as verify_run
 from ditron_train.tools.verify.cases import model_cases, model_sizes, random_cases, shape_cases
 from ditron_train.tools.verify.outcome import RESULTS, Outcome
 from ditron_train.tools.verify.verifier import add_arguments, run
+from tests.support.patience import HANG_S
 from tests.support.processes import run_workers
 
 
@@ -309,28 +313,64 @@ def _run_soak(*words: str) -> int:
     return run(arguments(*words, "--first-epoch", str(2**31 - 8)))
 
 
-def _run_as_if_on_gpus(*words: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        finish = verify_run._Verification.finish
-        pose = lambda verification: setattr(verification, "on_gpu", True) or finish(verification)  # noqa: E731
-        patch.setattr(verify_run._Verification, "finish", pose)
-        try:
-            return run(arguments(*words))
-        finally:
-            os.environ.pop("DITRON_PLAN", None), os.environ.pop("DITRON_POLICY", None)
+def _said_of_nothing(*words: str) -> int | str:
+    """The exit status, or the sentence that says what was not compared."""
+    try:
+        return run(arguments(*words))
+    except NothingComparedError as error:
+        return str(error)
+    finally:
+        os.environ.pop("DITRON_PLAN", None), os.environ.pop("DITRON_POLICY", None)
 
 
-def test_gpus_that_compared_nothing_are_no_proof(tmp_path: Path) -> None:
-    """One rank has nothing to overlap, so that all of it is native."""
+def test_one_rank_has_nothing_to_compare(tmp_path: Path) -> None:
+    advice = "it needs at least 2 ranks (use torchrun --nproc-per-node 2 -m ditron_train verify)"
     plan = ("--plan", str(tmp_path / "plan.json"))
-    for body, words, status in (
-        (_run_as_if_on_gpus, ("--row", "8", "8", "8"), 1),
-        (_run_as_if_on_gpus, ("--random", "1", "--largest", "8"), 1),
-        (_run_as_if_on_gpus, ("--row", "8", "8", "8", *plan), 0),
-        (_run, ("--row", "8", "8", "8"), 0),
+    for words, names in (
+        (("--row", "8", "8", "8"), "tp row"),
+        (("--row", "8", "8", "8", "--column", "8", "8", "8"), "tp column, tp row"),
+        (("--row", "8", "8", "8", *plan), "tp row"),
+        (("--random", "1", "--largest", "8"), "--random"),
     ):
-        assert run_workers(1, body, *words) == [status], words
-    assert run_workers(2, _run_as_if_on_gpus, "--row", "8", "8", "8") == [0, 0]
+        assert run_workers(1, _said_of_nothing, *words) == [f"nothing was compared: {names}: {advice}"], words
+    assert run_workers(2, _said_of_nothing, "--row", "8", "8", "8") == [0, 0]
+
+
+def _natively(*words: str) -> int | str:
+    """With a gate that leaves everything native, as under a NCCL algorithm that is not a ring."""
+    from ditron_train.tools.verify import compare
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare.gate, "context_for", lambda spec, call: None)
+        return _said_of_nothing(*words)
+
+
+def test_ranks_that_ran_all_of_it_natively_compared_nothing(tmp_path: Path) -> None:
+    sentence = "nothing was compared: tp row: it runs natively here, by the policy"
+    assert run_workers(2, _natively, "--row", "8", "8", "8") == [sentence] * 2
+    plan = ("--plan", str(tmp_path / "plan.json"))
+    assert run_workers(2, _natively, "--row", "8", "8", "8", *plan) == [0, 0], "the plan says so"
+
+
+def _without_rows(*words: str) -> int | str:
+    with _messages_alone() as patch:
+        patch.setattr(MESSAGE, "why_no_row", lambda call: "a layer would not run it")
+        return _said_of_nothing(*words)
+
+
+def test_a_subpackage_without_a_row_is_named() -> None:
+    words = ("--row", "8", "8", "8", "--rooms", "pp")
+    assert (
+        run_workers(2, _without_rows, *words) == ["nothing was compared: pp: it runs natively here, by the policy"] * 2
+    )
+
+
+def test_the_exit_status_of_the_command_is_2() -> None:
+    command = [sys.executable, "-m", "ditron_train", "verify", "--row", "8", "8", "8"]
+    env = dict(os.environ, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("nothing was compared: tp row: it needs at least 2 ranks") == 1
 
 
 def _endure_with_one_wrong_result(rank: int) -> int:

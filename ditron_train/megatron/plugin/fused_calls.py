@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
-#: What decides at a call whether ours runs: module, name in it, feature. Not None: ours.
+from ditron_train.policy.gate import INTERFACE_ERRORS
+
+#: What decides at a call which path runs: module, name in it, feature. Anything but None: the fused path.
 _DECISIONS = (
     ("ditron_train.megatron.tp.layers", "route", "tp"),
     ("ditron_train.megatron.sp.attention_exchange", "route_exchange", "sp"),
@@ -25,33 +28,36 @@ _TE_DECISIONS = (
     ("ditron_train.megatron.sp.te_fp8_linears", "Fp8Linears.route", "sp"),
     ("ditron_train.megatron.sp.te_attention", "route_exchange", "sp"),
 )
-#: What tries ours to compare it.
+#: What tries the fused path to compare it, through the decisions above.
 _PROBES = (
-    ("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._ask_policy"),
-    ("ditron_train.megatron.ep.gathered_dispatcher", "DitronMoEAllGatherTokenDispatcher._ask_policy"),
+    ("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._ask_policy", "ep"),
+    ("ditron_train.megatron.ep.gathered_dispatcher", "DitronMoEAllGatherTokenDispatcher._ask_policy", "ep"),
 )
 
 
 class FusedCalls:
-    """How often ours has run, by feature; not while the policy tries it."""
+    """How often the fused path has run, by feature; not while the policy tries it."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._paused = 0
+        self._installed: set[str] = set()
 
     def take(self) -> dict[str, int]:
         """What was counted since it was asked last."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 
-    def install(self) -> None:
-        """Counts from now on."""
+    def install(self, features: Iterable[str]) -> None:
+        """Counts the calls of ``features`` from now on; does nothing for those that are counted already."""
         from megatron.core.extensions.transformer_engine import HAVE_TE
 
-        for module, name, feature in _DECISIONS + (_TE_DECISIONS if HAVE_TE else ()):
-            _wrap(module, name, functools.partial(self._counting, feature))
-        for module, name in _PROBES:
-            _wrap(module, name, self._pausing)
+        added, self._installed = set(features) - self._installed, self._installed | set(features)
+        decisions = _DECISIONS + (_TE_DECISIONS if HAVE_TE else ())
+        for module, name, feature in (*decisions, *_PROBES):
+            if feature in added:
+                wrapper = functools.partial(self._counting, feature)
+                _wrap(module, name, self._pausing if (module, name, feature) in _PROBES else wrapper)
 
     def _counting(self, feature: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -75,8 +81,13 @@ class FusedCalls:
 
 
 def _wrap(module: str, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    owner: Any = importlib.import_module(module)
-    *owners, last = name.split(".")
-    for part in owners:
-        owner = getattr(owner, part)
-    setattr(owner, last, wrapper(getattr(owner, last)))
+    with suppress(*INTERFACE_ERRORS):  # a feature that this Megatron-core lacks the interfaces for runs natively
+        owner: Any = importlib.import_module(module)
+        *owners, last = name.split(".")
+        for part in owners:
+            owner = getattr(owner, part)
+        setattr(owner, last, wrapper(getattr(owner, last)))
+
+
+#: Of this process.
+FUSED_CALLS = FusedCalls()
