@@ -55,12 +55,8 @@ _TABLE = '{"format": "ditron_train tuning 1", "device": "CPU", "made_with": {}, 
         ({"DITRON_PLAN": "plan.json"}, "DITRON_PLAN: unset on ranks 0 to 1, a file on rank 2;"),
         ({"DITRON_TUNING": "table.json"}, "DITRON_TUNING: unset on ranks 0 to 1, table 908799e196b1 on rank 2;"),
         ({"DITRON_EP_RAILS": "on"}, "DITRON_EP_RAILS: auto on ranks 0 to 1, on on rank 2;"),
-        (
-            {"DITRON_MUON_OPT_INS": "gram,batched"},
-            "DITRON_MUON_OPT_INS: unset on ranks 0 to 1, gram,batched on rank 2;",
-        ),
     ],
-    ids=["policy", "plan", "table", "rails", "opt_ins"],
+    ids=["policy", "plan", "table", "rails"],
 )
 def test_the_same_words_on_every_rank(early, variables, words, tmp_path):
     (tmp_path / "table.json").write_text(_TABLE)
