@@ -25,7 +25,7 @@ from ditron_train.megatron.sp.linears import LocalLinears
 from ditron_train.megatron.sp.output import why_not_left
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
 from ditron_train.megatron.tp.linear_call import LinearCall
-from ditron_train.megatron.tp.routing import spec_of
+from ditron_train.megatron.tp.routing import spec_of, why_not_kind
 from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,
@@ -153,6 +153,7 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
                 reason = _why_not_captured(name, config) or reason
                 yield name, reason or why_not_fp8_sizes(kind, x, weight, tp, has_blocks=has_blocks)
                 continue
+        reason = reason or why_not_kind(kind, config.sequence_parallel)
         yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _ranks(tp)))
 
 
