@@ -95,9 +95,6 @@ def _tool(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     command = arguments.command
     if command.split()[0] in _UNDER_MEGATRON:
         _set_megatron_environment(as_a_job=command == "verify" and any(word.startswith("--plan") for word in rest))
-    if command == "verify" and "--faults" in rest:
-        # its processes are forked, and CUDA cannot have been asked for GPUs before that
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     module, parser = _module_of(command)
     return module.run(parser.parse_args(rest))
 
