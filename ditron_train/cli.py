@@ -24,7 +24,7 @@ _TOOLS = {
     "verify": ("verify.verifier", "compare every op with native, bit for bit (under torchrun)"),
     "compare": ("compare.comparison", "train twice by your own command, natively and with ours"),
     "postmortem": ("postmortem.verdict", "name the first rank that diverged, after a failure"),
-    "trace": ("trace.tracer", "draw what overlaps, or the order in which tiles run and chunks travel"),
+    "trace": ("trace.tracer", "draw what overlaps"),
     "predict": ("predict.predictor", "what a training step takes, from Megatron's arguments, without a GPU"),
 }
 _UNDER_MEGATRON = ("bench", "tune", "verify", "trace")  # which run ops as jobs do
