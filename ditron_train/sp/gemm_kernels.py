@@ -115,7 +115,7 @@ class _Turns(NamedTuple):
 
 @triton.jit
 def _deal(num_tiles, num_early_tiles, num_push):
-    """The turns of this program: see ``a2a_gemm_kernel``; twin: ``transfer_sizes.tiles_of_program``."""
+    """The turns of this program: see ``a2a_gemm_kernel``; its twin in NumPy: ``tests/support/orders_of_tiles.py``."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     step_early = num_programs - num_push

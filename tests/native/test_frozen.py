@@ -54,8 +54,8 @@ def _forward(layers, leaf):
 
 def _keeps(sequence_parallel):
     """Of native and ours: which inputs live behind forward; the gradients; the input's, written to behind forward."""
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import gate
+    from tests.support.model_parallel import model_parallel
 
     found, shards = [], dist.get_world_size() if sequence_parallel else 1
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):

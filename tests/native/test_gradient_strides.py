@@ -86,9 +86,9 @@ def _passes(layer, x, layout):
 
 def _compare(kind, frozen, batch, sequence_parallel=False):
     """By layout: whether the products of backward had the same operands; the results always have the same bits."""
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import gate
     from ditron_train.tp import chunked_gemm_ar
+    from tests.support.model_parallel import model_parallel
 
     found, world_size = {}, dist.get_world_size()
     forget_decisions()
@@ -110,7 +110,7 @@ def _compare(kind, frozen, batch, sequence_parallel=False):
 
 def _compare_inputs(batch):
     """A row layer's forward on each layout: what native and ours multiply."""
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     found = {}
     forget_decisions()
