@@ -25,7 +25,7 @@ _TOOLS = {
     "verify": ("verify.verifier", "compare every op with native, bit for bit (under torchrun)"),
     "compare": ("compare.comparison", "train twice by your own command, natively and with ours"),
     "postmortem": ("postmortem.verdict", "name the first rank that diverged, after a failure"),
-    "trace": ("trace.tracer", "draw what overlaps, or the order in which tiles run and chunks travel"),
+    "trace": ("trace.tracer", "draw what overlaps"),
     "predict": ("predict.predictor", "what a training step takes, from Megatron's arguments, without a GPU"),
 }
 _UNDER_MEGATRON = ("bench", "tune", "verify", "trace")  # which run ops as jobs do
@@ -96,9 +96,6 @@ def _tool(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     command = arguments.command
     if command.split()[0] in _UNDER_MEGATRON:
         _set_megatron_environment(as_a_job=command == "verify" and any(word.startswith("--plan") for word in rest))
-    if command == "verify" and "--faults" in rest:
-        # its processes are forked, and CUDA cannot have been asked for GPUs before that
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     module, parser = _module_of(command)
     return module.run(parser.parse_args(rest))
 

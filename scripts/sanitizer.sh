@@ -49,7 +49,7 @@ import ast, json, pathlib, re, sys
 work, out, package = map(pathlib.Path, sys.argv[1:])
 def kernels_of(package):
     """Names of the package's kernels: functions of Triton's that no other one calls or takes, but for those of lang, which users'
-    kernels call, and those of experimental, which no job runs."""
+    kernels call."""
     jitted = [
         (path, node) for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
@@ -57,8 +57,7 @@ def kernels_of(package):
     parts = [part for _, node in jitted for part in ast.walk(node)]
     within = {part.id for part in parts if isinstance(part, ast.Name)}
     within |= {part.attr for part in parts if isinstance(part, ast.Attribute)}
-    left_out = {package / "lang" / "memory.py", *package.glob("experimental/*.py")}
-    return {node.name for path, node in jitted if not node.name.startswith("_") and path not in left_out} - within
+    return {node.name for path, node in jitted if not node.name.startswith("_") and path != package / "lang" / "memory.py"} - within
 
 
 def first_words(lines):

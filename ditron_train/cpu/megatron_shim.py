@@ -247,37 +247,9 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def model_parallel(**sizes: int) -> Iterator[None]:
-    """The shim, and megatron-core's groups of the given sizes; on exit everything of both is gone (collective).
-
-    Args:
-        sizes: Keywords of ``parallel_state.initialize_model_parallel``, for example ``tensor_model_parallel_size=2``.
-    """
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    import ditron_train.megatron
-    from ditron_train.cpu.groups import destroy_groups
-    from ditron_train.policy import gate
-    from ditron_train.symm import close_all_arenas
-
-    with megatron_on_cpu():
-        parallel_state.initialize_model_parallel(**sizes)
-        seed(1234)
-        try:
-            yield
-            dist.barrier()
-            close_all_arenas()
-        finally:
-            ditron_train.megatron.restore()
-            gate.forget("tp")
-            destroy_groups()
-
-
-@contextlib.contextmanager
 def parallel_groups(**sizes: int | None) -> Iterator[None]:
-    """megatron-core's groups of the given sizes (as of ``model_parallel``) for a tool; on exit they are gone, and so
-    are the shim and what was applied."""
+    """megatron-core's groups of the given sizes (keywords of ``parallel_state.initialize_model_parallel``) for a tool;
+    on exit they are gone, and so are the shim and what was applied."""
     from megatron.core import parallel_state
 
     from ditron_train.megatron import restore

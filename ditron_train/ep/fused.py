@@ -18,8 +18,7 @@ from ditron_train.ep.row_tiles import RowTiles, row_tiles
 _BOARD_WORDS = 128  # in front of the counters, see fused_kernels
 #: Rows by expert, weights, whether these are transposed, the result and some experts: multiplies the rows of those.
 FewProduct = Callable[[torch.Tensor, Sequence[torch.Tensor], bool, torch.Tensor, Sequence[int]], None]
-#: Row tiles that a program of a plan orders.
-PLAN_BLOCK = 128
+_PLAN_BLOCK = 128  # row tiles that a program of a plan orders
 
 
 def layout_tiles(layout: Layout) -> RowTiles:
@@ -29,31 +28,21 @@ def layout_tiles(layout: Layout) -> RowTiles:
     return layout.tiles
 
 
-def new_board(tiles: RowTiles) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Memory for the order of the row tiles and for a board, and how many programs fill both."""
-    memory = torch.empty(2 * tiles.max_tiles + _BOARD_WORDS, dtype=torch.int32, device=tiles.tiles.device)
-    return memory[: tiles.max_tiles], memory[tiles.max_tiles :], tiles.max_tiles // PLAN_BLOCK
-
-
 def _plan(
     layout: Layout, context: EPContext, tiles: RowTiles, fewest_rows: int, tile_count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of the row tiles, and a fresh board; ``tile_count``: what a row tile's counter ends at."""
     shape = layout.shape
-    order, board, num_blocks = new_board(tiles)
+    memory = torch.empty(2 * tiles.max_tiles + _BOARD_WORDS, dtype=torch.int32, device=tiles.tiles.device)
+    order, board = memory[: tiles.max_tiles], memory[tiles.max_tiles :]
     constants = dict(
-        WORLD_SIZE=shape.world_size, SLOTS=shape.slots, BLOCK_M=tiles.block_m, FEWEST=fewest_rows, BLOCK=PLAN_BLOCK
+        WORLD_SIZE=shape.world_size, SLOTS=shape.slots, BLOCK_M=tiles.block_m, FEWEST=fewest_rows, BLOCK=_PLAN_BLOCK
     )
     control = context.dispatch_channel.control
-    launch(context, plan_tiles, num_blocks, constants, 8)(
+    launch(context, plan_tiles, tiles.max_tiles // _PLAN_BLOCK, constants, 8)(
         tiles.tiles, layout.tables.sources, order, board, control, tiles.max_tiles, tile_count
     )
     return order, board
-
-
-def num_programs(context: EPContext) -> int:
-    """Programs of a kernel at task level: in the interpreter one serves all queues."""
-    return 1 if context.target == "interpreter" else context.move.num_programs
 
 
 def gemm_combine(
@@ -94,7 +83,8 @@ def gemm_combine(
     no_grads = torch.empty(0, shape.num_experts, dtype=torch.float32, device=x.device)
     buffers = context.row_buffers(layout.place_capacity, hidden, x.dtype)
     sizes = sum_sizes(context, layout, order, hidden, context.fused.place_elements, with_grads=False)
-    config, programs = operands.config, num_programs(context)
+    config = operands.config
+    programs = 1 if context.target == "interpreter" else context.move.num_programs  # the interpreter: one serves all
     sizes = sizes._replace(
         NUM_SENDERS=min(context.fused.num_senders, programs // 2),
         TILE_COUNT=config.num_warps if context.target.startswith("sm_") else 1,

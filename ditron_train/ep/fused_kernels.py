@@ -2,7 +2,7 @@
 
 Rows, bits and the use of buffers and flags are those of ``return_kernels`` and ``group_gemm_kernels``: only when a
 piece of work begins is different. A combine waits for links, so it hides under a GEMM for few of the multiprocessors;
-a dispatch does not (docs/measurements/ep.md).
+a dispatch does not (docs/measurements/ep.md, dead ends).
 """
 
 import triton
@@ -26,27 +26,7 @@ _AT_ONCE = tl.constexpr(32)  # keys that plan_tiles compares at a time: more spi
 
 
 @triton.jit
-def sort_tiles(tiles, order, KEY: tl.constexpr, args, BLOCK: tl.constexpr):
-    """order[i] = the i-th row tile by ``KEY(index, inside, *args)``, which differs for any two.
-
-    Program b places block b; nobody waits. Sorting is counting: the place of a tile is the number of tiles with a
-    smaller key.
-    """
-    num_tiles = tl.load(tiles)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < num_tiles
-    key = KEY(index, inside, *args)
-    place = tl.zeros((BLOCK,), tl.int32)
-    for other_block in range(0, tl.cdiv(num_tiles, _AT_ONCE)):
-        others = other_block * _AT_ONCE + tl.arange(0, _AT_ONCE)
-        valid = others < num_tiles
-        other_key = KEY(others, valid, *args)
-        place += tl.sum(((other_key[None, :] < key[:, None]) & valid[None, :]).to(tl.int32), axis=1)
-    tl.store(order + place, index, mask=inside)
-
-
-@triton.jit
-def tile_span(tiles, index, inside, max_tiles, BLOCK_M: tl.constexpr):
+def _tile_span(tiles, index, inside, max_tiles, BLOCK_M: tl.constexpr):
     """Expert, first row and end row of row tiles, and rows of the expert; rows are counted from the expert's first."""
     entry = tiles + 4 + index * 4
     expert = tl.load(entry, mask=inside, other=0)
@@ -70,7 +50,7 @@ def _return_key(
     FEWEST: tl.constexpr,
 ):
     """Tiles that are given first; by expert, then by the source of the tile's first row, beginning behind ``rank``."""
-    expert, first, last, rows_of_expert = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
+    expert, first, last, rows_of_expert = _tile_span(tiles, index, inside, max_tiles, BLOCK_M)
     low = tl.zeros_like(first)
     home = tl.zeros_like(first) - 1
     for source in tl.static_range(WORLD_SIZE):
@@ -90,7 +70,7 @@ def _num_given(tiles, max_tiles, BLOCK_M: tl.constexpr, FEWEST: tl.constexpr):
     for block in range(0, tl.cdiv(num_tiles, _AT_ONCE)):
         index = block * _AT_ONCE + tl.arange(0, _AT_ONCE)
         inside = index < num_tiles
-        _, _, _, rows_of_expert = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
+        _, _, _, rows_of_expert = _tile_span(tiles, index, inside, max_tiles, BLOCK_M)
         given += (inside & (rows_of_expert < FEWEST)).to(tl.int32)
     return tl.sum(given)
 
@@ -111,19 +91,28 @@ def plan_tiles(
     BLOCK: tl.constexpr,
 ):
     """order[i] = the i-th row tile that ``gemm_combine_kernel`` returns; the board as it wants it. Program b does
-    block b of both.
+    block b of both; no program waits. Sorting is counting: the place of a tile is the number of tiles with a smaller
+    key, and the keys of any two tiles differ.
 
     Tiles stand by expert, then by source rank, beginning behind the own: ranks that compute the same expert at the
     same time then return rows to different ranks. Those of experts of fewer than ``FEWEST`` rows, which are there
     already, stand in front. Counters: column tiles done of each row tile, ``tile_count`` where it is there.
     """
     rank = dl.rank(control)
-    sort_tiles(tiles, order, _return_key, (tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M, FEWEST), BLOCK)
+    num_tiles = tl.load(tiles)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_tiles
+    key = _return_key(index, inside, tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M, FEWEST)
+    place = tl.zeros((BLOCK,), tl.int32)
+    for block in range(0, tl.cdiv(num_tiles, _AT_ONCE)):
+        others = block * _AT_ONCE + tl.arange(0, _AT_ONCE)
+        valid = others < num_tiles
+        other_key = _return_key(others, valid, tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M, FEWEST)
+        place += tl.sum(((other_key[None, :] < key[:, None]) & valid[None, :]).to(tl.int32), axis=1)
+    tl.store(order + place, index, mask=inside)
     counts = tl.zeros((BLOCK,), tl.int32)
     if FEWEST:
-        inside = index < tl.load(tiles)
-        _, _, _, rows_of_expert = tile_span(tiles, index, inside, max_tiles, BLOCK_M)
+        _, _, _, rows_of_expert = _tile_span(tiles, index, inside, max_tiles, BLOCK_M)
         counts += (inside & (rows_of_expert < FEWEST)).to(tl.int32) * tile_count
     tl.store(board + COUNTERS + index, counts, mask=index < max_tiles)
     if tl.program_id(0) == 0:

@@ -30,9 +30,7 @@ class Kind(IntEnum):
     DISPATCH_GRAD = 2
     COMBINE = 3
     COMBINE_GRAD = 4
-    DISPATCH_GEMM = 5
-    DISPATCH_DGRAD = 6
-    GEMM_COMBINE = 7
+    GEMM_COMBINE = 5
 
 
 def pointers(

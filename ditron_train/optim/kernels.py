@@ -54,12 +54,12 @@ def symmetric_kernel(
     SPLIT_STORE: tl.constexpr,
     HAS_QUARTERS: tl.constexpr,
 ):
-    """C = alpha * A @ B^T + beta * ADD where C is symmetric: tiles that touch the lower triangle, each stored twice.
+    """C = alpha * A @ A^T + beta * ADD for a symmetric ADD: tiles that touch the lower triangle, each stored twice.
 
     A @ A^T is symmetric bit for bit, since element (j, i) sums the same products in the same order as (i, j); so is
     A @ A for a symmetric A, which is A @ A^T. ``order_ptr``: int32 [num_tiles + num_quarters, 2], ``triangle_tiles``.
-    ``a_desc`` and ``b_desc`` describe A and B (which may be A) in blocks of BLOCK_M and BLOCK_N rows; blocks of C and
-    ADD are square, BLOCK_M by BLOCK_M, which is half of a tile where SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
+    ``a_desc`` and ``b_desc`` describe A in blocks of BLOCK_M and BLOCK_N rows; blocks of C and ADD are square,
+    BLOCK_M by BLOCK_M, which is half of a tile where SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
 
     With HAS_QUARTERS ``num_quarters`` square blocks of half a (square) tile's side follow, read and written through
     the ``quarter`` descriptors (else they stand in and are not used): together they are the tiles of the last wave.

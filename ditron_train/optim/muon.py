@@ -13,7 +13,7 @@ The bits are those of the same formulas with whole cuBLAS products and torch's e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from ditron_train.optim.elementwise import DecayMethod, apply_update, momentum_s
 from ditron_train.optim.kept_state import CopiedWithOptions
 from ditron_train.optim.newton_schulz import (
     CoefficientType,
-    Form,
     ScaleMode,
     fp32_matmul_precision,
     muon_scale,
@@ -41,11 +40,8 @@ from ditron_train.optim.options import (
 )
 from ditron_train.optim.plans import ProductMode
 from ditron_train.optim.sharding import LayerShards, shard_matrices, warn_of_foreign_momentum
-from ditron_train.optim.variants import newton_schulz_batched
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-
-_BATCH_ELEMENTS = 1 << 24  # of all matrices that are stepped together
 
 
 @outside_compile
@@ -82,9 +78,6 @@ class Muon(CopiedWithOptions):
             cost, and sent to the others while the next is computed. Gradients must be equal on all of its ranks.
             Momentum then lives on the owner alone: each rank saves and loads a ``state_dict`` of its own.
         mode: Which products run by our kernels: ``strict`` where proven equal and faster, ``force``, ``native``.
-        form: ``gram`` changes bits: see ``newton_schulz``.
-        batch_below: Changes bits: matrices with a side below this are stepped together with others of their shape, by
-            batched products. 0 for never.
         eps: Lower bound of the norm of what is orthogonalised.
 
     Attributes:
@@ -120,16 +113,14 @@ class Muon(CopiedWithOptions):
         tp_group_fn: Callable[[torch.Tensor], dist.ProcessGroup | None] | None = None,
         shard_group: dist.ProcessGroup | None = None,
         mode: ProductMode = "strict",
-        form: Form = "steps",
-        batch_below: int = 0,
         eps: float = 1e-7,
     ) -> None:
         reason = why_not_options(
-            fp32_matmul_prec, weight_decay_method, tp_mode, form, split_qkv, is_qkv_fn, qkv_split_shapes
+            fp32_matmul_prec, weight_decay_method, tp_mode, split_qkv, is_qkv_fn, qkv_split_shapes
         )
         if reason is not None:
             raise NotSupportedError(reason)
-        self._coefficients = step_coefficients(coefficient_type, num_ns_steps)
+        step_coefficients(coefficient_type, num_ns_steps)
         muon_scale(1, 1, scale_mode)
         self.coefficient_type = coefficient_type
         self.num_ns_steps = num_ns_steps
@@ -143,8 +134,6 @@ class Muon(CopiedWithOptions):
         self.tp_group_fn = tp_group_fn
         self.shard_group = shard_group
         self.mode = mode
-        self.form = form
-        self.batch_below = batch_below
         self.eps = eps
         defaults = dict(
             lr=lr, momentum_beta=momentum_beta, use_nesterov=use_nesterov, weight_decay=weight_decay,
@@ -220,9 +209,8 @@ class Muon(CopiedWithOptions):
         if self.shard_group is not None and dist.get_world_size(self.shard_group) > 1:
             self._sharded_step(matrices, self.shard_group)
         else:
-            step_one = self._stepper(matrices, range(len(matrices)))
-            for index, (param, _) in enumerate(matrices):
-                step_one(index)
+            for param, group in matrices:
+                self._step_matrix(param, group)
                 if self.after_matrix is not None:
                     self.after_matrix(param)
         return loss
@@ -232,47 +220,11 @@ class Muon(CopiedWithOptions):
     ) -> None:
         params = [param for param, _ in matrices]
         shards = LayerShards(params, shard_matrices(params, self.num_ns_steps, shard_group), shard_group)
-        shards.run(self._stepper(matrices, shards.own))
+        shards.run(lambda index: self._step_matrix(*matrices[index]))
 
-    def _stepper(
-        self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]
-    ) -> Callable[[int], None]:
-        """A function that steps the matrix of an index, with it the others of its batch, and each only once."""
-        batches = self._batches(matrices, own) if self.batch_below else {}
-        done: set[int] = set()
-
-        def step_one(index: int) -> None:
-            param, group = matrices[index]
-            if index in done or param.grad is None:
-                return
-            batch = batches.get(index, [index])
-            done.update(batch)
-            if len(batch) > 1:
-                self._batch_step([matrices[i][0] for i in batch], group)
-            else:
-                self.apply_direction(param, self._direction(param, group), group)
-
-        return step_one
-
-    def _batches(
-        self, matrices: list[tuple[torch.Tensor, dict[str, Any]]], own: Sequence[int]
-    ) -> dict[int, list[int]]:
-        """Indices that are stepped together, by the first of them in the order of ``own``."""
-        kinds: dict[tuple, list[int]] = {}
-        for index in own:
-            param, group = matrices[index]
-            qkv_rows = self._qkv_rows(param)
-            rows = param.shape[0] if qkv_rows is None else param.shape[0] // sum(qkv_rows) * max(qkv_rows)
-            is_small = 0 < min(rows, param.shape[1]) < self.batch_below
-            if param.grad is not None and is_small and self._partition(param)[0] is None:
-                kinds.setdefault((param.shape, param.dtype, param.device, id(group), qkv_rows is not None), []).append(
-                    index
-                )
-        batches = {}
-        for indices in kinds.values():
-            size = max(1, _BATCH_ELEMENTS // matrices[indices[0]][0].numel())
-            batches.update({indices[i]: indices[i : i + size] for i in range(0, len(indices), size)})
-        return batches
+    def _step_matrix(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        if param.grad is not None:
+            self.apply_direction(param, self._direction(param, group), group)
 
     def _qkv_rows(self, param: torch.Tensor) -> tuple[int, ...] | None:
         """Rows of q, k and v in one query group of a weight that is split; None of any other."""
@@ -280,22 +232,6 @@ class Muon(CopiedWithOptions):
             return None
         assert self.is_qkv_fn is not None and self.qkv_split_shapes is not None, "checked when the optimizer was made"
         return self.qkv_split_shapes if self.is_qkv_fn(param) else None
-
-    def _batch_step(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """A step of matrices of one shape, whose products are batched."""
-        components = [self._components(param, self._direction(param, group)) for param in params]
-        precision = self._value(group, "fp32_matmul_prec")
-        for same in zip(*components):
-            rows, columns = same[0][1].shape
-            with fp32_matmul_precision(precision):
-                x = newton_schulz_batched(
-                    [part.to(torch.float32) for _, part in same],
-                    self._coefficients,
-                    eps=self.eps,
-                    dtype=PRODUCT_DTYPES[precision],
-                )
-            for (target, _), one in zip(same, x):
-                self._update(target, one, rows, columns, group)
 
     def _direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Decay and momentum of one matrix; what to orthogonalise."""
@@ -369,16 +305,11 @@ class Muon(CopiedWithOptions):
                 eps=self.eps,
                 dtype=PRODUCT_DTYPES[precision],
                 mode=self.mode if precision == "medium" or direction.device.type == "cpu" else "native",
-                form=self.form,
                 borrow=True,
             )
         if tp_group is not None:
             x_dim = 1 - dim if rows > columns else dim
             x = x.chunk(dist.get_world_size(tp_group), dim=x_dim)[dist.get_rank(tp_group)]
-        self._update(target, x, rows, columns, group)
-
-    def _update(self, target: torch.Tensor, x: torch.Tensor, rows: int, columns: int, group: dict[str, Any]) -> None:
-        """Updates ``target`` by (its part of) the factor of a [rows, columns] matrix."""
         apply_update(
             target,
             x,

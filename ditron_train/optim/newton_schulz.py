@@ -23,13 +23,11 @@ from ditron_train.optim.graphs import Steps, step_graph
 from ditron_train.optim.kernels import normalize_kernel
 from ditron_train.optim.plans import ProductMode, plan_products
 from ditron_train.optim.products import newton_schulz_step
-from ditron_train.optim.variants import gram_form, has_gram_form
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 
 CoefficientType = Literal["simple", "quintic", "polar_express"]
-Form = Literal["steps", "gram"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 _TILE = 64
@@ -156,7 +154,6 @@ def newton_schulz(
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
     mode: ProductMode = "strict",
-    form: Form = "steps",
     borrow: bool = False,
 ) -> torch.Tensor:
     """Approximate orthogonal factor of one matrix, in the orientation rows <= columns and the type of the products.
@@ -170,25 +167,16 @@ def newton_schulz(
         mode: See ``plan_products``.
         borrow: Whether the result may be memory of a CUDA graph, which the next call on this stream overwrites,
             whatever its shape: saves a copy of small matrices.
-        form: ``steps`` as native; ``gram`` iterates on the Gram matrix of matrices at least twice as long as wide,
-            with fp16 in place of bf16 (see ``variants.gram_form``): less work, other bits.
 
     Returns:
-        [min, max] of ``dtype`` (fp16 where the Gram form stands in for bf16): transposed where ``grad`` has more rows
-        than columns. NaN and infinities pass through.
+        [min, max] of ``dtype``: transposed if ``grad`` has more rows than columns. NaN and infinities pass through.
 
     Raises:
-        NotSupportedError: Not a matrix, not fp32, unknown coefficients, or a number of steps that does not fit; an
-            unknown form.
+        NotSupportedError: Not a matrix, not fp32, unknown coefficients, or a number of steps that does not fit.
     """
     if grad.dim() != 2 or grad.dtype != torch.float32:
         raise NotSupportedError(f"Newton-Schulz needs an fp32 matrix, got {grad.dtype} of {grad.dim()} dimensions")
-    if form not in ("steps", "gram"):
-        raise NotSupportedError(f"form {form!r} is not steps or gram")
     coefficients = step_coefficients(coefficient_type, num_steps)
-    by_gram = form == "gram" and has_gram_form(*grad.shape)
-    if by_gram and dtype == torch.bfloat16:
-        dtype = torch.float16
     if grad.numel() == 0:
         return torch.empty(min(grad.shape), max(grad.shape), dtype=dtype, device=grad.device)
     if grad.stride(1) != 1:
@@ -196,16 +184,14 @@ def newton_schulz(
     transposed = grad.shape[0] > grad.shape[1]
     m, n = sorted(grad.shape)
     plan = plan_products(m, n, dtype, grad.device, mode, transposed=transposed)
-    contiguous = by_gram or (plan.use_gram and plan.use_update)
-    if plan.use_graph and not by_gram:
+    contiguous = plan.use_gram and plan.use_update
+    if plan.use_graph:
         is_view = transposed and not contiguous
         graph = step_graph(Steps(m, n, dtype, grad.device, is_view, tuple(coefficients), plan))
         if graph is not None:
             normalized(grad, eps=eps, dtype=dtype, contiguous=contiguous, out=graph.storage)
             return graph.replay() if borrow else graph.replay().clone()
     x = normalized(grad, eps=eps, dtype=dtype, contiguous=contiguous)
-    if by_gram:
-        return gram_form(x, coefficients, plan)
     for a, b, c in coefficients:
         x = newton_schulz_step(x, a, b, c, plan)
     return x

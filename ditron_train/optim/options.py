@@ -21,7 +21,6 @@ def why_not_options(
     fp32_matmul_prec: str,
     weight_decay_method: str,
     tp_mode: str,
-    form: str,
     split_qkv: bool,
     is_qkv_fn: Callable[[torch.Tensor], bool] | None,
     qkv_split_shapes: tuple[int, ...] | None,
@@ -35,8 +34,6 @@ def why_not_options(
         return f"tp_mode {tp_mode!r} is not blockwise or duplicated"
     if split_qkv and (is_qkv_fn is None or qkv_split_shapes is None):
         return "split_qkv needs is_qkv_fn and qkv_split_shapes"
-    if form not in ("steps", "gram"):
-        return f"form {form!r} is not steps or gram"
     return None
 
 

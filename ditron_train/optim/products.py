@@ -116,29 +116,26 @@ def addmm_choices(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
 
 
 def _symmetric(
-    a: torch.Tensor, b: torch.Tensor, add: torch.Tensor | None, alpha: float, beta: float, config: GemmConfig | None
+    a: torch.Tensor, add: torch.Tensor | None, alpha: float, beta: float, config: GemmConfig | None
 ) -> torch.Tensor:
-    """alpha * A @ B^T + beta * add, [m, m], aligned, where that is symmetric."""
+    """alpha * A @ A^T + beta * add, [m, m], aligned, for a symmetric ``add``."""
     target = check_operands("symmetric product", a, a if add is None else add)
     m, k = a.shape
     if m == 0 or k == 0:
         raise NotSupportedError(f"symmetric product of an empty matrix {m} x {k}")
     sms = num_sms(a.device)
     config = config or _symmetric_config(m, k, a.dtype, target, sms)
-    same = b is a
     a = aligned_operand(a)
-    b = a if same else aligned_operand(b)
     has_add = add is not None
     add = a if add is None else aligned_operand(add)  # a stand-in that is not read
     out = empty_aligned(m, m, a.dtype, a.device)
     num_programs = _SMALL_PER_SM * sms if config == _SMALL else sms
-    _launch_symmetric(a, b, add, out, float(alpha), float(beta), config, has_add, num_programs)
+    _launch_symmetric(a, add, out, float(alpha), float(beta), config, has_add, num_programs)
     return out
 
 
 def _launch_symmetric(
     a: torch.Tensor,
-    b: torch.Tensor,
     add: torch.Tensor,
     out: torch.Tensor,
     alpha: float,
@@ -155,14 +152,14 @@ def _launch_symmetric(
     block, half = (config.block_m, config.block_m), config.block_m // 2
     descriptors = whole = (
         make_descriptor(a, (config.block_m, config.block_k)),
-        make_descriptor(b, (config.block_n, config.block_k)),
+        make_descriptor(a, (config.block_n, config.block_k)),
         make_descriptor(add, block),
         make_descriptor(out, block),
     )
     if num_quarters:
         descriptors = (
             make_descriptor(a, (half, 2 * config.block_k)),
-            make_descriptor(b, (half, 2 * config.block_k)),
+            make_descriptor(a, (half, 2 * config.block_k)),
             make_descriptor(add, (half, half)),
             make_descriptor(out, (half, half)),
         )
@@ -204,7 +201,7 @@ def gram(x: torch.Tensor, *, config: GemmConfig | None = None) -> torch.Tensor:
     Raises:
         NotSupportedError: A type or device without a kernel, or an empty matrix.
     """
-    return _symmetric(x, x, None, 1.0, 0.0, config)
+    return _symmetric(x, None, 1.0, 0.0, config)
 
 
 @outside_compile
@@ -225,33 +222,7 @@ def scaled_square(a: torch.Tensor, b: float, c: float, *, config: GemmConfig | N
     """
     if a.dim() != 2 or a.shape[0] != a.shape[1]:
         raise NotSupportedError(f"scaled_square of a {' x '.join(map(str, a.shape))} matrix")
-    return _symmetric(a, a, a, c, b, config)
-
-
-def symmetric_addmm(
-    add: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float, beta: float, config: GemmConfig | None = None
-) -> torch.Tensor:
-    """beta * add + alpha * A @ B, by its lower triangle, for symmetric matrices that commute, so that A @ B is
-    symmetric.
-
-    Args:
-        add: [m, m], symmetric (not checked), of a type that ``gram`` takes.
-        a: [m, m], likewise; a polynomial of the same matrix as ``b``.
-        b: [m, m], likewise.
-        alpha: Factor of the product.
-        beta: Factor of ``add``.
-        config: As ``gram``.
-
-    Returns:
-        [m, m], symmetric bit for bit, also where rounding left A and B commuting only nearly.
-
-    Raises:
-        NotSupportedError: As ``gram``, or shapes that differ or are not square.
-    """
-    if not add.shape == a.shape == b.shape or a.shape[0] != a.shape[1]:
-        raise NotSupportedError(f"symmetric_addmm of shapes {tuple(add.shape)}, {tuple(a.shape)} and {tuple(b.shape)}")
-    check_operands("symmetric product", a, b)
-    return _symmetric(a, b, add, alpha, beta, config)
+    return _symmetric(a, a, c, b, config)
 
 
 @outside_compile

@@ -38,16 +38,6 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def _some_of(*choices: str) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(name.strip() for name in text.split(","))
-        if not set(names) <= set(choices):
-            raise ValueError(f"must be some of {', '.join(choices)}, with commas between them")
-        return names
-
-    return parse
-
-
 def _number(kind: Callable[[str], Any], allowed: Callable[[Any], bool], words: str) -> Callable[[str], Any]:
     """Parses a number of a ``kind`` (``float`` or ``int``); what is none gets the same ``words`` as one that is not
     allowed."""
@@ -164,16 +154,6 @@ SETTINGS: tuple[Setting, ...] = (
         "not clipped by that norm and `--ckpt-format` is not `torch`, else native.",
     ),
     Setting(
-        "muon_opt_ins",
-        "DITRON_MUON_OPT_INS",
-        _some_of("batched", "gram", "polar_express"),
-        None,
-        "batched, gram, polar_express",
-        "Variants of Muon that change bits, for `--optimizer muon` and `dist_muon`. batched: small matrices of one "
-        "shape in batched products. gram: long matrices by their Gram matrix, in fp16. polar_express: other "
-        "polynomials (set `--muon-num-ns-steps` to a multiple of 8). Unset: none, native's bits.",
-    ),
-    Setting(
         "policy",
         "DITRON_POLICY",
         _one_of("strict", "fast", "bits", "force"),
@@ -280,7 +260,6 @@ class Settings:
     pp_loans: int | None
     pp_path: str
     muon_sharding: str
-    muon_opt_ins: tuple[str, ...] | None
     ep_capacity: float | None
     ep_rails: str
     fp8_rows: str

@@ -1,4 +1,4 @@
-"""Orders of tiles on the device; each equals its NumPy twin in ``orders.py``."""
+"""Orders of tiles on the device; each equals its NumPy twin in ``tests/support/orders_of_tiles.py``."""
 
 import triton
 import triton.language as tl

@@ -19,7 +19,6 @@ from ditron_train.gemm.configs import (
     config_of_entry,
     config_variants,
 )
-from ditron_train.gemm.operands import FP8_DTYPES
 from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.tuning_table import active_table, class_of_size, shape_class, tuned_count
@@ -69,9 +68,7 @@ def default_choice(product: Product, context: SPContext) -> ProjectionChoice:
     config = choose_config(m, n, k, dtype, context.target, context.num_sms)
     if product.op == "a2a_gemm":
         return ProjectionChoice(config, NUM_PUSH)
-    # Of FP8 products as many bytes as of bf16's are pulled in half the time.
-    pulled_bytes = 4 if dtype in FP8_DTYPES else dtype.itemsize
-    return ProjectionChoice(replace(config, group_m=PULL_GROUP_M), receive_programs(m, n, k, pulled_bytes))
+    return ProjectionChoice(replace(config, group_m=PULL_GROUP_M), receive_programs(m, n, k, dtype.itemsize))
 
 
 def choose(product: Product, context: SPContext) -> ProjectionChoice:
@@ -83,11 +80,7 @@ def choose(product: Product, context: SPContext) -> ProjectionChoice:
     """
     default = default_choice(product, context)
     table = active_table(device_name(context.device))
-    entry = (
-        None
-        if table is None or product.dtype in FP8_DTYPES
-        else table.find(product.table_op, context.world_size, product.shape_class)
-    )
+    entry = table.find(product.table_op, context.world_size, product.shape_class) if table is not None else None
     if entry is None:
         return default
     try:

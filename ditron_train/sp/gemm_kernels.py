@@ -21,7 +21,6 @@ def gemm_a2a_kernel(
     b_desc,
     c_desc,
     channel,
-    scales,
     bias,
     M,
     N,
@@ -46,15 +45,11 @@ def gemm_a2a_kernel(
     loop all the same (``dl.notify_stored``). Waits for nothing but start signals, which every rank sends first: all
     launches make progress.
 
-    ``scales``: ``TensorScales`` of FP8 operands, and ``bias`` [columns of all ranks] what is added to their product
-    before it is rounded; else None.
+    ``bias`` [columns of all ranks] is added to the product before it is rounded, or it is None.
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
     start_epoch(channel, epoch, rank, WORLD_SIZE, TARGET)
-    scale = None
-    if scales is not None:
-        scale = tl.load(scales.a) * tl.load(scales.b)
     num_tiles_m = tl.cdiv(M, BLOCK_M)
     num_tiles_n = tl.cdiv(N, BLOCK_N)
     num_k_tiles = tl.cdiv(K, BLOCK_K)
@@ -67,7 +62,7 @@ def gemm_a2a_kernel(
         col = tile_n * BLOCK_N
         first_col = peer * columns_per_rank + col
         acc = tile_product(a_desc, b_desc, row, first_col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
-        acc = biased(acc, scale, bias, first_col, WORLD_SIZE * columns_per_rank, BLOCK_N)
+        acc = biased(acc, None, bias, first_col, WORLD_SIZE * columns_per_rank, BLOCK_N)
         if pending != 0:
             dl.notify_stored(pending, epoch, True, TARGET)
         else:
@@ -120,7 +115,7 @@ class _Turns(NamedTuple):
 
 @triton.jit
 def _deal(num_tiles, num_early_tiles, num_push):
-    """The turns of this program: see ``a2a_gemm_kernel``; twin: ``transfer_sizes.tiles_of_program``."""
+    """The turns of this program: see ``a2a_gemm_kernel``; its twin in NumPy: ``tests/support/orders_of_tiles.py``."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     step_early = num_programs - num_push

@@ -12,8 +12,7 @@ from typing import Literal
 
 import torch
 
-from ditron_train.gemm.fp8 import check_bias, check_fp8_operands, check_scaled
-from ditron_train.gemm.operands import FP8_DTYPES, TensorScales
+from ditron_train.gemm.fp8 import check_bias
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -115,14 +114,7 @@ def _check_gemm(
         raise NotSupportedError(f"{name}: weight must have 2 dimensions, has {weight.dim()}")
     if x.device != context.device:
         raise NotSupportedError(f"{name}: the input is on {x.device}, the context on {context.device}")
-    if x.dtype in FP8_DTYPES:
-        check_fp8_operands(name, x, weight)
-        if name != "gemm_a2a" or weight_layout != "nt" or x.dtype != weight.dtype:
-            raise NotSupportedError(
-                f"{name}: FP8 operands of {x.dtype} and {weight.dtype}, {weight_layout}: only nt of one type, gemm_a2a"
-            )
-    else:
-        check_operands(name, x, weight)
+    check_operands(name, x, weight)
     n, weight_k = weight.shape if weight_layout == "nt" else weight.shape[::-1]
     if weight_k != k or (num_columns >= 0 and n != num_columns) or n == 0 or k == 0:
         wanted = num_columns if num_columns >= 0 else "any"
@@ -143,7 +135,6 @@ def gemm_a2a(
     row_table: torch.Tensor | None = None,
     choice: ProjectionChoice | None = None,
     meanwhile: Callable[[], object] | None = None,
-    scales: TensorScales | None = None,
     bias: torch.Tensor | None = None,
     return_mixed: bool = False,
 ) -> tuple[torch.Tensor, ...]:
@@ -154,9 +145,9 @@ def gemm_a2a(
     chunks.
 
     Args:
-        x: [s / world, ..., K], this rank's two chunks of the sequence; bf16, fp16 or, on Hopper, FP8 (on CPU fp32
-            too), any strides.
-        weight: [world * layout.num_columns, K] (``nt``) or its transpose (``nn``; not of FP8).
+        x: [s / world, ..., K], this rank's two chunks of the sequence; bf16 or fp16 (on CPU fp32 too), any
+            strides.
+        weight: [world * layout.num_columns, K] (``nt``) or its transpose (``nn``).
         context: The group's context.
         layout: Columns of one rank.
         weight_layout: How ``weight`` lies.
@@ -165,7 +156,6 @@ def gemm_a2a(
         choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
         meanwhile: Called when all is enqueued; what it enqueues runs beside the last transfers, and may use what is
             given here but not what is returned.
-        scales: Of FP8 operands, this rank's own. The product is ``gemm.fp8.matmul_fp8`` with fast accumulation, bf16.
         bias: [world * layout.num_columns] with ``nt``, added before the product is rounded, as of ``tp.ag_gemm``.
         return_mixed: Also return what was sent, as the last tensor: [s / world, ..., world * layout.num_columns].
 
@@ -177,7 +167,6 @@ def gemm_a2a(
         MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
         PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
-    check_scaled("gemm_a2a", x, scales)
     if bias is not None:
         check_bias("gemm_a2a", x, bias, weight.shape[0] if weight.dim() else 0)
     context.enter("gemm_a2a", x.shape, weight.shape, x.dtype)
@@ -196,7 +185,7 @@ def gemm_a2a(
         context.prepared[key] = prepared
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     lead = (x.shape[0] * context.world_size, *x.shape[1:-1])
-    parts = prepared(rows, weight, lead, row_table, meanwhile, scales, bias)
+    parts = prepared(rows, weight, lead, row_table, meanwhile, bias)
     return (*parts, prepared.mixed().view(*x.shape[:-1], -1)) if return_mixed else parts
 
 

@@ -7,14 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ditron_train.gemm.operands import (
-    TensorScales,
-    aligned_operand,
-    empty_aligned,
-    make_descriptor,
-    padded_columns,
-    result_dtype,
-)
+from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor, padded_columns
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.sp import transfer_sizes
@@ -114,7 +107,7 @@ class PreparedGemmA2A:
         choice: ProjectionChoice,
         packed: bool,
     ) -> None:
-        config, programs, dtype = choice.config, choice.programs, result_dtype(dtype)
+        config, programs = choice.config, choice.programs
         self.config, self.k, self.weight_layout = config, k, weight_layout
         sizes: dict[str, Any] = dict(granule_rows=config.block_m, block_n=config.block_n, copy=transfer_sizes.PULL)
         self._transfer = transfer = Transfer(context, GEMM_A2A, layout, m, dtype, k=k, packed=packed, **sizes)
@@ -142,13 +135,10 @@ class PreparedGemmA2A:
             weight = torch.nn.functional.pad(columns, (0, self._columns_per_rank - n)).flatten(1)
         return aligned_operand(weight)
 
-    def _multiply(
-        self, rows: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, bias: torch.Tensor | None
-    ) -> None:
+    def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """The GEMM; launched again where it comes with the same memory."""
         transfer, config = self._transfer, self.config
-        added = memory_of(bias), *(scales.addresses if scales else ())
-        key = (rows.data_ptr(), rows.stride(), weight.data_ptr(), weight.stride(), *added)
+        key = (rows.data_ptr(), rows.stride(), weight.data_ptr(), weight.stride(), memory_of(bias))
         if self._launch.repeat(key, current_handle(transfer.context.device)):
             return
         a, b = aligned_operand(rows), self._weight(weight)
@@ -157,7 +147,6 @@ class PreparedGemmA2A:
             make_descriptor(b, config.b_block(self.weight_layout == "nt")),
             self._slots,
             transfer.channel.pointers(transfer.signature),
-            scales,
             bias,
             transfer.m,
             transfer.layout.num_columns,
@@ -181,7 +170,6 @@ class PreparedGemmA2A:
         lead: Sequence[int],
         table: torch.Tensor | None,
         meanwhile: Callable[[], object] | None,
-        scales: TensorScales | None,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         """``rows`` [m, k]; ``lead``: leading dimensions of the parts; ``meanwhile``: enqueued while the last ones
@@ -190,7 +178,7 @@ class PreparedGemmA2A:
         parts = self._receive.empty(lead)
         context.fork()
         with context.aborting(self._transfer.channel):  # what the other stream writes to must not be freed under it
-            self._multiply(rows, weight, scales, bias)
+            self._multiply(rows, weight, bias)
             self._receive(parts, table)
             if meanwhile is not None:
                 meanwhile()

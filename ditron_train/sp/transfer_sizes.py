@@ -58,14 +58,6 @@ def granule_rows(m: int, block_m: int, row_bytes: int) -> int:
     return rows
 
 
-def tiles_of_program(
-    program: int, num_push: int, num_programs: int, num_early_tiles: int, num_tiles: int
-) -> list[int]:
-    """Twin of the deal in ``a2a_gemm_kernel``: the tiles of one program, in order."""
-    early = range(program - num_push, num_early_tiles, num_programs - num_push) if program >= num_push else range(0)
-    return [*early, *range(num_early_tiles + program, num_tiles, num_programs)]
-
-
 def deal_of(
     m: int,
     n: int,

@@ -20,20 +20,18 @@ _LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "divide": 1, "warmup": 0}
 
 
 def add_common_arguments(
-    parser: argparse._ActionsContainer, *, model_option: bool = True, counts: bool = True, writes_results: bool = True
+    parser: argparse._ActionsContainer, *, model_option: bool = True, writes_results: bool = True
 ) -> None:
     """Adds how often to measure and where results go.
 
     Args:
         parser: Or a group of one.
         model_option: Without ``--model`` where it means something else, or nothing.
-        counts: Without ``--repetitions`` and ``--warmup`` where others say how often.
         writes_results: Whether results are written, on GPUs, where no folder is named.
     """
     on_gpu = torch.cuda.is_available()
-    if counts:
-        add_count(parser, "repetitions", "timed calls", on_gpu=15, on_cpu=3)
-        add_count(parser, "warmup", "calls before them", on_gpu=4, on_cpu=1)
+    add_count(parser, "repetitions", "timed calls", on_gpu=15, on_cpu=3)
+    add_count(parser, "warmup", "calls before them", on_gpu=4, on_cpu=1)
     parser.add_argument(
         "--output",
         type=Path,

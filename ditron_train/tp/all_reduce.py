@@ -74,9 +74,9 @@ def order_tables(
 class PreparedAllReduce(SentPartials):
     """All-reduces of partial sums [num_rows, num_columns] by copy engines (collective to make).
 
-    ``start`` enqueues all sends behind what the current stream has done, or ``begin`` and then ``send`` for chunks of
-    ``chunk_rows`` rows as they are done; ``finish`` adds up on the current stream. Start signals go before the sends,
-    since slots are single; arrival is told by a flag for each chunk and source.
+    ``begin`` and then ``send`` for chunks of ``chunk_rows`` rows as they are done; ``finish`` adds up on the current
+    stream. Start signals go before the sends, since slots are single; arrival is told by a flag for each chunk and
+    source.
 
     Args:
         context: Whose buffers and streams are used.
@@ -113,15 +113,6 @@ class PreparedAllReduce(SentPartials):
             flag = self.channel.signals.host_addresses[peer] + 4 * (rank * MOST_CHUNKS + index)
             copies.append((destination, offset, num_bytes, flag, self._epochs.data_ptr()))
         return copies
-
-    def start(self, partial: torch.Tensor) -> None:
-        """Sends ``partial``, contiguous; it must stay unchanged until ``finish``."""
-        address = partial.data_ptr()
-        self.context.start(self.channel, lambda: self._send_all(address), (self, address), (address,))
-
-    def _send_all(self, address: int) -> None:
-        self._signal_start()
-        copy_with_flags((copy for chunk in self._chunks for copy in chunk), address, self.context.comm_stream)
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
         """Sends chunk ``position``, ``rows`` of the partial, behind what the communication stream has."""

@@ -34,9 +34,6 @@ from ditron_train.tp.cost_model import predict
 from ditron_train.tp.problem import Layout, Op, Problem
 
 Kind = Literal["column", "row"]
-#: With more, a column layer's backward would send each partial sum whole to all peers: with 8, 3.5 times NCCL's bytes,
-#: and slots of 7 times the gradient for a probe to try it.
-MOST_RANKS_IN_ONE_ROUND = 4
 _ITEMSIZE = 2
 
 

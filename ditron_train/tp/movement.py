@@ -1,4 +1,4 @@
-"""``all_gather``, ``start_reduce_scatter``, ``start_all_reduce`` and what else moves rows without a GEMM of ours:
+"""``all_gather``, ``start_reduce_scatter`` and what else moves rows without a GEMM of ours:
 plain functions on tensors, not differentiable by themselves. They enqueue as ``tp.ops`` do."""
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
 from ditron_train.schedule.orders import order_in_block, rank_blocks
-from ditron_train.tp.all_reduce import PreparedAllReduce, PreparedLargest
+from ditron_train.tp.all_reduce import PreparedLargest
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.prepared import AllGatherCall, AllReduceCall, ReduceScatterCall, can_copy
+from ditron_train.tp.prepared import AllGatherCall, ReduceScatterCall, can_copy
 from ditron_train.tp.scatter import PreparedScatter
 
 
@@ -121,8 +121,8 @@ def all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int]
 
 @outside_compile
 class StartedSum:
-    """A reduce-scatter or an all-reduce on its way; ``wait()``, once and before the next one starts, gives this rank's
-    rows, or all. ``out``: where they will be.
+    """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows. ``out``:
+    where they will be.
 
     Args:
         started_on: As of ``StartedGather``.
@@ -130,7 +130,7 @@ class StartedSum:
 
     def __init__(
         self,
-        prepared: PreparedScatter | PreparedAllReduce,
+        prepared: PreparedScatter,
         partial: torch.Tensor,
         shape: tuple[int, ...],
         started_on: torch.cuda.Stream | None,
@@ -216,20 +216,6 @@ def reduce_scatter_rows(
             behind()
         prepared.finish(partial, out)
     return out
-
-
-@outside_compile
-def start_all_reduce(partial: torch.Tensor, *, context: TPContext) -> StartedSum:
-    """Starts the all-reduce of ``partial`` [..., N] by copy engines, beside what the current stream does next. One at
-    a time: ``wait()`` before the next op of this context.
-
-    Raises:
-        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_ar``; also without ``cuda-bindings`` on a GPU.
-    """
-    stream = context.enter("all_reduce", partial.shape, partial.dtype)
-    _check_can_copy("all_reduce", context)
-    prepared = context.prepare(AllReduceCall, partial.shape, partial.dtype, partial.device)
-    return StartedSum(prepared, partial.contiguous(), tuple(partial.shape), stream)
 
 
 @outside_compile

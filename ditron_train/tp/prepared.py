@@ -17,9 +17,7 @@ from ditron_train.gemm.operands import FP8_DTYPES, Operand, padded_columns, resu
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream.driver import has_driver
-from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import DTYPES
-from ditron_train.tp.all_reduce import PreparedAllReduce
 from ditron_train.tp.choices import choose
 from ditron_train.tp.chunked_gemm_ar import PreparedGemmAr, gemm_ar_by
 from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs, covers
@@ -218,33 +216,13 @@ class ReduceScatterCall(NamedTuple):
 
     def prepare(self, context: TPContext) -> PreparedScatter:
         """See above."""
-        _check_summed("reduce_scatter", context, context.reduce_channel, self)
+        is_fitting = self.device == context.device and len(self.shape) >= 2
+        if is_fitting and self.shape.numel() == 0:
+            context.agree_on_nothing((context.reduce_channel,))
+        if not is_fitting or self.shape.numel() == 0:
+            where = f"on {self.device}, context on {context.device}"
+            raise NotSupportedError(f"reduce_scatter: {tuple(self.shape)} {where}")
+        if self.dtype not in SUM_DTYPES:
+            raise NotSupportedError(f"reduce_scatter: {self.dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")
         partition = _partition("reduce_scatter", context, self.shape, None, total=True)
         return PreparedScatter(context, partition, self.shape[-1], self.dtype)
-
-
-class AllReduceCall(NamedTuple):
-    """Of ``ops.start_all_reduce``; no rows are an error."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def prepare(self, context: TPContext) -> PreparedAllReduce:
-        """See above."""
-        _check_summed("all_reduce", context, context.all_reduce_channel, self)
-        rows, columns = self.shape[:-1].numel(), self.shape[-1]
-        if not covers(columns, self.dtype):
-            raise NotSupportedError(f"all_reduce: rows of {columns} x {self.dtype} are not whole 16 bytes")
-        return PreparedAllReduce(context, rows, columns, self.dtype, chunk_rows=rows)
-
-
-def _check_summed(name: str, context: TPContext, channel: Channel, call: ReduceScatterCall | AllReduceCall) -> None:
-    """Whether something is there that can be added up."""
-    is_fitting = call.device == context.device and len(call.shape) >= 2
-    if is_fitting and call.shape.numel() == 0:
-        context.agree_on_nothing((channel,))
-    if not is_fitting or call.shape.numel() == 0:
-        raise NotSupportedError(f"{name}: {tuple(call.shape)} on {call.device}, context on {context.device}")
-    if call.dtype not in SUM_DTYPES:
-        raise NotSupportedError(f"{name}: {call.dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")

@@ -283,11 +283,4 @@ def _scatter(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 AG_GEMM, GEMM_RS, GEMM_AR = (GemmSpec(op, "nt") for op in ("ag_gemm", "gemm_rs", "gemm_ar"))
 #: ``nn`` is dgrad's layout: tuned, but not a row of its own.
-SPECS: Sequence[OpSpec[Any, Any]] = (
-    AG_GEMM,
-    GEMM_RS,
-    GEMM_AR,
-    GemmSpec("ag_gemm", "nn"),
-    GemmSpec("gemm_rs", "nn"),
-    GemmSpec("gemm_ar", "nn"),
-)
+SPECS: Sequence[OpSpec[Any, Any]] = (AG_GEMM, GEMM_RS, GEMM_AR, GemmSpec("ag_gemm", "nn"), GemmSpec("gemm_rs", "nn"))

@@ -23,21 +23,19 @@ def is_whole(x: torch.Tensor) -> bool:
     return x.is_contiguous() and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(x.dim() - 2))
 
 
-def log_strides(is_frozen: bool) -> None:
-    """How a gradient lies is known in backward alone, when only the kernel for whole ones was compared with native's
-    product. It stands in where the weight is frozen, or where rows cannot be copied by copy engines."""
-    if is_frozen:
-        log_native("tp column", "a gradient with strides goes back through a frozen weight")
-    else:
-        log_native("tp column", "a gradient with strides goes back without copy engines, which need cuda-bindings")
-
-
 def product_and_reduce_scatter(
     grad_output: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, is_frozen: bool
 ) -> torch.Tensor:
     """As Megatron's path: dX of a gradient with strides. Torch multiplies sequence by sequence where rows are no view
-    and the weight is frozen."""
-    log_strides(is_frozen)
+    and the weight is frozen.
+
+    How a gradient lies is known in backward alone, when only the kernel for whole ones was compared with native's
+    product. It stands in where the weight is frozen, or where rows cannot be copied by copy engines.
+    """
+    if is_frozen:
+        log_native("tp column", "a gradient with strides goes back through a frozen weight")
+    else:
+        log_native("tp column", "a gradient with strides goes back without copy engines, which need cuda-bindings")
     partial = grad_output.matmul(weight).contiguous()
     out = partial.new_empty(partial.shape[0] // dist.get_world_size(group), *partial.shape[1:])
     dist.reduce_scatter_tensor(out, partial, group=group)

@@ -56,18 +56,13 @@ def _gemm(name, kernel, signature, layout, block, stages, targets, **constexprs)
     )
 
 
-def _gemm_a2a(name, layout, block, stages, targets, dtype="bf16"):
+def _gemm_a2a(name, layout, block, stages, targets, has_bias=False):
     signature = dict.fromkeys(("M", "columns_per_rank", "slot_rows"), "i32")
     constexprs = {"WORLD_SIZE": 8}
-    if dtype == "bf16":
-        constexprs.update(scales=None, bias=None)
+    if has_bias:
+        signature["bias"] = "*bf16"
     else:
-        signature.update(
-            a_desc=f"tensordesc<{dtype}[{block[0]},{block[2]}]>",
-            b_desc=f"tensordesc<{dtype}[{block[1]},{block[2]}]>",
-            scales={"a": "*fp32", "b": "*fp32"},
-            bias="*bf16",
-        )
+        constexprs["bias"] = None
     return _gemm(name, "gemm_a2a_kernel", signature, layout, block, stages, targets, **constexprs)
 
 
@@ -136,8 +131,7 @@ SPECS = [
         for layout in ("nt", "nn")
         for size, shape in (("wide", _WIDE), ("square", _SQUARE))
     ),
-    _gemm_a2a("sp_gemm_a2a_fp8_wide", "nt", (128, 256, 128), 3, ("sm_90",), dtype="fp8e4nv"),
-    _gemm_a2a("sp_gemm_a2a_fp8_square", "nt", (128, 128, 128), 4, ("sm_90",), dtype="fp8e4nv"),
+    _gemm_a2a("sp_gemm_a2a_bias", "nt", (128, 256, 64), 4, ("sm_90",), has_bias=True),
     *(
         spec
         for towards_heads in (True, False)

@@ -21,7 +21,6 @@ from ditron_train.ep import (
     get_ep_context,
     ops,
 )
-from ditron_train.experimental.dispatch_gemm import dispatch_gemm
 from tests.support.processes import run_workers
 
 _TOKENS, _HIDDEN = 6, 16
@@ -67,7 +66,6 @@ def _ops(context: EPContext, x: torch.Tensor) -> dict[str, Callable[[], object]]
         "combine": lambda: ops.combine(made.rows, made.layout, context, order="ascending"),
         "begin_combine": begin_combine,
         "finish_combine": lambda: made.combine.finish(),
-        "dispatch_gemm": lambda: dispatch_gemm(x, made.layout, context, weights),
         "gemm_combine": lambda: fused.gemm_combine(made.rows, made.layout, context, weights, order="ascending"),
     }
 

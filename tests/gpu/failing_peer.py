@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import PeerTimeoutError
-from ditron_train.tools.faults.jobs import JOBS
 from ditron_train.tools.gpu_of_rank import share_gpus
 from ditron_train.tp import GatherPlan, ag_gemm, gemm_rs, get_tp_context
+from tests.faults.jobs import JOBS
 
 STALL_S = 120.0
 _UNTIL_DEATH_S = 1.0

@@ -48,7 +48,7 @@ def _peers() -> None:
 
 def _run(name: str, device: torch.device) -> None:
     """A step twice, with the same bits."""
-    from ditron_train.tools.faults.jobs import JOBS
+    from tests.faults.jobs import JOBS
 
     step = {"fused": _fused, "seldom": _seldom}.get(name, JOBS.get(name))(device)
     first = [tensor.clone() for tensor in step()]

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPU
 from ditron_train.ep import begin_layout, fused, get_ep_context, ops  # noqa: E402
 from ditron_train.ep.group_gemm import group_gemm  # noqa: E402
 from ditron_train.ep.launch import compiling  # noqa: E402
-from ditron_train.experimental.dispatch_gemm import dispatch_gemm  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,23 +37,17 @@ def routing(tokens, experts, topk, seed, popular=0.0):
 
 
 def one_form(x, layout, context, weights, back, order, form):
-    """Forward and backward products and movements: "apart" one after the other, "combine" with the grouped GEMMs in
-    front of combine fused, "dispatch" with those behind dispatch fused, too."""
+    """Forward and backward products and movements: "apart" one after the other, "combine" with the grouped GEMM
+    and combine in one kernel."""
     zero, tiles = order == "descending", fused.layout_tiles(layout)
-    if form == "dispatch":
-        y, rows, row_probs = dispatch_gemm(x, layout, context, weights, zero_probs=zero)
-    else:
-        rows, row_probs = ops.dispatch(x, layout, context, zero_probs=zero)
-        y = group_gemm(rows, weights, tiles)
+    rows, row_probs = ops.dispatch(x, layout, context, zero_probs=zero)
+    y = group_gemm(rows, weights, tiles)
     if form == "apart":
         out, _ = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
     else:
         out = fused.gemm_combine(y, layout, context, back, order=order)
-    if form == "dispatch":
-        dy, again, _ = dispatch_gemm(out, layout, context, back, transpose=False)
-    else:
-        again, _ = ops.dispatch(out, layout, context)
-        dy = group_gemm(again, back, tiles, transpose=False)
+    again, _ = ops.dispatch(out, layout, context)
+    dy = group_gemm(again, back, tiles, transpose=False)
     options = dict(order=order, row_grads=row_probs)
     drows = group_gemm(dy, weights, tiles, transpose=False)
     if form == "apart":
@@ -90,7 +83,7 @@ def test_fused_forms_equal_their_parts(case):
             layout = begin_layout(routed, probs, hidden, dtype, context, capacity_factor=capacity).finish()
             if step == 0 and form == "apart":  # every rank compiles a part of the kernels, several at a time
                 with compiling(context):
-                    one_form(x, layout, context, weights, back, order, ("apart", "dispatch")[rank % 2])
+                    one_form(x, layout, context, weights, back, order, ("apart", "combine")[rank % 2])
                 dist.barrier()
                 layout = begin_layout(routed, probs, hidden, dtype, context, capacity_factor=capacity).finish()
             of_rows, of_tokens = one_form(x, layout, context, weights, back, order, form)
@@ -100,9 +93,8 @@ def test_fused_forms_equal_their_parts(case):
 
         parts = run("apart")
         names = ("rows", "row_probs", "y", "grad rows", "dy", "out", "dx", "grads")
-        for form in ("combine", "dispatch"):
-            wrong = [name for name, a, b in zip(names, parts, run(form)) if not torch.equal(a, b)]
-            assert not wrong, (step, form, wrong)
+        wrong = [name for name, a, b in zip(names, parts, run("combine")) if not torch.equal(a, b)]
+        assert not wrong, (step, wrong)
     context.check()
 
 

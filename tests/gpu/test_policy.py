@@ -259,7 +259,7 @@ def test_strict_costs_nothing_after_its_probe(session, capsys):
     """A LLaMA-70B layer under strict, against force, in turns; strict may be faster where it keeps native layers. What
     counts is the low end of the interval: GPUs that clock differently spread the rounds by more than the limit."""
     from ditron_train.tools.bench.megatron_tp import layer_contenders
-    from ditron_train.tools.bench.policy import compare_policies, ratio_of
+    from tests.support.policy_turns import compare_policies, ratio_of
 
     layers = layer_contenders(session)
     times, natively = compare_policies(session, layers["ditron"], layers["native"], rounds=24, calls=3)

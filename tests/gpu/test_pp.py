@@ -424,8 +424,8 @@ def _megatron(stages: int, tensor: int = 1, chunks: int | None = None):
 
     import ditron_train.megatron
     from ditron_train.cpu import megatron_shim as megatron_cpu
-    from ditron_train.cpu.groups import destroy_groups
     from ditron_train.pp import close_pipeline_contexts
+    from tests.support.model_parallel import destroy_groups
 
     megatron_cpu.allow_torch_norm_with_sequence_parallel()  # torch's norm in the parameters' type
     parallel_state.initialize_model_parallel(

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ditron_train.cpu.groups import destroy_groups
 from ditron_train.runtime.errors import SettingError
+from tests.support.model_parallel import destroy_groups
 from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
@@ -23,8 +23,8 @@ def _apply_with(
     """What a rank hears, and after how many seconds; ``variables`` and the second one of ``features`` are of some
     ranks alone."""
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.megatron.plugin import job_start as meeting
+    from tests.support.model_parallel import model_parallel
 
     is_other = dist.get_rank() in of_ranks
     begun_s = time.monotonic()
@@ -55,12 +55,8 @@ _TABLE = '{"format": "ditron_train tuning 1", "device": "CPU", "made_with": {}, 
         ({"DITRON_PLAN": "plan.json"}, "DITRON_PLAN: unset on ranks 0 to 1, a file on rank 2;"),
         ({"DITRON_TUNING": "table.json"}, "DITRON_TUNING: unset on ranks 0 to 1, table 908799e196b1 on rank 2;"),
         ({"DITRON_EP_RAILS": "on"}, "DITRON_EP_RAILS: auto on ranks 0 to 1, on on rank 2;"),
-        (
-            {"DITRON_MUON_OPT_INS": "gram,batched"},
-            "DITRON_MUON_OPT_INS: unset on ranks 0 to 1, gram,batched on rank 2;",
-        ),
     ],
-    ids=["policy", "plan", "table", "rails", "opt_ins"],
+    ids=["policy", "plan", "table", "rails"],
 )
 def test_the_same_words_on_every_rank(early, variables, words, tmp_path):
     (tmp_path / "table.json").write_text(_TABLE)
@@ -87,7 +83,7 @@ def test_what_ranks_may_have_for_themselves(tmp_path):
 
 def _apply_here_and_there() -> str:
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     try:
         with model_parallel(tensor_model_parallel_size=1, pipeline_model_parallel_size=dist.get_world_size()):

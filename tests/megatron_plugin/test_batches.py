@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.cpu.groups import destroy_groups
+from tests.support.model_parallel import destroy_groups
 from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
@@ -65,8 +65,8 @@ def _told(is_newer: bool) -> list[tuple[list[int], int, tuple[int, ...], str]]:
     """What each of three calls gives; the group is made where Megatron makes its own."""
     from megatron.core import parallel_state
 
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.megatron.plugin import batches, job_start, patching
+    from tests.support.model_parallel import model_parallel
 
     utils, backends = _utils(is_newer), []
     make_group = batches.make_group
@@ -104,9 +104,9 @@ def test_numbers_come_from_the_first_ranks_host(ranks, is_newer):
 
 
 def _refused() -> tuple[list[str], bool]:
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.megatron.plugin import batches, patching
     from ditron_train.runtime.logs import decisions, forget_decisions
+    from tests.support.model_parallel import model_parallel
 
     def make_group(*args, **options):
         if dist.get_rank() == 1:

@@ -100,8 +100,9 @@ def _build_latent_attention() -> str:
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from ditron_train.cpu.megatron_shim import CPU_CONFIG, model_parallel
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG
     from ditron_train.megatron import apply
+    from tests.support.model_parallel import model_parallel
 
     spec = apply(get_gpt_layer_local_spec(multi_latent_attention=True), features="tp")
     spec.submodules.self_attention.submodules.core_attention = IdentityOp  # Megatron's own takes no other head sizes

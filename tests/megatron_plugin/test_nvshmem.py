@@ -25,9 +25,9 @@ def _two_stages(early: bool, fails: str | None) -> str:
     """What each rank hears when its tensor parallel group first needs memory: the second stage with the first one's
     results."""
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.megatron.plugin import job_start as meeting
     from ditron_train.symm.nvshmem_transport import NvshmemTransport
+    from tests.support.model_parallel import model_parallel
 
     with mock.patch.object(meeting, "_device", lambda: CPU), stand_in(fails=fails):
         if early:  # as the launcher does
@@ -63,9 +63,9 @@ def test_where_it_does_not_start_every_rank_goes_on_without_it() -> None:
 
 def _is_it_started(nodes: list[str], environment: dict[str, str], features: str) -> bool:
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.megatron.plugin import job_start as meeting
     from ditron_train.symm.nvshmem_transport import NvshmemTransport
+    from tests.support.model_parallel import model_parallel
 
     environment = {"LOCAL_WORLD_SIZE": str(4 // len(set(nodes))), **environment}
     with (

@@ -57,8 +57,8 @@ def _column(group=None):
 
 def _apply_and_restore():
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.megatron.tp.layers import DitronColumnParallelLinear
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=2):
         assert type(_column()) is not DitronColumnParallelLinear
@@ -98,9 +98,9 @@ def test_apply_and_restore():
 
 def _failed_op_never_reaches_the_weights():
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime.errors import PeerTimeoutError
     from ditron_train.tp import get_tp_context
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=2):
         plugin.apply()
@@ -185,8 +185,8 @@ def test_failed_op_never_reaches_the_weights():
 
 def _one_log_line_a_reason():
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime import logs
+    from tests.support.model_parallel import model_parallel
 
     logs._seen.clear()
     with model_parallel(tensor_model_parallel_size=2), _Lines() as lines:
@@ -205,7 +205,8 @@ def _one_log_line_a_reason():
         native = [line for line in lines if "native" in line]
         expected = [
             "tp column: native, torch.float64 is not covered",
-            "tp column ar: native, torch.float64 is not covered",
+            "tp column: native, without sequence parallelism Megatron itself overlaps the all-reduce with the weight "
+            "gradient",
         ]
         assert native == (expected if dist.get_rank() == 0 else [])
 
@@ -216,9 +217,9 @@ def test_one_log_line_for_each_reason_on_rank_0():
 
 def _across_nodes():
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime import logs
     from ditron_train.symm.shm_transport import ShmTransport
+    from tests.support.model_parallel import model_parallel
 
     logs._seen.clear()
     allocate = ShmTransport.allocate
@@ -249,8 +250,8 @@ def test_a_group_across_nodes_without_peer_memory_runs_natively():
 
 def _too_many_shapes():
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import Gate, gate
+    from tests.support.model_parallel import model_parallel
 
     fresh = Gate(most_shapes=2)
     saved, gate.most_shapes = gate.most_shapes, 2
@@ -331,8 +332,8 @@ def test_bad_input_is_the_same_error_on_every_rank_and_changes_nothing():
 def _two_groups():
     """Two tensor parallel groups in one job: each has a context and memory of its own."""
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import gate
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=2):
         plugin.apply()

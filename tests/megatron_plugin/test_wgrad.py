@@ -52,7 +52,7 @@ def _lines():
 
 def _asked_for(features):
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     lines = _lines()
     with model_parallel():
@@ -96,7 +96,7 @@ def test_nothing_is_left_where_nobody_asked():
 
 def _switched_off():
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     lines = _lines()
     with model_parallel():
@@ -114,7 +114,7 @@ def _apex_is_there():
     import megatron.core.tensor_parallel  # noqa: F401  (imported without it)
 
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     lines, calls = _lines(), []
     apex = types.ModuleType(MODULE)
@@ -158,7 +158,8 @@ from megatron.training.arguments import parse_args
 
 if __name__ == "__main__":
     args = parse_args()
-    from ditron_train.cpu.megatron_shim import CPU_CONFIG, model_parallel
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG
+    from tests.support.model_parallel import model_parallel
     from ditron_train.megatron.wgrad import stand_in
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig

@@ -241,8 +241,8 @@ def differences(case: Case, bound: float) -> tuple[list[str], list[str], bool]:
     """What differs between the native run and ours by more than ``bound`` of its largest element; what ours logged;
     whether a step was skipped, as after an overflow in fp16."""
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime import logs
+    from tests.support.model_parallel import model_parallel
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(model_parallel(**{f"{name}_size": size for name, size in case.sizes.items()}))

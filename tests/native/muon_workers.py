@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.megatron_version import is_newer_than_0_17
+from tests.support.model_parallel import model_parallel
 
 
 def _model(num_experts, bf16):
@@ -109,7 +110,7 @@ def muon_and_dist_muon_agree(num_experts, sharding):
     from ditron_train.megatron.muon.optimizer import DitronLayerWiseDistributedOptimizer, DitronTensorParallelMuon
 
     os.environ["DITRON_MUON_SHARDING"] = sharding
-    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
+    with megatron_cpu.megatron_on_cpu(), model_parallel():
         plugin.apply(features="muon")
         try:
             bf16 = is_newer_than_0_17()  # since 0.18 fp32 is not sharded layer-wise, natively neither
@@ -132,7 +133,7 @@ def data_that_is_replaced(num_ranks):
     from ditron_train.cpu import megatron_shim as megatron_cpu
     from ditron_train.megatron.muon.optimizer import DitronLayerWiseDistributedOptimizer
 
-    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
+    with megatron_cpu.megatron_on_cpu(), model_parallel():
         plugin.apply(features="muon")
         try:
             wrapped, optimizer = _build(True, bf16=is_newer_than_0_17())
@@ -173,7 +174,7 @@ def how_matrices_are_dealt(sharding, tensor_parallel, options):
     logging.getLogger("ditron_train").setLevel(logging.INFO)
     forget_decisions()
     os.environ["DITRON_MUON_SHARDING"] = sharding
-    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel(tensor_model_parallel_size=tensor_parallel):
+    with megatron_cpu.megatron_on_cpu(), model_parallel(tensor_model_parallel_size=tensor_parallel):
         native = owned()
         plugin.apply(features="muon")
         try:
@@ -201,7 +202,7 @@ def restore_brings_native_back():
 
     owner = availability_owner()
     before = _muon_class(), owner.HAVE_EMERGING_OPTIMIZERS
-    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
+    with megatron_cpu.megatron_on_cpu(), model_parallel():
         plugin.apply(features="muon")
         plugin.apply(features="muon")
         during = _muon_class().__qualname__, owner.HAVE_EMERGING_OPTIMIZERS
@@ -221,7 +222,7 @@ def native_and_ours_agree(layer_wise, tensor_parallel, options):
     import ditron_train.megatron as plugin
     from ditron_train.megatron.muon.optimizer import DitronTensorParallelMuon
 
-    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel(tensor_model_parallel_size=tensor_parallel):
+    with megatron_cpu.megatron_on_cpu(), model_parallel(tensor_model_parallel_size=tensor_parallel):
         gather = LayerWiseDistributedOptimizer.allgather_params
         LayerWiseDistributedOptimizer.allgather_params = LayerWiseDistributedOptimizer.broadcast_params
         try:  # gloo has no uneven all-gather; native keeps this one as its reference
@@ -351,7 +352,7 @@ def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
         return _build(layer_wise, **options)
 
     os.environ["DITRON_MUON_SHARDING"] = sharding
-    with megatron_cpu.megatron_on_cpu(), megatron_cpu.model_parallel():
+    with megatron_cpu.megatron_on_cpu(), model_parallel():
         gather = Native.allgather_params
         Native.allgather_params = Native.broadcast_params  # gloo has no uneven all-gather
         try:
@@ -400,7 +401,7 @@ def files_of_ranks_interchange(folder, from_ours, job):
         mock.patch.dict(sys.modules, {"megatron.training.global_vars": loop}),
         mock.patch.object(Native, "allgather_params", Native.broadcast_params),  # gloo has no uneven all-gather
         megatron_cpu.megatron_on_cpu(),
-        megatron_cpu.model_parallel(),
+        model_parallel(),
     ):
         try:
             source = build(from_ours)

@@ -184,7 +184,7 @@ def messages_of_ours() -> int:
 def equal_to_native(case: Case, ways: list[tuple[bool, bool]]) -> list[int]:
     """Trains natively without overlap, then with ours in every way; the messages that ours sent in each."""
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     counts = []
     with model_parallel(
@@ -226,7 +226,7 @@ def slow_first_step(case: Case, late_s: float, late_stage: int | None = None) ->
     import time
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     global _forward_step
     with model_parallel(pipeline_model_parallel_size=case.pipeline):
@@ -260,10 +260,10 @@ def first_stage_never_comes(across_nodes: bool, newer: list[str]) -> str:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import self_check as room
     from ditron_train.runtime.errors import PeerTimeoutError
     from ditron_train.symm import exchange as agreements
+    from tests.support.model_parallel import model_parallel
 
     os.environ["NCCL_HOSTID"] = str(dist.get_rank() * across_nodes)
     least, said = agreements._LEAST_TIMEOUT_S, "no error"
@@ -302,7 +302,7 @@ def first_stage_never_comes(across_nodes: bool, newer: list[str]) -> str:
 def falls_back(case: Case, change: dict[str, Any]) -> int:
     """A configuration that is not covered runs natively; returns the messages that ours sent."""
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(pipeline_model_parallel_size=case.pipeline):
         native = train(case)
@@ -330,8 +330,8 @@ def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
     import os
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import gate
+    from tests.support.model_parallel import model_parallel
 
     os.environ["DITRON_PLAN"] = path
     seen = []
@@ -368,10 +368,10 @@ def self_check_fails(case: Case) -> tuple[int, bool, list[str]]:
     from megatron.core import parallel_state
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import self_check as room
     from ditron_train.pp.context import _contexts
     from ditron_train.runtime import logs
+    from tests.support.model_parallel import model_parallel
 
     failure = "no launch" if dist.get_rank() == case.pipeline - 1 else None
     logs.forget_decisions()
@@ -400,8 +400,8 @@ def context_cannot_be_made(case: Case, name: str) -> tuple[int, list[str]]:
     from unittest import mock
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime import logs
+    from tests.support.model_parallel import model_parallel
 
     logs.forget_decisions()
     with model_parallel(pipeline_model_parallel_size=case.pipeline):
@@ -419,7 +419,7 @@ def no_memory(case: Case) -> int:
     import os
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     os.environ["DITRON_ARENA_BYTES"] = "4096"
     try:
@@ -439,8 +439,8 @@ def no_memory_on_one_node(case: Case, caps: list[str | None], capped: tuple[int,
     import os
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.runtime import logs
+    from tests.support.model_parallel import model_parallel
 
     rank, found = dist.get_rank(), []
     os.environ["NCCL_HOSTID"] = str(rank // 2)
@@ -469,7 +469,7 @@ def bad_input() -> list[str]:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     said = []
     with model_parallel(pipeline_model_parallel_size=2):
@@ -495,7 +495,7 @@ def kept_communicator(lengths: list[int], variable: bool = False) -> int:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(pipeline_model_parallel_size=2):
         ditron_train.megatron.apply(features="pp")
@@ -526,8 +526,8 @@ def deadlines(case: Case, steps: list[bool], kept: bool) -> list[list[int]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.megatron.pp import communicator as ours
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(pipeline_model_parallel_size=case.pipeline):
         ditron_train.megatron.apply(features="pp")
@@ -566,8 +566,8 @@ def slots_to_lend(change: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.pp import get_pipeline_context
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(pipeline_model_parallel_size=2):
         ditron_train.megatron.apply(features="pp")
@@ -590,7 +590,7 @@ def several_sizes_in_a_step() -> int:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     stages, small, large = 3, (4, BATCH, 8), (20, BATCH, 8)
 
@@ -628,9 +628,9 @@ def lengths_that_nobody_says(case: Case, steps: int, lacks_memory: int | None = 
     from megatron.core.pipeline_parallel import schedules
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.pp.context import PipelineContext, _contexts
     from ditron_train.pp.network import NetworkLanes
+    from tests.support.model_parallel import model_parallel
 
     has_memory = dist.get_rank() != lacks_memory
     sent, seen, batch, made = [0], [], NetworkLanes.batch, _batches

@@ -247,69 +247,6 @@ def amax_asked_from_cpp() -> list[float]:
     return found
 
 
-def compare_projections(recipe: str, has_bias: bool) -> list[tuple[str, tuple[int, int], bool]]:
-    """Asserts that a QKV projection whose columns go to their heads has the results, gradients and states of the
-    layer and the exchange behind it; returns the products of Transformer Engine's."""
-    native, _ = _classes()
-    from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
-    from ditron_train.megatron.sp.spec import split_by_heads
-    from ditron_train.megatron.sp.te_fp8_passes import qkv_in_heads
-    from ditron_train.sp import get_sp_context
-
-    class Layer(native):
-        __module__ = "megatron.core.a_layer"
-
-        def forward(self, x):
-            return super().forward(x), None
-
-    world, context, shape = 2, get_sp_context(None, torch.device("cpu")), AttentionShape(8, 4, 16, 16)
-    exchange, layout = Exchange(dist.group.WORLD, shape, None), shape.qkv_layout(world)
-
-    def natively(layer, x):
-        return exchange.to_heads(*split_by_heads(layer(x)[0], layout, world))
-
-    def fused(layer, x):
-        return qkv_in_heads(layer, x, (x.shape[0], x.shape[1]), context=context, layout=layout)
-
-    calls, seen = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS, []
-    for run in (natively, fused):
-        calls.clear()
-        weight = _integers((layout.num_columns * world, 32), 7)
-        bias = _integers((len(weight),), 9) if has_bias else None
-        layer = Layer(weight, "local", dist.group.WORLD, recipe, bias)
-        found = _passes(
-            layer, (16, 2, 32), lambda layer, x, run=run: torch.cat([one.flatten(2) for one in run(layer, x)], -1)
-        )
-        seen.append((found, list(calls)))
-    (expected, states), (results, ours) = (one[0] for one in seen)
-    assert len(expected) == len(results) and all(map(torch.equal, expected, results)) and states == ours
-    assert [call for call in seen[0][1] if call[0] != "TN"] == seen[1][1], "forward is ours"
-    return seen[1][1]
-
-
-def projection_spec_on_cpu() -> list[str]:
-    """As ``spec_on_cpu``, of a QKV projection and its exchange."""
-    _classes()
-    from ditron_train.megatron.sp.exchange import AttentionShape
-    from ditron_train.megatron.sp.fp8_spec import FP8_PROJECTION, Fp8ProjectionCall
-
-    said, shape = [], AttentionShape(8, 4, 16, 16)
-    for length, has_bias in ((16, False), (16, True), (2, False)):
-        weight = torch.empty(256, 64, dtype=torch.bfloat16)
-        call = Fp8ProjectionCall(dist.group.WORLD, shape, (length, 2), weight, weight, has_bias)
-        reason = FP8_PROJECTION.why_not(call)
-        if reason is not None:
-            said.append(reason)
-            continue
-        trial = FP8_PROJECTION.trial(call, FP8_PROJECTION.context(call))
-        for first, second in [(trial.megatron, trial.fused), *trial.also]:
-            expected, found = first(), second()
-            assert [one.shape for one in expected] == [one.shape for one in found]
-            assert torch.equal(expected[-1], found[-1]) and all(torch.isfinite(one).all() for one in found)
-        said.append(trial.words)
-    return said
-
-
 def refused_code(change: tuple[str, str], minor: int) -> str | None:
     """Why the stand-in for 2.``minor``, with one string replaced, cannot be overlapped."""
     _, ours = _classes(change, minor)

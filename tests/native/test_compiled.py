@@ -29,7 +29,7 @@ def _compile(module: torch.nn.Module, backend: CountingBackend) -> None:
 def _linear_layers(backend: CountingBackend) -> None:
     """Forward and backward in one piece of code, against native layers uncompiled: sums of integers, exact in any
     order."""
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=2):
         config = test_layers._config()

@@ -54,8 +54,8 @@ def _forward(layers, leaf):
 
 def _keeps(sequence_parallel):
     """Of native and ours: which inputs live behind forward; the gradients; the input's, written to behind forward."""
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import gate
+    from tests.support.model_parallel import model_parallel
 
     found, shards = [], dist.get_world_size() if sequence_parallel else 1
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
@@ -72,8 +72,8 @@ def _keeps(sequence_parallel):
             x.mul_(2.0)  # natively nobody needs it any more
             h.sum().backward()
             found.append((alive, leaf.grad.tolist(), other.grad.tolist()))
-        ar = "" if sequence_parallel else " ar"
-        assert all(gate.answers(f"tp {kind}{ar}")[0].context is not None for kind in ("column", "row"))
+        fused = ("column", "row") if sequence_parallel else ("row ar",)  # the column layer is native without it
+        assert all(gate.answers(f"tp {kind}")[0].context is not None for kind in fused)
     return found
 
 

@@ -80,7 +80,7 @@ def _num_op_shapes():
 
 def _train_both_ways(way, share_embeddings):
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _loss_and_gradients(_model(_config(), share_embeddings=share_embeddings))
@@ -107,7 +107,7 @@ def test_loss_and_every_gradient(way, share_embeddings):
 def _train_without_sequence_parallelism():
     """cuBLAS's part is torch's on a CPU, and two ranks have one sum: bit for bit, with all-reduces overlapped."""
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _loss_and_gradients(_model(_config(sequence_parallel=False)))
@@ -125,7 +125,7 @@ def test_without_sequence_parallelism():
 def _train_natively_when_not_covered(options):
     """What is not covered: the same modules run the native path, bit for bit."""
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _loss_and_gradients(_model(_config(**options)))
@@ -157,7 +157,7 @@ def _exchange_state_dicts():
     from megatron.core import parallel_state
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _model(_config())
@@ -180,7 +180,7 @@ def _exchange_distributed_checkpoints(directory):
     from megatron.core import dist_checkpointing, parallel_state
 
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _model(_config())
@@ -216,7 +216,7 @@ def test_distributed_checkpoints_interchange(tmp_path):
 
 def _bf16():
     import ditron_train.megatron
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         options = {"params_dtype": torch.bfloat16, "bf16": True}

@@ -86,9 +86,9 @@ def _passes(layer, x, layout):
 
 def _compare(kind, frozen, batch, sequence_parallel=False):
     """By layout: whether the products of backward had the same operands; the results always have the same bits."""
-    from ditron_train.cpu.megatron_shim import model_parallel
     from ditron_train.policy import gate
     from ditron_train.tp import chunked_gemm_ar
+    from tests.support.model_parallel import model_parallel
 
     found, world_size = {}, dist.get_world_size()
     forget_decisions()
@@ -110,7 +110,7 @@ def _compare(kind, frozen, batch, sequence_parallel=False):
 
 def _compare_inputs(batch):
     """A row layer's forward on each layout: what native and ours multiply."""
-    from ditron_train.cpu.megatron_shim import model_parallel
+    from tests.support.model_parallel import model_parallel
 
     found = {}
     forget_decisions()
@@ -131,33 +131,30 @@ def _compare_inputs(batch):
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_products_of_gradients_get_them_as_they_lie_natively(kind, batch):
     for frozen in (False, True) if kind == "row" else (False,):
-        for found, lines in run_workers(2, _compare, kind, frozen, batch):
+        for found, lines in run_workers(2, _compare, kind, frozen, batch, kind == "column"):
             assert found == dict.fromkeys(LAYOUTS, True)
             assert not [line for line in lines if "strides" in line]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_frozen_layer_multiplies_gradients_with_strides_as_natively(batch, sequence_parallel):
+def test_a_frozen_layer_multiplies_gradients_with_strides_as_natively(batch):
     """One whose gradient lies whole, or is made so, has a kernel of its own, which the policy has compared."""
     ours = {"whole", "sequences"} if multiplies_rows_of_frozen() else {"whole"}
-    for found, lines in run_workers(2, _compare, "column", True, batch, sequence_parallel):
+    for found, lines in run_workers(2, _compare, "column", True, batch, True):
         assert found == {layout: layout not in ours for layout in LAYOUTS}
         assert len([line for line in lines if line.startswith("tp column: native, a gradient with strides")]) == 1
 
 
-def _without_copy_engines(batch, sequence_parallel):
-    from ditron_train.tp import all_reduce_functions, functions
+def _without_copy_engines(batch):
+    from ditron_train.tp import functions
 
     with mock.patch.object(functions, "can_copy", lambda context: False):
-        with mock.patch.object(all_reduce_functions, "can_copy", lambda context: False):
-            return _compare("column", False, batch, sequence_parallel)
+        return _compare("column", False, batch, True)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_without_copy_engines_gradients_with_strides_are_multiplied_as_natively(sequence_parallel):
+def test_without_copy_engines_gradients_with_strides_are_multiplied_as_natively():
     """The kernel that takes their place was compared on gradients that lie whole."""
-    for found, lines in run_workers(2, _without_copy_engines, 2, sequence_parallel):
+    for found, lines in run_workers(2, _without_copy_engines, 2):
         assert not found["whole"] and found["columns"] and found["features first"] and found["one number"]
         assert len([line for line in lines if line.endswith("without copy engines, which need cuda-bindings")]) == 1
 

@@ -525,6 +525,16 @@ linears.HAVE_TE = True
 assert linears.linears_of(column)._why_not_layer(column, torch.zeros(4, 4)) == words.removeprefix("native, ")
 """
 
+_ULYSSES_IN_FP8 = """
+import torch
+from ditron_train.megatron.sp import linears
+
+linears.HAVE_TE = True
+states.is_fp8_enabled = lambda: True
+column, x = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4)
+assert linears.linears_of(column)._why_not_layer(column, x) == "the layer computes in FP8"
+"""
+
 _NORM_OF_ANOTHER = """
 import torch
 
@@ -626,6 +636,7 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         _ROWS_OF_EXPERTS,
         _CUSTOM_RECIPE,
         _STATE_OF_ANOTHER,
+        _ULYSSES_IN_FP8,
         f"layer = Layer(){_NORM_OF_ANOTHER}",
         _FP8_IN_MEGATRONS_GRAPH,
         _FP8_ASKED_ONCE,
@@ -639,6 +650,7 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         "rows",
         "custom_recipe",
         "state_of_another",
+        "ulysses_in_fp8",
         "norm_of_another",
         "fp8_in_a_graph",
         "fp8_once",

@@ -75,19 +75,6 @@ def test_the_amax_of_all_ranks_is_asked_for_by_the_pass_from_cpp():
     assert workers.run(workers.amax_asked_from_cpp) == [[2.0, 2.0, 2.0, 1.0], [2.0, 2.0, 2.0, 2.0]]
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_a_qkv_projection_in_heads_leaves_the_state_of_the_native_layer(recipe, has_bias):
-    first, second = workers.run(workers.compare_projections, recipe, has_bias)
-    assert first == second and [call[0] for call in first] == ["NN", "NT", "NN", "NT"]
-
-
-def test_what_the_policy_compares_of_a_qkv_projection():
-    first, second = workers.run(workers.projection_spec_on_cpu)
-    assert first == second and first[0] == "sp projection fp8 16x2x64x8x4x16x256" and first[1].endswith(", bias")
-    assert "4 tokens a rank" in first[2]
-
-
 @pytest.mark.parametrize(
     "change, words, minor",
     [

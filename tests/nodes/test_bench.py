@@ -1,4 +1,4 @@
-"""``bench nodes``: rows of posed nodes with one rank each, by namespaces and by the loopback device alone."""
+"""The benchmark over nodes: rows of posed nodes with one rank each, by namespaces and by the loopback device alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ditron_train.tools.bench import nodes
+from tests.nodes import bench_nodes as nodes
 from tests.support.nodes import why_no_nodes
 from tests.support.patience import HANG_S
 
@@ -22,10 +22,10 @@ OPS |= {"sp": ["attention_exchange"], "pp": ["send_recv", "send_recv"], "muon": 
 
 
 def _rows(tmp_path, posed, parts):
-    words = [*posed, "--ranks", "1", "-m", "ditron_train", "bench", "nodes", "--divide", "4", "--repetitions", "1"]
+    words = [*posed, "--ranks", "1", "-m", "tests.nodes.bench_nodes", "--divide", "4", "--repetitions", "1"]
     words += ["--output", str(tmp_path), *(word for part in parts for word in ("--part", part))]
     command = [sys.executable, str(ROOT / "scripts" / "posed_nodes.py"), *words]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*/nodes.json")

@@ -321,7 +321,6 @@ def test_bf16_parameters_are_stepped_in_their_own_type():
         (dict(tp_mode="distributed"), "tp_mode"),
         (dict(split_qkv=True), "split_qkv"),
         (dict(mode="sometimes"), "sometimes"),
-        (dict(form="cubic"), "cubic"),
     ],
 )
 def test_bad_options_raise(options, word):
@@ -340,3 +339,23 @@ def test_newton_schulz_refuses_what_is_not_an_fp32_matrix():
     for bad in (torch.zeros(3), torch.zeros(2, 3, 4), torch.zeros(3, 3).bfloat16()):
         with pytest.raises(NotSupportedError):
             newton_schulz(bad)
+
+
+def test_polar_express_brings_all_singular_values_near_one():
+    generator = torch.Generator().manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(20, 36, generator=generator), full_matrices=False)
+    grad = (u * torch.logspace(0, -4, 20)) @ v
+    x = orthogonalize(grad, dtype=torch.float32, coefficient_type="polar_express", num_steps=8)
+    singular = torch.linalg.svdvals(x)
+    quintic = torch.linalg.svdvals(orthogonalize(grad, dtype=torch.float32))
+    assert float((singular - 1).abs().max()) < 0.05 < float((quintic - 1).abs().max())
+
+
+def test_after_matrix_is_called_in_the_order_of_the_groups():
+    """Also for a matrix without a gradient, which is passed over; not for a vector, which takes AdamW."""
+    params = [parameter(16, 12), parameter(5), parameter(12, 16), parameter(16, 12)]
+    params[2].grad, before = None, params[2].detach().clone()
+    optimizer, order = Muon(params, lr=0.02), []
+    optimizer.after_matrix = lambda param: order.append(next(i for i, p in enumerate(params) if p is param))
+    optimizer.step()
+    assert order == [0, 2, 3] and torch.equal(params[2].detach(), before)

@@ -178,10 +178,10 @@ def test_choices_of_tiles():
 def test_quartered_tiles_give_the_bits_of_whole_ones(num_programs, size):
     a, add = symmetric(size, torch.float32, 1), symmetric(size, torch.float32, 2)
     out = torch.full((size, size), float("nan"))
-    products._launch_symmetric(a, a, add, out, 0.5, 1.5, SQUARE, True, num_programs)
+    products._launch_symmetric(a, add, out, 0.5, 1.5, SQUARE, True, num_programs)
     assert torch.equal(out, 1.5 * add + 0.5 * (a @ a))
     out.fill_(float("nan"))
-    products._launch_symmetric(a, a, a, out, 1.0, 0.0, SQUARE, False, num_programs)
+    products._launch_symmetric(a, a, out, 1.0, 0.0, SQUARE, False, num_programs)
     assert torch.equal(out, a @ a)
 
 

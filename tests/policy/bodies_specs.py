@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.cpu.megatron_shim import model_parallel
 from ditron_train.policy import OpSpec, Place, Shape, gate, results
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import forget_decisions
@@ -22,6 +21,7 @@ from ditron_train.tools.bench.megatron_ep import expert_parallel_world
 from ditron_train.tools.catalog import ROOMS, add_spec, remove_spec, specs_of
 from ditron_train.tools.postmortem.files import read_folder
 from ditron_train.tp import all_gather, get_tp_context
+from tests.support.model_parallel import model_parallel
 
 
 class GatherCall(NamedTuple):

@@ -30,7 +30,6 @@ def test_unset_and_empty_variables_are_defaults(monkeypatch: pytest.MonkeyPatch)
         ("DITRON_ARENA_BYTES", "256M", "arena_bytes", 256 << 20),
         ("DITRON_ARENA_BYTES", "1.5GiB", "arena_bytes", 3 << 29),
         ("DITRON_PP_LOANS", "0", "pp_loans", 0),
-        ("DITRON_MUON_OPT_INS", "gram, batched", "muon_opt_ins", ("gram", "batched")),
         ("DITRON_POLICY", "bits", "policy", "bits"),
     ],
 )
@@ -47,7 +46,6 @@ def test_good_values(variable: str, text: str, field: str, value: object, monkey
         ("DITRON_ARENA_BYTES", ["much", "0", "-5M", "1T", "inf", "nan"]),
         ("DITRON_PP_SLOTS", ["0", "two", "99999999999999999999"]),
         ("DITRON_PP_LOANS", ["-1", "1.5"]),
-        ("DITRON_MUON_OPT_INS", ["gram;batched", ","]),
         ("DITRON_EP_CAPACITY", ["0", "1e308"]),
     ],
 )

@@ -12,13 +12,13 @@ from ditron_train.schedule import (
     chunk_order,
     delivery_order,
     gather_row_tile_order,
-    grouped_tile_order,
     lower_triangle_tile_order,
     order_in_block,
     rank_blocks,
     row_tile_owners,
     scatter_row_tile_order,
 )
+from tests.support.orders_of_tiles import grouped_tile_order
 
 
 @st.composite

@@ -11,16 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditron_train.runtime.device import is_interpreter
-from ditron_train.schedule import (
-    arrival_order,
-    gather_row_tile_order,
-    gather_tile_order,
-    grouped_tile_order,
-    row_tile_owners,
-    scatter_row_tile_order,
-)
+from ditron_train.schedule import arrival_order, gather_row_tile_order, row_tile_owners, scatter_row_tile_order
 from ditron_train.schedule.tiles import gather_tile, grouped_tile, ordered_tile, scatter_tile
 from ditron_train.tp.context import RowPartition
+from tests.support.orders_of_tiles import gather_tile_order, grouped_tile_order
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditron_train.gemm.configs import GemmConfig
-from ditron_train.sp.transfer_sizes import deal_of, hides_gather, tiles_of_program
+from ditron_train.sp.transfer_sizes import deal_of, hides_gather
+from tests.support.orders_of_tiles import tiles_of_program
 
 WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 

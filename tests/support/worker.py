@@ -89,7 +89,7 @@ def _init_process_group(store_path: str, rank: int, world_size: int) -> None:
 
 def _leave_groups() -> None:
     """Destroy the groups that the last call has left: each has threads that wake a hundred times a second."""
-    from ditron_train.cpu.groups import destroy_groups
+    from tests.support.model_parallel import destroy_groups
 
     if destroy_groups():
         gc.collect()

@@ -95,7 +95,8 @@ def _megatron_layer() -> tuple[bool, int]:
     from megatron.core.transformer import TransformerConfig
 
     import ditron_train.megatron as plugin
-    from ditron_train.cpu.megatron_shim import CPU_CONFIG, model_parallel
+    from ditron_train.cpu.megatron_shim import CPU_CONFIG
+    from tests.support.model_parallel import model_parallel
 
     handler, logger = _Lines(), logging.getLogger("ditron_train")
     logger.addHandler(handler)

@@ -46,11 +46,6 @@ def test_what_is_no_amax_is_refused_by_each_rank():
         ]
 
 
-@pytest.mark.parametrize(("world_size", "shape"), [(2, (6, 3, 16)), (4, (64, 40))])
-def test_all_reduce_adds_in_the_posed_orders(world_size, shape):
-    run_workers(world_size, bodies.check_start_all_reduce, shape, 2)
-
-
 def test_layers_and_all_gradients():
     run_workers(2, bodies.check_layers, (24, 2), 64, 48)
     run_workers(4, bodies.check_layers, (7, 3), 32, 16)

@@ -29,7 +29,6 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 
-_BATCH_BELOW = 1024  # sides of matrices that the opt-in "batched" steps together
 _SMALL_ELEMENTS = 1 << 20  # tensors below travel together: a collective of their own would cost more than their bytes
 _NATIVE = compat.muon_module().TensorParallelMuon
 _NATIVE_COEFFICIENTS = ("quintic", "simple")  # of which Muon has the same sets
@@ -115,7 +114,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
     Every parameter takes Muon, as natively. What is not supported (``mode="distributed"``, which is another algorithm;
     coefficients that `Muon` does not have, ...) builds Megatron's own optimizer, with one log line.
 
-    Args: as there. ``mode`` is Megatron's ``--muon-tp-mode``. ``DITRON_MUON_OPT_INS`` adds variants that change bits.
+    Args: as there. ``mode`` is Megatron's ``--muon-tp-mode``.
 
     Raises:
         ValueError: Less than one Newton-Schulz step, in Megatron's words.
@@ -147,9 +146,6 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
         if reason is not None:
             raise NotSupportedError(reason)
         self.pg_collection = pg_collection
-        opt_ins = get_settings().muon_opt_ins or ()
-        if opt_ins:
-            log_once("muon opt-ins", f"muon: other bits than native's were asked for: {', '.join(opt_ins)}")
         super().__init__(
             params,
             lr,
@@ -158,9 +154,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
             weight_decay,
             weight_decay_method="decoupled" if use_decoupled_weight_decay else "l2",
             fp32_matmul_prec=fp32_matmul_prec,
-            coefficient_type=cast(
-                CoefficientType, "polar_express" if "polar_express" in opt_ins else coefficient_type
-            ),
+            coefficient_type=cast(CoefficientType, coefficient_type),
             num_ns_steps=num_ns_steps,
             scale_mode=cast(ScaleMode, scale_mode),  # which checks it, as the other words
             extra_scale_factor=extra_scale_factor,
@@ -169,8 +163,6 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
             qkv_split_shapes=qkv_split_shapes,
             tp_mode=cast(TensorParallelMode, mode),
             tp_group_fn=self._tp_group,
-            form="gram" if "gram" in opt_ins else "steps",
-            batch_below=_BATCH_BELOW if "batched" in opt_ins else 0,
             eps=compat.norm_eps(),
         )
 

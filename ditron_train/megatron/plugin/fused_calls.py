@@ -20,12 +20,11 @@ _DECISIONS = (
     ("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._context_for", "ep"),
     ("ditron_train.megatron.ep.gathered_dispatcher", "DitronMoEAllGatherTokenDispatcher._context_for", "ep"),
     ("ditron_train.megatron.pp.communicator", "DitronP2PCommunicator._context", "pp"),
-    ("ditron_train.megatron.muon.optimizer", "DitronTensorParallelMuon._stepper", "muon"),
+    ("ditron_train.megatron.muon.optimizer", "DitronTensorParallelMuon._direction", "muon"),
 )
 _TE_DECISIONS = (
     ("ditron_train.megatron.tp.te_layers", "route", "tp"),
     ("ditron_train.megatron.tp.te_layers", "answer_in_fp8", "tp"),
-    ("ditron_train.megatron.sp.te_fp8_linears", "Fp8Linears.route", "sp"),
     ("ditron_train.megatron.sp.te_attention", "route_exchange", "sp"),
 )
 #: What tries the fused path to compare it, through the decisions above.

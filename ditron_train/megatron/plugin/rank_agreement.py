@@ -33,9 +33,7 @@ def _told(features: Iterable[str]) -> dict[str, str]:
                 "a file"  # copies may lie in other places; whoever takes a decision from one asks what the others' say
             )
         if setting.field not in _OWN:
-            told[setting.variable] = (
-                "unset" if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
-            )
+            told[setting.variable] = "unset" if value is None else str(value)
     return told
 
 

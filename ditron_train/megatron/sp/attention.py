@@ -72,7 +72,6 @@ class DitronSelfAttention(SelfAttention, metaclass=InPlaceOf, native=SelfAttenti
         norms = norms_of(self)
         reason = why_not_hooks_of_ranks(self)  # first, since all ranks have to come to it
         reason = reason or self._why_not_fused(args, kwargs) or linears.why_not(*layers, hidden_states)
-        reason = reason or linears.why_not_norms(norms)
         if reason is not None:
             log_native("sp projections", reason)
             return None

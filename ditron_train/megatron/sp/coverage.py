@@ -20,22 +20,6 @@ def why_not_levels(sizes: Sequence[int]) -> str | None:
     return "each exchange of a2a+p2p is of one rank" if sizes[0] == 1 else None
 
 
-def why_not_fp8_qkv(*, has_blocks: bool) -> str | None:
-    """Why a QKV projection in FP8 is not fused with its exchange by what a scale is for (blocks of values or a
-    tensor), or None."""
-    return "products of blocks are Transformer Engine's" if has_blocks else None
-
-
-def why_not_fp8_norms(*, has_norms: bool) -> str | None:
-    """Why a QKV projection in FP8 is not fused with its exchange by norms of q and k between the two, or None."""
-    return "q and k are normalised before the exchange, and the layer computes in FP8" if has_norms else None
-
-
-def why_not_fp8_out() -> str:
-    """Why an output projection in FP8 is not fused with its exchange."""
-    return "in FP8 its input is quantized when all of it has arrived"
-
-
 def why_not_te_attention(config: Any, is_training: bool) -> str | None:
     """Why Transformer Engine's attention makes its exchanges itself, or None."""
     if config.fp8 and (config.fp8_dot_product_attention or config.fp8_multi_head_attention):

@@ -10,7 +10,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from ditron_train.megatron.compat import why_not_weight
-from ditron_train.megatron.shared.interfaces import computes_in_fp8, why_otherwise
+from ditron_train.megatron.shared.interfaces import why_otherwise
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.sp.projections import Projections
 from ditron_train.policy import log_native
@@ -18,14 +18,16 @@ from ditron_train.policy.gate import INTERFACE_ERRORS
 
 
 def linears_of(layer: Any) -> Projections:
-    """``LocalLinears``, or for Transformer Engine's layers ``TELinears``, in FP8 ``Fp8Linears``."""
+    """``LocalLinears``, or for Transformer Engine's layers ``TELinears``."""
     if isinstance(layer, RowParallelLinear) or not HAVE_TE:
         return LocalLinears()
     reason = _why_not_te()
     if reason is not None:  # its layers are none of the local kinds: Megatron's path
         log_native("sp (TE)", reason)
         return LocalLinears()
-    return _linears_of_te()
+    from ditron_train.megatron.sp.te_linears import TELinears
+
+    return TELinears()
 
 
 @functools.cache
@@ -33,22 +35,10 @@ def _why_not_te() -> str | None:
     """Why Transformer Engine's layers are Megatron's, or None; asked once, since an import that fails is tried again
     each time."""
     try:
-        from ditron_train.megatron.sp import te_fp8_linears, te_linears  # noqa: F401
+        from ditron_train.megatron.sp import te_linears  # noqa: F401
     except INTERFACE_ERRORS as error:
         return why_otherwise("Transformer Engine", error)
     return None
-
-
-def _linears_of_te() -> Projections:
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-    from ditron_train.megatron.sp.te_linears import TELinears
-
-    if not computes_in_fp8(FP8GlobalStateManager):
-        return TELinears()
-    from ditron_train.megatron.sp.te_fp8_linears import Fp8Linears
-
-    return Fp8Linears()
 
 
 class LocalLinears(Projections):

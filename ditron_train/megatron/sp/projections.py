@@ -110,9 +110,9 @@ class Projections(ABC):
 
     def why_not(self, qkv: Any, out: Any, x: torch.Tensor) -> str | None:
         """Why these two layers cannot be fused with the exchanges, or None."""
-        return self.why_not_front(qkv, x) or self.why_not_out(out, x)
+        return self._why_not_front(qkv, x) or self.why_not_out(out, x)
 
-    def why_not_front(self, qkv: Any, x: torch.Tensor) -> str | None:
+    def _why_not_front(self, qkv: Any, x: torch.Tensor) -> str | None:
         """Why the QKV projection cannot be fused with its exchange, or None."""
         if not isinstance(qkv, self.qkv_kinds):
             return f"the QKV projection is {type(qkv).__name__}"
@@ -129,10 +129,6 @@ class Projections(ABC):
             return "the output projection overlaps with tensor parallel communication"
         reason = self._why_not_out(out) or why_not_stand_in(out) or why_not_hooks_of_out(out)
         return reason or self._why_not_layer(out, x)
-
-    def why_not_norms(self, norms: Norms) -> str | None:
-        """Why these norms of q and k keep these layers from being fused with the exchanges, or None."""
-        return None
 
     def route(
         self,

@@ -20,6 +20,7 @@ from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.tp.functions import column_linear
 from ditron_train.tp.strides import is_whole
 
 
@@ -28,8 +29,8 @@ class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=InPlaceOf, nati
     """``ColumnParallelLinear`` whose gather of the input (and reduce-scatter of its gradient) overlaps with the GEMM.
 
     Forward ``[s/W, b, K] -> [s, b, N/W]``: all-gather fused with ``x @ weight.T``. Backward: ``grad @ weight`` fused
-    with its reduce-scatter, while the input is gathered for the native weight gradient. Without sequence parallelism
-    the all-reduce of the input's gradient lies under the weight gradient's GEMM.
+    with its reduce-scatter, while the input is gathered for the native weight gradient. Native without sequence
+    parallelism.
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -50,8 +51,7 @@ class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=InPlaceOf, nati
             kwargs.get("grad_output_buffer"),
             kwargs.get("wgrad_deferral_limit"),
         )
-        linear = linear_of("column", kwargs["sequence_parallel"])
-        return linear(input, weight, context=context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
+        return column_linear(input, weight, context=context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
 
     def _is_covered(self, input: torch.Tensor, weight: torch.Tensor, arguments: Mapping[str, Any]) -> bool:
         reason = why_not_weight(weight) or why_not_arguments(input, arguments)

@@ -9,27 +9,28 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.megatron.tp.linear_call import LinearCall
-from ditron_train.megatron.tp.reduced_spec import COLUMN_AR, ROW_AR
+from ditron_train.megatron.tp.reduced_spec import ROW_AR
 from ditron_train.megatron.tp.spec import COLUMN, ROW, Kind, LinearSpec
-from ditron_train.policy import OpSpec, gate
-from ditron_train.tp.all_reduce_functions import column_linear_ar, row_linear_ar
+from ditron_train.policy import OpSpec, gate, log_native
+from ditron_train.tp.all_reduce_functions import row_linear_ar
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.functions import column_linear, row_linear
 
-SPECS: Sequence[OpSpec[Any, Any]] = (COLUMN, ROW, COLUMN_AR, ROW_AR)
+SPECS: Sequence[OpSpec[Any, Any]] = (COLUMN, ROW, ROW_AR)
 
-_SPECS: dict[tuple[Kind, bool], LinearSpec] = {
-    ("column", True): COLUMN,
-    ("row", True): ROW,
-    ("column", False): COLUMN_AR,
-    ("row", False): ROW_AR,
-}
+_SPECS: dict[tuple[Kind, bool], LinearSpec] = {("column", True): COLUMN, ("row", True): ROW, ("row", False): ROW_AR}
 _LINEARS: dict[tuple[Kind, bool], Callable[..., torch.Tensor]] = {
     ("column", True): column_linear,
     ("row", True): row_linear,
-    ("column", False): column_linear_ar,
     ("row", False): row_linear_ar,
 }
+
+
+def why_not_kind(kind: Kind, sequence_parallel: bool) -> str | None:
+    """Why such layers run natively, whatever their shapes, or None."""
+    if kind == "column" and not sequence_parallel:
+        return "without sequence parallelism Megatron itself overlaps the all-reduce with the weight gradient"
+    return None
 
 
 def route(
@@ -49,11 +50,15 @@ def route(
         x, weight, group, is_frozen, bias: As of `LinearCall`; without sequence parallelism ``x`` holds all tokens.
         sequence_parallel: Whether activations outside the layer are split along the sequence.
     """
+    reason = why_not_kind(kind, sequence_parallel)
+    if reason is not None:
+        log_native(f"tp {kind}", reason)
+        return None
     return gate.context_for(spec_of(kind, sequence_parallel), LinearCall(x, weight, group, is_frozen, bias=bias))
 
 
 def spec_of(kind: Kind, sequence_parallel: bool) -> LinearSpec:
-    """How such a layer is declared for the policy."""
+    """How such a layer, which ``why_not_kind`` has nothing against, is declared for the policy."""
     return _SPECS[kind, bool(sequence_parallel)]
 
 

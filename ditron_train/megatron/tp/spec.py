@@ -365,7 +365,6 @@ def native_linear(
     *,
     sequence_parallel: bool,
     is_frozen: bool = False,
-    allreduce_dgrad: bool = False,
 ) -> torch.Tensor:
     """megatron-core's linear function, with the communication that its flags ask for."""
     linear = linear_with_frozen_weight if is_frozen else linear_with_grad_accumulation_and_async_allreduce
@@ -374,7 +373,7 @@ def native_linear(
         weight=weight,
         bias=None,
         gradient_accumulation_fusion=False,
-        allreduce_dgrad=allreduce_dgrad,
+        allreduce_dgrad=False,
         sequence_parallel=sequence_parallel,
         tp_group=group,
     )

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -36,16 +36,6 @@ Scaling = Literal["tensor", "block", "block fp32"]
 *_PER_TENSOR, _BLOCKS = FP8_RECIPES
 
 
-class Passes(Protocol):
-    """What a call of a layer communicates and multiplies by."""
-
-    def forward(self) -> te_passes.Pass | None:
-        """Its forward; None: natively."""
-
-    def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
-        """Its backward; None: natively."""
-
-
 class _Layer(NamedTuple):
     """Where and how a tensor parallel layer's call runs."""
 
@@ -56,9 +46,11 @@ class _Layer(NamedTuple):
     late_host: LateHost | None
 
     def forward(self) -> te_passes.Pass | None:
+        """What its forward communicates and multiplies by; None: natively."""
         return forward_pass(self.kind, self.context, self.scaling, self.features)
 
     def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
+        """As ``forward``, of its backward."""
         if self.late_host is not None:
             self.late_host.look()
         return backward_pass(self.kind, self.context, self.scaling, self.features, needs_dgrad=needs_dgrad)
@@ -68,7 +60,7 @@ _INPUT = "inp"  # what Transformer Engine's autograd functions call a layer's in
 _GIVES_GROUP = "set_quantizer_amax_reduction_group"  # from 2.18 on; before, a quantizer had its group once and for all
 
 _standing: set[type] = set()  # what ``overlapped_base`` has made
-_chosen: ContextVar[Passes | None] = ContextVar("ditron_train_te_layer", default=None)
+_chosen: ContextVar[_Layer | None] = ContextVar("ditron_train_te_layer", default=None)
 
 
 def _is_a(recipe: Any, *names: str) -> bool:
@@ -143,13 +135,7 @@ def overlapping(
 ) -> Iterator[None]:
     """Inside, a layer on ``overlapped_base`` is overlapped in its forward, and later in its backward, at which
     ``late_host`` looks, too."""
-    with _choosing(_Layer(kind, context, scaling, features, late_host)):
-        yield
-
-
-@contextlib.contextmanager
-def _choosing(passes: Passes) -> Iterator[None]:
-    token = _chosen.set(passes)
+    token = _chosen.set(_Layer(kind, context, scaling, features, late_host))
     try:
         yield
     finally:
@@ -237,30 +223,6 @@ class _Namespace:
 def _forward_of(native: type) -> Any:
     """The forward of a layer of Transformer Engine with ours for its autograd function."""
     return with_names(native.forward, {f"_{native.__name__}": _function_of(native)})  # type: ignore[attr-defined]
-
-
-class _Super:
-    """``super()`` in megatron-core's forward of a layer: Transformer Engine's forward, with ours in its code."""
-
-    def __init__(self, layer: torch.nn.Module, native: type) -> None:
-        self._layer, self._native = layer, native
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See above."""
-        return _forward_of(self._native)(self._layer, *args, **kwargs)
-
-
-def call_with(layer: torch.nn.Module, x: torch.Tensor, passes: Passes) -> Any:
-    """What megatron-core's forward of a layer on Transformer Engine's returns, communicated and multiplied by
-    ``passes``; its class may be native."""
-    native = _native_layer(type(layer))
-    owner = next(
-        one for one in type(layer).__mro__ if one.__module__.startswith("megatron.") and "forward" in vars(one)
-    )
-    assert native is not None, "``why_not_code`` has said so"
-    forward = with_names(vars(owner)["forward"], {"super": lambda *of: _Super(layer, native)})
-    with _choosing(passes):
-        return forward(layer, x)
 
 
 def overlapped_base(layer_class: type) -> type:

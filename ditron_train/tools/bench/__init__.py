@@ -17,8 +17,6 @@ ROOMS = {
     "gemm": "the tile GEMM alone against cuBLAS, at one rank's share of the layers",
     "muon": "optimizer: Newton-Schulz steps",
     "profile": "what predict needs of this machine: a profile of its rates",
-    "nodes": "every room over nodes, real or posed ones",
-    "policy": "what the probes of strict cost, and strict once they are done",
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from megatron.core.transformer import TransformerConfig
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.megatron import apply, restore
-from ditron_train.runtime.logs import get_logger
-from ditron_train.tools.bench.pipeline_picture import draw_steps, record_step
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 
@@ -141,12 +138,8 @@ class _Switch:
         return self._step(index)
 
 
-def step_rows(session: BenchSession, picture: Path | None = None) -> Iterator[Row]:
-    """1F1B, and interleaved with two chunks without and with ``overlap_p2p_comm``.
-
-    Args:
-        picture: Where to draw a 1F1B step of each.
-    """
+def step_rows(session: BenchSession) -> Iterator[Row]:
+    """1F1B, and interleaved with two chunks without and with ``overlap_p2p_comm``."""
     for name, chunks, overlap in (("1f1b", None, False), ("interleaved", 2, False), ("interleaved, overlap", 2, True)):
         with _world(session, chunks):
             step = _Step(session, chunks, overlap)
@@ -154,23 +147,5 @@ def step_rows(session: BenchSession, picture: Path | None = None) -> Iterator[Ro
             native = [*switch.native(0), *step.gradients()]
             equal = session.equal_layer("pp", lambda index: [*switch.ours(index), *step.gradients()], lambda _: native)  # noqa: B023
             timings = session.measure({"native": switch.native, "ditron": switch.ours}, in_turn=False)
-            if picture is not None and chunks is None:
-                _draw(session, switch, step, picture)
             shape = {"tokens": step.sequence, "microbatches": step.microbatches, "layers_per_stage": _LAYERS_A_STAGE}
             yield session.row("pipeline_step", "forward_backward", name, shape, timings, equal)
-
-
-def _draw(session: BenchSession, switch: _Switch, step: _Step, picture: Path) -> None:
-    recorded = {
-        "native": record_step(switch.native, session.device),
-        "ditron_train": record_step(switch.ours, session.device),
-    }
-    if session.rank == 0:
-        sizes = _GPU_SIZES if session.device.type == "cuda" else _CPU_SIZES
-        title = (
-            f"a 1F1B step on {session.world_size} stages, {_LAYERS_A_STAGE} layers of hidden size "
-            f"{sizes['hidden_size']} each, "
-            f"{step.microbatches} microbatches of {step.sequence} tokens"
-        )
-        draw_steps(title, recorded, picture)
-        get_logger("bench").info("written: %s", picture)

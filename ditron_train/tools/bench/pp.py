@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ditron_train.pp.spec import MESSAGE, MessageCall, limited_groups, message_s
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.stream.copies import copy_bytes
-from ditron_train.tools.arguments import add_common_arguments, check_folder, check_matplotlib, check_sizes
+from ditron_train.tools.arguments import add_common_arguments, check_sizes
 from ditron_train.tools.catalog import specs_of
 from ditron_train.tools.op_rows import OpCalls, add_row, parts_of
 from ditron_train.tools.results import Row
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MB",
         help="message size in 10^6 bytes (may be repeated; default 8 KiB and 1 to 256)",
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a 1F1B step, natively and with ours")
     parser.add_argument("--no-limited", action="store_true", help="leave NCCL limited to 1, 2, 4, 8 blocks out")
 
 
@@ -64,9 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise SettingError(
                 f"bench pp takes an even number of ranks, not {session.world_size}: torchrun --nproc-per-node 2"
             )
-        if arguments.picture is not None:
-            check_matplotlib()
-            check_folder(arguments.picture.parent)
         check_sizes("--mb", [[mb] for mb in arguments.mb or ()])
         parts = arguments.part or [*_parts()]
         on_gpu = session.device.type == "cuda"
@@ -88,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                     session.add(row)
                 session.save()
         if "pipeline_step" in parts:
-            _step_rows(session, arguments.picture)
+            _step_rows(session)
         return session.finish()
 
 
@@ -101,7 +96,7 @@ def _shapes(spec: OpSpec[Any, Any], arguments: argparse.Namespace, session: Benc
     return shapes
 
 
-def _step_rows(session: BenchSession, picture: Path | None) -> None:
+def _step_rows(session: BenchSession) -> None:
     try:
         import megatron.core  # noqa: F401
     except ImportError:
@@ -109,7 +104,7 @@ def _step_rows(session: BenchSession, picture: Path | None) -> None:
         return
     from ditron_train.tools.bench.megatron_pp import step_rows
 
-    for row in step_rows(session, picture):
+    for row in step_rows(session):
         session.add(row)
         session.save()
 

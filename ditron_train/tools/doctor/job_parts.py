@@ -19,21 +19,13 @@ from ditron_train.megatron.plugin.arguments import fuses_mlp
 from ditron_train.megatron.pp.communicator import why_not_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
-from ditron_train.megatron.sp.coverage import (
-    why_not_comm_type,
-    why_not_fp8_norms,
-    why_not_fp8_out,
-    why_not_fp8_qkv,
-    why_not_levels,
-    why_not_te_attention,
-)
+from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_levels, why_not_te_attention
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import LocalLinears
-from ditron_train.megatron.sp.norms import norms_of
 from ditron_train.megatron.sp.output import why_not_left
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
 from ditron_train.megatron.tp.linear_call import LinearCall
-from ditron_train.megatron.tp.routing import spec_of
+from ditron_train.megatron.tp.routing import spec_of, why_not_kind
 from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,
@@ -44,7 +36,6 @@ from ditron_train.megatron.tp.te_coverage import (
     why_not_recipe_name,
 )
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.sp.head_norms import Norms
 from ditron_train.tools.doctor.job_config import is_te, recipe_of
 from ditron_train.tools.doctor.job_experts import experts_of
 from ditron_train.tools.doctor.job_layers import has_sparse_attention, kinds_of, matrices_of, tensor
@@ -162,6 +153,7 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
                 reason = _why_not_captured(name, config) or reason
                 yield name, reason or why_not_fp8_sizes(kind, x, weight, tp, has_blocks=has_blocks)
                 continue
+        reason = reason or why_not_kind(kind, config.sequence_parallel)
         yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _ranks(tp)))
 
 
@@ -209,21 +201,9 @@ class _Asked(LocalLinears):
     def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
         if not is_te(self._config):
             return None
+        if self._config.fp8:
+            return "the layer computes in FP8"
         return _why_not_call(layer, x, self._config) or why_not_delayed(layer)
-
-
-class _AskedInFp8(_Asked):
-    """As ``Fp8Linears``, with the sizes that its spec asks for."""
-
-    def why_not(self, qkv: Any, out: Any, x: torch.Tensor) -> str | None:
-        reason = self.why_not_front(qkv, x) or why_not_fp8_qkv(has_blocks=self._config.fp8_recipe == "blockwise")
-        return reason or why_not_fp8_sizes("column", x, qkv.weight, 1, has_blocks=False)
-
-    def why_not_norms(self, norms: Norms) -> str | None:
-        return why_not_fp8_norms(has_norms=bool(norms))
-
-    def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:
-        return why_not_fp8_out()
 
 
 def _attention(job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
@@ -257,7 +237,7 @@ def _why_not_exchanged(kind: str, ranks: int, config: Any) -> str | None:
 
 
 def _attention_of(kind: str, job: Job, config: Any) -> Iterator[tuple[str, str | None]]:
-    model, has_te = job.model, is_te(config)
+    model = job.model
     sizes = config.hierarchical_context_parallel_sizes
     cp = sizes[0] if kind == "a2a+p2p" and sizes else job.cp
     reason = _why_not_exchanged(kind, cp, config)
@@ -282,12 +262,12 @@ def _attention_of(kind: str, job: Job, config: Any) -> Iterator[tuple[str, str |
     adds_bias = bool(config.add_bias_linear or config.add_qkv_bias)
     qkv_layer = _linear_layer("column", config, qkv, adds_bias=adds_bias, is_ours=is_ours)
     out_layer = _linear_layer("row", config, out, adds_bias=False, is_ours=is_ours)
-    asked = (_AskedInFp8 if has_te and config.fp8 else _Asked)(config)
+    asked = _Asked(config)
     attention = _self_attention(config)
     if mla:
         fused: str | None = "multi-latent attention has its own projections"
     else:
-        fused = DitronSelfAttention._why_not_fused(attention, (), {}) or asked.why_not_norms(norms_of(attention))
+        fused = DitronSelfAttention._why_not_fused(attention, (), {})
     reason = fused or asked.why_not(qkv_layer, out_layer, x)
     call = UlyssesCall(_ranks(cp), shape, rows, like, (qkv, out))
     yield "attention: QKV projection with its exchange", reason or PROJECTIONS.why_not_tensors(call)

@@ -33,7 +33,7 @@ from ditron_train.sp.cost_model import (
     qkv_backward,
     qkv_forward,
 )
-from ditron_train.tp.linear_costs import MOST_RANKS_IN_ONE_ROUND, Kind, linear_backward, linear_forward, reduced
+from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, reduced
 
 FEATURES = frozenset({"tp", "sp", "ep", "pp", "muon"})
 _ITEMSIZE = 2
@@ -108,9 +108,7 @@ def _linear(
             return Estimate.alike(2 * local) if backward else _quicker(reduced(m, n, k, groups.tp, machine, rates))
         if not backward:
             return Estimate.alike(local)
-        summed = reduced(m, k, n, groups.tp, machine, rates)
-        is_covered = groups.tp.ranks <= MOST_RANKS_IN_ONE_ROUND
-        return (_quicker(summed) if is_covered else summed.natively()) + Estimate.alike(local)
+        return reduced(m, k, n, groups.tp, machine, rates).natively() + Estimate.alike(local)
     whole = (linear_backward if backward else linear_forward)(kind, m, n, k, groups.tp, machine, rates, fp8)
     return whole if fp8 is None or machine.target in FP8_TARGETS else whole.natively()
 

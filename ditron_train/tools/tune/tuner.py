@@ -45,7 +45,7 @@ from ditron_train.tp.context import get_tp_context
 from ditron_train.tp.spec import AG_GEMM, GEMM_AR, GEMM_RS, GemmSpec, local_shapes
 
 _ROW_BYTES = 16  # rows of symmetric memory are whole so many bytes
-_NOT_BY_DEFAULT = ("gemm_rs nn", "gemm_ar nn")  # they run where a weight is frozen, or no copy engine can be driven
+_NOT_BY_DEFAULT = ("gemm_rs nn",)  # runs if a weight is frozen, or no copy engine can be driven
 
 
 def _tuned_specs() -> dict[str, OpSpec[Any, Any]]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.megatron.tp.linear_call import LinearCall
-from ditron_train.megatron.tp.routing import spec_of
+from ditron_train.megatron.tp.routing import spec_of, why_not_kind
 from ditron_train.megatron.tp.spec import LinearSpec
 from ditron_train.policy import Place, Shape, gate, results
 from ditron_train.tools.session import BenchSession, same_result
@@ -26,6 +26,8 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
         SettingError: The shape does not divide over the ranks.
         PeerTimeoutError: A peer did not come.
     """
+    if why_not_kind(case.kind, case.sequence_parallel) is not None:
+        return Outcome(case, False, dict.fromkeys(RESULTS, 0))
     spec = spec_of(case.kind, case.sequence_parallel)
     call = _sample(session, spec, case, seed)
     gate.forget("tp")  # thousands of random shapes are more than a job would ever ask for

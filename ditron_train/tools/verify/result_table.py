@@ -16,11 +16,12 @@ from ditron_train.tools.session import BenchSession
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.verify.outcome import RESULTS, Outcome
-from ditron_train.tools.verify.soak import Soak, write_soak
+
+_MOST_NAMED = 20  # random shapes that differ
 
 
 class Report:
-    """What ``verify`` found so far: named cases, rows of the other rooms' benchmarks, long runs.
+    """What ``verify`` found so far: named cases, random ones, rows of the other rooms' benchmarks.
 
     Named cases and rows are in ``verify.json`` from the moment they are added, so that a run that is cut short leaves
     what it has compared.
@@ -28,7 +29,7 @@ class Report:
     Attributes:
         outcomes: Of the named cases.
         rows: Of the other rooms.
-        soaks: Of long runs.
+        random: Of random shapes.
         compared: How many shapes were compared, by kind of layer and by subpackage; 0 if all of them ran natively.
     """
 
@@ -37,14 +38,14 @@ class Report:
         self.outcomes: list[Outcome] = []
         self.rows: list[Row] = []
         self._row_comparisons = 0
-        self.soaks: list[Soak] = []
+        self.random: list[Outcome] = []
         self.compared: Counter[str] = Counter()
 
     @property
     def is_equal(self) -> bool:
         """Whether no bit differed anywhere."""
-        equal = (*(outcome.equal for outcome in self.outcomes), *(row.bitwise_equal for row in self.rows))
-        return all(equal) and not any(soak.num_different for soak in self.soaks)
+        outcomes = (*self.outcomes, *self.random)
+        return all(one.equal for one in outcomes) and all(row.bitwise_equal for row in self.rows)
 
     def add_outcome(self, outcome: Outcome) -> None:
         """One more named case."""
@@ -59,23 +60,20 @@ class Report:
         self._write_rows()
 
     def finish(self) -> None:
-        """Rank 0 shows everything and writes the long runs (``soak/<what>.json``)."""
+        """Rank 0 shows everything."""
         if self._session.rank != 0:
             return
         if self.outcomes or self.rows:
             _show(self._session, self.outcomes, self.rows, self._arguments.repeat)
-        for line in (
-            *self._sentences(),
-            *(soak.sentence() for soak in self.soaks),
-            *(f"DIFFERENT: {description}" for soak in self.soaks for description in soak.different),
-        ):
+        for line in self._sentences():
             _print_line(line)
-        folder: Path | None = self._arguments.output
-        if folder is not None:
-            paths = [self._write_rows(), *(write_soak(folder, self._stamp, soak) for soak in self.soaks)]
-            for path in paths:
-                if path is not None:
-                    _print_line(f"written: {path}")
+        if self.random:
+            _print_line(f"random: {_summary(self.random, self._arguments.repeat)}")
+        for outcome in [one for one in self.random if not one.equal][:_MOST_NAMED]:
+            _print_line(f"DIFFERENT: {outcome.case} {outcome.num_different}")
+        path = self._write_rows()
+        if path is not None:
+            _print_line(f"written: {path}")
 
     def _sentences(self) -> list[str]:
         named = [_summary(self.outcomes, self._arguments.repeat)] if self.outcomes else []
@@ -99,7 +97,6 @@ class Report:
             "poison",
             "random",
             "largest",
-            "ops",
             "seed",
             "repetitions",
             "warmup",

@@ -7,8 +7,8 @@ import argparse
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import add_common_arguments, check_counts, check_folder
 from ditron_train.tools.catalog import ROOMS
-from ditron_train.tools.faults import campaign
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.session import BenchSession, bench_session
@@ -36,10 +35,9 @@ from ditron_train.tools.verify.cases import (
     random_cases,
     shape_cases,
 )
-from ditron_train.tools.verify.outcome import Outcome, Stress
+from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.result_table import Report
 from ditron_train.tools.verify.rooms import check_fp8_case, check_rooms, parse_rooms, verify_fp8_layers, verify_rooms
-from ditron_train.tools.verify.soak import MAX_DRIFT_BYTES, Soak, SoakMeter, add_piece, last_epoch
 
 _FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
 _MOST_STRAGGLER_MS = 1e6
@@ -72,12 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stress.add_argument(
         "--poison", action="store_true", help="fill the layers' symmetric buffers with NaN in front of every op"
     )
-    stress.add_argument(
-        "--ops", type=int, default=0, metavar="N", help="N small ops, all compared, and memory watched"
-    )
-    stress.add_argument(
-        "--seconds", type=float, metavar="S", help="begin no random shape and none of --ops after S seconds"
-    )
+    stress.add_argument("--seconds", type=float, metavar="S", help="begin no random shape after S seconds")
     stress.add_argument(
         "--first-epoch",
         type=int,
@@ -85,7 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="where epochs begin (default %(default)s: near the wrap)",
     )
-    campaign.add_arguments(parser.add_argument_group("faults"))
     add_common_arguments(parser.add_argument_group("timing"), model_option=False, writes_results=False)
 
 
@@ -93,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Verifies what the command line names.
 
     Returns:
-        0 if every bit is equal (and, with ``--ops``, memory did not grow), else 1; the same on every rank.
+        0 if every bit is equal, else 1; the same on every rank.
 
     Raises:
         NothingComparedError: Of something that was asked for, all ran natively, and no plan was asked for.
@@ -101,9 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
         NotSupportedError: megatron-core, the reference, is not installed; FP8 without Transformer Engine.
     """
     rooms = _check(arguments)
-    if arguments.faults:
-        return campaign.run(arguments)
-    in_megatron_s_world = _megatron_s_world(arguments, rooms)
+    try:
+        from ditron_train.tools.bench.megatron_tp import megatron_world
+    except ImportError as error:
+        raise _missing(error) from None
     if arguments.plan is not None:
         load_plan(arguments.plan)  # raises for one that cannot be used, before anything is launched
         os.environ.update(DITRON_POLICY="strict", DITRON_PLAN=str(arguments.plan))
@@ -112,15 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
     get_logger("policy").setLevel(
         logging.WARNING
     )  # what becomes ours stands in the table; of random shapes that is thousands
-    with bench_session("verify", arguments, may_share_gpus=_is_of_ops_alone(arguments, rooms)) as session:
+    with bench_session("verify", arguments) as session:
         on_gpu = session.device.type == "cuda"
         model = model_sizes(arguments, on_gpu)
-        if arguments.ops and session.world_size < 2:
-            raise SettingError("--ops takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train verify --ops")
         check_rooms(rooms, model, session.world_size, arguments.fp8)
         report = Report(session, arguments)
         try:
-            with in_megatron_s_world(session):
+            with megatron_world(session):
                 verification = _Verification(session, arguments, model, report)
                 verification.compare()
             verify_rooms(rooms, model, report, verification.stress, arguments.seed, session, arguments.fp8)
@@ -128,23 +119,6 @@ def run(arguments: argparse.Namespace) -> int:
             report.finish()  # what was compared until then
             raise
         return verification.finish()
-
-
-def _is_of_ops_alone(arguments: argparse.Namespace, rooms: Sequence[str]) -> bool:
-    """Whether nothing is compared with Megatron, and nothing timed: ``--ops`` and nothing else."""
-    return bool(arguments.ops) and not (arguments.random or rooms or arguments.column or arguments.row)
-
-
-def _megatron_s_world(
-    arguments: argparse.Namespace, rooms: Sequence[str]
-) -> Callable[[BenchSession], AbstractContextManager[None]]:
-    if _is_of_ops_alone(arguments, rooms):
-        return lambda session: nullcontext()
-    try:
-        from ditron_train.tools.bench.megatron_tp import megatron_world
-    except ImportError as error:
-        raise _missing(error) from None
-    return megatron_world
 
 
 def _missing(error: ImportError) -> Exception:
@@ -157,8 +131,8 @@ def _missing(error: ImportError) -> Exception:
 
 def _check(arguments: argparse.Namespace) -> list[str]:
     """The names of ``--rooms``; raises for whatever cannot be, before anything is launched."""
-    if arguments.repeat < 1 or min(arguments.random, arguments.ops) < 0:
-        raise SettingError("--repeat has to be above 0, --random and --ops 0 or more")
+    if arguments.repeat < 1 or arguments.random < 0:
+        raise SettingError("--repeat has to be above 0, --random 0 or more")
     if not 0 <= arguments.straggler_ms <= _MOST_STRAGGLER_MS:
         raise SettingError(f"--straggler-ms has to be from 0 to {_MOST_STRAGGLER_MS:g}")
     if not 0 <= arguments.seed < 2**32:
@@ -171,7 +145,7 @@ def _check(arguments: argparse.Namespace) -> list[str]:
     if arguments.largest is not None and arguments.largest < 1:
         raise SettingError("--largest has to be above 0")
     if arguments.fp8 is not None:
-        given = [f"--{name}" for name in ("random", "ops", "poison", "dtype", "faults") if getattr(arguments, name)]
+        given = [f"--{name}" for name in ("random", "poison", "dtype") if getattr(arguments, name)]
         if given:
             raise SettingError(f"{', '.join(given)}: without --fp8, which verifies layers of a model and single ones")
         check_fp8(arguments.fp8, "verify")
@@ -196,9 +170,7 @@ class _Verification:
         self.stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)
 
     def compare(self) -> None:
-        """The linear layers, one after the other, and the long runs."""
-        from ditron_train.tools.verify.repeated_ops import endure
-
+        """The linear layers, one after the other, then random ones."""
         if self.arguments.fp8 is not None:
             verify_fp8_layers(self.named, self.report, self.stress, self.arguments.seed, self.arguments.fp8)
             self.report.compared[f"tp in {self.arguments.fp8}"] = len(self.report.rows)
@@ -209,13 +181,7 @@ class _Verification:
             seed = self.arguments.seed + 100 * number
             self.report.add_outcome(compare(self.session, case, self.stress, seed=seed, timed=True))
         if self.arguments.random:
-            self._soak_random(self._soak("random", self.arguments.random))
-        if self.arguments.ops:
-            soak = self._soak("ops", self.arguments.ops)
-            limit_s = self.arguments.seconds
-            endure(self.session, soak, self.context, self.stress, seed=self.arguments.seed, limit_s=limit_s)
-            if self.arguments.results is not None and self.session.rank == 0:
-                add_piece(self.arguments.results, soak)
+            self._compare_random()
 
     def finish(self) -> int:
         """Shows everything; the exit status.
@@ -224,10 +190,10 @@ class _Verification:
             NothingComparedError: Of something that was asked for, all ran natively.
         """
         self.report.finish()
-        grown = any(soak.what == "ops" and self._grows(soak) for soak in self.report.soaks)
-        is_good, is_alone = self.report.is_equal and not grown, self.session.world_size == 1
+        is_good, is_alone = self.report.is_equal, self.session.world_size == 1
         if is_good and (is_alone or self.arguments.plan is None):  # a plan may say that all of it runs natively
-            counts = {**self.report.compared, **{f"--{soak.what}": soak.compared for soak in self.report.soaks}}
+            random = {"--random": sum(one.is_ours for one in self.report.random)} if self.arguments.random else {}
+            counts = {**self.report.compared, **random}
             require_compared(counts, _ONE_RANK if is_alone else "it runs natively here, by the policy")
         return 0 if is_good else 1
 
@@ -235,7 +201,7 @@ class _Verification:
         arguments = self.arguments
         named = shape_cases(arguments, self.dtype)
         is_of_rooms = bool(arguments.rooms) and self.session.world_size == 1  # whose layers would run natively
-        if not (named or arguments.random or arguments.ops or is_of_rooms):
+        if not (named or arguments.random or is_of_rooms):
             named = model_cases(self.model, self.dtype)
         named = [replace(case, sequence_parallel=arguments.sequence_parallel) for case in named]
         for case in named:
@@ -244,46 +210,21 @@ class _Verification:
                 check_fp8_case(case, self.session.world_size, arguments.fp8)
         return named
 
-    def _soak(self, what: str, planned: int) -> Soak:
-        soak = Soak(what, planned, last_epoch(self.context))
-        self.report.soaks.append(soak)
-        return soak
-
-    def _soak_random(self, soak: Soak) -> None:
+    def _compare_random(self) -> None:
         from ditron_train.tools.verify.compare import compare
 
         session, arguments = self.session, self.arguments
-        meter = SoakMeter(soak, session.device, arguments.seconds, before_reading=self._forget)
+        end_s = math.inf if arguments.seconds is None else time.monotonic() + arguments.seconds
         cases = random_cases(
             arguments.random, arguments.seed, session.world_size, self.on_gpu,
             largest=arguments.largest, dtype=self.dtype if arguments.dtype else None,
         )  # fmt: skip
-        for case in self._progress(cases, arguments.random):
-            if meter.time_is_up():
+        for number, case in enumerate(self._progress(cases, arguments.random)):
+            if not session.agree(time.monotonic() < end_s):
                 break
             case = replace(case, sequence_parallel=arguments.sequence_parallel)
-            outcome = compare(session, case, self.stress, seed=arguments.seed + 100 * soak.done, timed=False)
-            soak.count(
-                f"{case.kind}{'' if case.sequence_parallel else ' ar'} {str(case.dtype).removeprefix('torch.')}",
-                self._num_compared(outcome),
-                native=not outcome.is_ours,
-            )
-            if not outcome.equal:
-                soak.differs(f"{case} {outcome.num_different}")
-            meter.sample()
-        meter.finish(last_epoch(self.context))
-
-    def _forget(self) -> None:
-        """Lets go of what is kept for known shapes, so that memory which grows nevertheless is seen."""
-        self.context.synchronize()
-        self.context.forget_shapes()
-
-    def _num_compared(self, outcome: Outcome) -> int:
-        return len(outcome.num_different) * self.arguments.repeat if outcome.is_ours else 0
-
-    def _grows(self, soak: Soak) -> bool:
-        """Whether memory of any rank's process or GPU did (collective)."""
-        return not self.session.agree(max(soak.host_drift_bytes, soak.device_drift_bytes) < MAX_DRIFT_BYTES)
+            seed = arguments.seed + 100 * number
+            self.report.random.append(compare(session, case, self.stress, seed=seed, timed=False))
 
     def _progress(self, cases: Iterable[Case], total: int) -> Iterator[Case]:
         columns = (

@@ -74,9 +74,7 @@ def test_one_rank_has_nobody_to_dispatch_to() -> None:
         run_workers(1, ep.run, parser.parse_args([]))
 
 
-@pytest.mark.parametrize(
-    ("room", "words"), [("pp", "--model some"), ("policy", "--model some"), ("policy", "--repetitions 3")]
-)
+@pytest.mark.parametrize(("room", "words"), [("pp", "--model some")])
 def test_options_that_nothing_reads_are_not_taken(room: str, words: str) -> None:
     parser = argparse.ArgumentParser()
     importlib.import_module(f"ditron_train.tools.bench.{room}").add_arguments(parser)

@@ -22,10 +22,8 @@ def _run(*words: str) -> int:
 @pytest.mark.slow
 def test_rows_of_every_part(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    picture = tmp_path / "step.png"
-    words = ("--mb", "0.1", "--mb", "1", "--output", str(tmp_path), "--picture", str(picture))
+    words = ("--mb", "0.1", "--mb", "1", "--output", str(tmp_path))
     assert run_workers(2, _run, *words) == [0, 0]
-    assert picture.stat().st_size > 10_000
     (path,) = tmp_path.glob("*/pp.json")
     _, rows = read_results(path)
     assert [(row.op, row.model) for row in rows] == [

@@ -41,7 +41,6 @@ def test_rows_of_both_ops_and_their_backward(tmp_path: Path) -> None:
     assert names[3:] == [
         ("column_linear", "backward"),
         ("row_linear", "backward"),
-        ("column_linear_ar", "backward"),
         ("row_linear_ar", "forward_backward"),
     ]
     for row in rows:

@@ -146,25 +146,11 @@ def test_without_sequence_parallelism_layers_in_fp8_are_native() -> None:
 SP_FP8 = f"{SP} --fp8-format hybrid"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--fp8-recipe tensorwise", None),
-        ("--fp8-recipe delayed --add-qkv-bias", None),
-        ("--fp8-recipe tensorwise --fp8-param-gather", None),
-        ("--fp8-recipe delayed --fp8-param-gather", "(--fp8-param-gather), not tensorwise"),
-        ("--fp8-recipe tensorwise --delay-wgrad-compute", "the weight gradient is delayed"),
-        ("--fp8-recipe tensorwise --qk-layernorm", "q and k are normalised before the exchange"),
-        ("--fp8-recipe tensorwise --seq-length 8208", "4104 tokens a rank and (12288, 4096)"),
-        ("--fp8-recipe blockwise", "products of blocks are Transformer Engine's"),
-        ("--fp8-recipe mxfp8", "FP8 by the recipe MXFP8BlockScaling"),
-    ],
-)
-def test_projections_of_an_attention_in_fp8_are_asked_as_the_layers_ask(words: str, says: str | None) -> None:
-    found = reasons(f"{SP_FP8} {words}")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_projections_of_an_attention_in_fp8_are_native_between_fused_exchanges(recipe: str) -> None:
+    found = reasons(f"{SP_FP8} --fp8-recipe {recipe}")
     assert found["attention: exchanges"] is None
-    assert found[QKV_A2A] is None if says is None else says in (found[QKV_A2A] or "")
-    assert "its input is quantized when all of it has arrived" in (found[OUT_A2A] or "")
+    assert found[QKV_A2A] == found[OUT_A2A] == "the layer computes in FP8"
 
 
 @pytest.mark.parametrize(
@@ -183,8 +169,8 @@ def test_grouped_quantization_of_experts_is_asked_as_the_layers_ask(words: str, 
     assert QUANTISED not in reasons(EP)
 
 
-def test_the_projection_of_a_tensor_parallel_attention_in_fp8_is_fused_without_feature_tp() -> None:
-    words = f"{SP_FP8} --fp8-recipe tensorwise --tensor-model-parallel-size 2"
+def test_the_projection_of_a_tensor_parallel_attention_is_fused_without_feature_tp() -> None:
+    words = f"{SP} --tensor-model-parallel-size 2"
     assert reasons(words)[QKV_A2A] is None and reasons(f"{words} --sequence-parallel")[QKV_A2A] is None
     found = reasons(f"{words} --sequence-parallel".replace("--ditron sp", "--ditron sp,tp"))
     assert "overlap with tensor parallel communication" in (found[QKV_A2A] or "")

@@ -39,7 +39,6 @@ from ditron_train.runtime.profiles import network_named, profile_named, read_pro
 from ditron_train.runtime.tuning_table import parse_table
 from ditron_train.symm.plain import from_plain, to_plain
 from ditron_train.tools.compare.steps import differences, read_job
-from ditron_train.tools.faults.campaign import read_rows
 from ditron_train.tools.postmortem.diverge import find_divergence
 from ditron_train.tools.postmortem.files import read_folder
 from ditron_train.tools.predict.cluster import Cluster
@@ -47,6 +46,7 @@ from ditron_train.tools.predict.megatron_arguments import parse_job
 from ditron_train.tools.predict.step import predict_step
 from ditron_train.tools.results import read_results
 from ditron_train.tools.trace.timeline import read_chrome_trace
+from tests.faults.campaign import read_rows
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "35"))
 ROOT = Path(__file__).parents[3]

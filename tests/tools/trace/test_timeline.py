@@ -97,7 +97,7 @@ def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
 
 #: What ours launch, by what runs in it.
 GEMMS = """
-    ag_gemm_kernel gemm_rs_kernel gemm_kernel gemm_a2a_kernel a2a_gemm_kernel dispatch_gemm_kernel
+    ag_gemm_kernel gemm_rs_kernel gemm_kernel gemm_a2a_kernel a2a_gemm_kernel
     gemm_combine_kernel group_gemm_kernel group_wgrad_kernel addmm_kernel
     symmetric_kernel
 """.split()

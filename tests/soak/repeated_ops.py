@@ -1,4 +1,4 @@
-"""``verify --ops N``: the same few ops of every room again and again, every result compared, memory watched.
+"""The same few ops of every package again and again, every result compared, memory watched.
 
 Messages round the ring of ranks and the ops of ``tp`` are compared with ``torch.distributed`` and ``torch.matmul``,
 the steps of the other rooms, forward and backward, with their own first results. Some messages come, then one of the
@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from ditron_train.pp import exchange, get_pipeline_context
 from ditron_train.pp.messages import Header
-from ditron_train.tools.faults.jobs import JOBS, muon_job
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.outcome import Stress
-from ditron_train.tools.verify.soak import Soak, SoakMeter, last_epoch
 from ditron_train.tp import TPContext, ag_gemm, all_gather, gemm_ar, gemm_rs
 from ditron_train.tp.movement import start_reduce_scatter
+from tests.faults.jobs import JOBS, muon_job
+from tests.soak.soak import Soak, SoakMeter, last_epoch
 
 _SETS = 8  # of inputs, in turn
 _MESSAGES = {"cuda": 4, "cpu": 99}  # in front of each other op: kernels are slow without a GPU

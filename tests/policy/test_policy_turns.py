@@ -1,17 +1,15 @@
-"""``bench policy``: modes take turns, each with its own decisions, and the ratio is that of the rounds."""
+"""``policy_turns``: modes take turns, each with its own decisions, and the ratio is that of the rounds."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.bench.policy import _summary, add_arguments, compare_policies, probe_cost, ratio_of, run
+from tests.support.policy_turns import compare_policies, ratio_of
 from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
@@ -55,36 +53,3 @@ def test_every_mode_decides_once_and_has_its_own_decisions() -> None:
         assert natively == {"strict": 0, "force": 0}
         assert seen == ["decides"] * 2 + ["knows"] * (2 * 2 * 4)  # two modes, two calls, three rounds and a warm-up
         assert left == 0 and mode == "bits"
-
-
-def _cost() -> tuple[float, int, str]:
-    from ditron_train.megatron.tp.routing import route
-    from ditron_train.policy import gate
-    from ditron_train.tools.session import BenchSession
-
-    gate.forget("tp")  # of other tests in this process
-    x, weight = torch.randint(-3, 4, (16, 32)).float(), torch.randint(-3, 4, (16, 32)).float()
-    known: list[int] = []
-
-    def ours(index: int) -> None:
-        known.append(len(gate.answers("tp")))
-        route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
-        if len(known) == 1 and dist.get_rank() == 1:
-            time.sleep(0.3)
-
-    cost = probe_cost(BenchSession("policy", argparse.Namespace()), ours)
-    assert known == [0, 0] and not gate.answers("tp")
-    return cost.first_s, cost.left_bytes, _summary({"strict": [2.0], "force": [2.0]}, {"strict": 0}, cost)
-
-
-def test_the_cost_of_probes_is_that_of_the_slowest_rank() -> None:
-    first, second = run_workers(2, _cost)
-    assert first == second and first[0] > 0.3 and first[1] == 0
-    assert f"took {first[0]:.1f} s with what is made once, " in first[2] and "again, and left 0.0 MiB" in first[2]
-
-
-def test_bad_numbers_are_refused() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    with pytest.raises(SettingError, match="above 0"):
-        run(parser.parse_args(["--rounds", "0"]))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ditron_train.tools.faults.disks import fill_disks, make_disks_read_only
+from tests.faults.disks import fill_disks, make_disks_read_only
 
 #: By kind: how often it is drawn.
 KINDS: Mapping[str, int] = {

@@ -1,4 +1,6 @@
-"""Benchmark of every room over nodes: posed ones (``scripts/posed_nodes.py``), or real ones under torchrun.
+"""Benchmark of every package over nodes: simulated ones, or real ones under torchrun.
+
+    python scripts/posed_nodes.py --rate-mbit 1400 -m tests.nodes.bench_nodes
 
 Each row has Megatron's path, the fused path (``peer``), and what ``strict`` runs here after its own comparison of bits
 and times, which on the CPU takes place, too. Rows say how often one call of the fused path sent something.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,7 +64,7 @@ class _Case(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``bench nodes``."""
+    """Options of the command."""
     add_common_arguments(parser, model_option=False)
     parser.add_argument("--part", action="append", choices=PARTS, help="only this room (may be repeated)")
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="tokens and layers, for slow links")
@@ -77,7 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     with bench_session("nodes", arguments) as session, comparing_on_cpu(), under_policy("strict"):
         nodes = node_groups(world_group())
         if nodes is None:
-            raise SettingError("bench nodes takes ranks of several nodes: python scripts/posed_nodes.py -m ...")
+            raise SettingError(
+                "this takes ranks of several nodes: python scripts/posed_nodes.py -m tests.nodes.bench_nodes"
+            )
         session.notes["summary"] = f"{nodes.num_nodes} nodes of {nodes.local_size} ranks; {_rates(session, nodes)}"
         session.notes["divide"] = str(arguments.divide)
         cases = {"tp": _linears, "sp": _exchanges, "ep": _experts, "pp": _messages, "muon": _matrices}
@@ -310,3 +315,9 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
     fields: dict[str, Any] = dict(peer="fused path", peer_us=found["fused"].median_us, plan=[plan], fused_sends=count)
     sizes = dict(case.shape.sizes)
     session.add(session.row(case.op or case.spec.row, direction, case.shape.model, sizes, timings, equal, **fields))
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(prog="python -m tests.nodes.bench_nodes", description=__doc__.splitlines()[0])
+    add_arguments(options)
+    sys.exit(run(options.parse_args()))

@@ -25,12 +25,12 @@ from rich.table import Table
 from ditron_train.runtime.errors import NotSupportedError, SettingError, VersionError
 from ditron_train.runtime.files import parse_json, read_regular, replace_file
 from ditron_train.runtime.versions import check_versions
-from ditron_train.tools.faults.fault import KINDS, Fault, draw
-from ditron_train.tools.faults.jobs import MODULES, PATIENCE, jobs_here
-from ditron_train.tools.faults.judge import NEVER_CAME
-from ditron_train.tools.faults.one_job import run_one
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import terminal
+from tests.faults.fault import KINDS, Fault, draw
+from tests.faults.jobs import MODULES, PATIENCE, jobs_here
+from tests.faults.judge import NEVER_CAME
+from tests.faults.one_job import run_one
 
 _TIMEOUT_S = 2.0
 _SHARING = 2.0  # deadlines of ranks that take turns on a GPU
@@ -40,18 +40,12 @@ _MOST_AT_ONCE = 64
 _ON_GPU = tuple(kind for kind in KINDS if kind not in ("no memory", "full disk", "read-only disk"))
 
 
-def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Options of ``verify --faults``; ``--seed`` and ``--seconds`` are among verify's own."""
-    parser.add_argument(
-        "--faults", action="store_true", help="instead of all else: something goes wrong with one rank of many jobs"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first fault (0)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="begin no fault after S seconds")
     parser.add_argument("--count", type=int, default=40, metavar="N", help="faults, of seeds from --seed on (40)")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="FILE",
-        help="one JSON file of faults, or of pieces of --ops; what it holds stays",
-    )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="one JSON file of faults; what it holds stays")
     parser.add_argument("--at-once", type=int, metavar="N", help="jobs side by side (default: 4, on GPUs 1)")
     parser.add_argument("--jobs", metavar="NAME,NAME", help=f"of {', '.join(MODULES)} (default: all that run here)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are GPUs")
@@ -89,11 +83,11 @@ def _check(arguments: argparse.Namespace, device_type: str) -> dict[str, tuple[i
     if arguments.at_once is not None and not 0 < arguments.at_once <= _MOST_AT_ONCE:
         raise SettingError(f"--at-once has to be from 1 to {_MOST_AT_ONCE}")
     if not hasattr(os, "fork") or not os.path.isdir("/proc/self"):
-        raise NotSupportedError("verify --faults needs Linux")
+        raise NotSupportedError("the campaign needs Linux")
     num_ranks = 3
     if device_type == "cuda":
         if not torch.cuda.is_available():
-            raise NotSupportedError("verify --faults --device cuda: no GPU here")
+            raise NotSupportedError("--device cuda: no GPU here")
         num_ranks = min(max(torch.cuda.device_count(), 2), 3)  # two share a single GPU
     else:
         from ditron_train.runtime.device import is_interpreter

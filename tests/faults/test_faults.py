@@ -1,4 +1,4 @@
-"""``verify --faults``: drawn by seed, each ends on every rank, and what was wrong is seen to be."""
+"""The campaign of faults: drawn by seed, each ends on every rank, and what was wrong is seen to be."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import pytest
 sys.path.insert(0, os.path.dirname(__file__))
 import bodies_faults as bodies  # noqa: E402
 
-from ditron_train.cpu.forked_ranks import ForkedRanks  # noqa: E402
 from ditron_train.runtime.errors import SettingError  # noqa: E402
 from ditron_train.schedule.orders import arrival_order  # noqa: E402
-from ditron_train.tools.faults import campaign  # noqa: E402
-from ditron_train.tools.faults import judge as judge_module  # noqa: E402
-from ditron_train.tools.faults.fault import HARMLESS, KINDS, Fault, draw  # noqa: E402
-from ditron_train.tools.faults.jobs import MODULES, PATIENCE  # noqa: E402
-from ditron_train.tools.faults.judge import Ending, judge  # noqa: E402
-from ditron_train.tools.faults.places import Places  # noqa: E402
 from ditron_train.tools.postmortem.diverge import find_divergence  # noqa: E402
 from ditron_train.tools.postmortem.files import Call, Group, RankFile, read_folder  # noqa: E402
+from tests.faults import campaign  # noqa: E402
+from tests.faults import judge as judge_module  # noqa: E402
+from tests.faults.fault import HARMLESS, KINDS, Fault, draw  # noqa: E402
+from tests.faults.jobs import MODULES, PATIENCE  # noqa: E402
+from tests.faults.judge import Ending, judge  # noqa: E402
+from tests.faults.places import Places  # noqa: E402
+from tests.support.forked_ranks import ForkedRanks  # noqa: E402
 from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 JOBS = {name: (2, 3) for name in MODULES}
 
 
@@ -38,10 +38,10 @@ JOBS = {name: (2, 3) for name in MODULES}
 def test_forty_faults(tmp_path: Path) -> None:
     """Of all kinds, where steps are short; what a run of all rooms found is committed."""
     path = tmp_path / "faults.json"
-    words = ("--faults", "--count", "40", "--seed", "5000", "--at-once", "4", "--results", str(path))
+    words = ("--count", "40", "--seed", "5000", "--at-once", "4", "--results", str(path))
     words += ("--jobs", "tp,sp,pp,probe")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "ditron_train", "verify", *words],
+        [sys.executable, "-W", "ignore", "-m", "tests.faults", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -101,7 +101,7 @@ def test_what_is_wrong_is_seen(
         RankFile(0, 2, "host", 1, "running", None, (Call(WORLD, 1, 1, True, "sum"),), (WORLD,)),
         RankFile(1, 2, "host", 2, "raised", GAVE_UP, (Call(WORLD, 1, 1, True, "sum"),), (WORLD,)),
     ]
-    monkeypatch.setattr("ditron_train.tools.faults.judge.read_folder", lambda folder: files)
+    monkeypatch.setattr("tests.faults.judge.read_folder", lambda folder: files)
     wrong = [one for one in _verdict(tmp_path, **found) if "ended with -9" not in one and "0.0" not in one]
     assert all(word in " ".join(wrong) for word in words) and bool(wrong) == bool(words)
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused(words: list[str], refusal: str) -> None:
     parser = argparse.ArgumentParser()
     campaign.add_arguments(parser)
     with pytest.raises(SettingError, match=refusal):
-        campaign.run(parser.parse_args(["--faults", *words]))
+        campaign.run(parser.parse_args(words))
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"faults": 3}', '{"faults": [{"seed": "x"}]}', "[" * 100000])
@@ -141,7 +141,7 @@ def test_results_that_cannot_be_read_are_refused(content: str, tmp_path: Path) -
     parser = argparse.ArgumentParser()
     campaign.add_arguments(parser)
     with pytest.raises(SettingError, match="holds no results of faults"):
-        campaign.run(parser.parse_args(["--faults", "--results", str(tmp_path / "results.json")]))
+        campaign.run(parser.parse_args(["--results", str(tmp_path / "results.json")]))
 
 
 @pytest.mark.parametrize("room", ["symm", "pp"])
@@ -186,9 +186,7 @@ def test_a_fork_leaves_the_folders_of_its_parent(tmp_path: Path) -> None:
 
 def test_results_name_no_folders_of_the_machine() -> None:
     said = f'File "{campaign.__file__}", File "{json.__file__}"'
-    assert (
-        judge_module._without_folders(said) == 'File "ditron_train/tools/faults/campaign.py", File "json/__init__.py"'
-    )
+    assert judge_module._without_folders(said) == 'File "tests/faults/campaign.py", File "json/__init__.py"'
 
 
 def test_time_without_a_core_is_measured(tmp_path: Path) -> None:

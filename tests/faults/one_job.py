@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.cpu.forked_ranks import ForkedRanks
 from ditron_train.symm.shm_transport import FOLDER
-from ditron_train.tools.faults.disks import mount_disks
-from ditron_train.tools.faults.fault import Fault, strike
-from ditron_train.tools.faults.jobs import JOBS, QUICKSTART, run_quickstart
-from ditron_train.tools.faults.judge import Ending, Outcome, judge
-from ditron_train.tools.faults.places import Places
 from ditron_train.tools.gpu_of_rank import share_gpus
+from tests.faults.disks import mount_disks
+from tests.faults.fault import Fault, strike
+from tests.faults.jobs import JOBS, QUICKSTART, run_quickstart
+from tests.faults.judge import Ending, Outcome, judge
+from tests.faults.places import Places
+from tests.support.forked_ranks import ForkedRanks
 
 NATIVE_TIMEOUT_S = 20.0  # of torch's own collectives, which hold a survivor where a rank stops in Megatron's path
 _STEPS = 4  # the first is the phase ``start``

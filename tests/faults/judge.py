@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.faults.fault import Fault
 from ditron_train.tools.postmortem.diverge import Divergence, find_divergence
 from ditron_train.tools.postmortem.files import RankFile, read_folder
+from tests.faults.fault import Fault
 
 GRACE_S = 5.0
 NEVER_CAME = "the fault never came"
@@ -46,7 +46,7 @@ class Ending:
 
 def _without_folders(said: str) -> str:
     """Where this package and others are installed says something about the machine, not about the fault."""
-    package, libraries = f"{Path(__file__).parents[3]}/", f"{Path(os.__file__).parent}/"
+    package, libraries = f"{Path(__file__).parents[2]}/", f"{Path(os.__file__).parent}/"
     return said.replace(package, "").replace(libraries, "")
 
 

@@ -31,7 +31,7 @@ class Soak:
     """Summary of a long run; the same on every rank but for memory, which is this rank's.
 
     Attributes:
-        what: ``random`` shapes or ``ops`` of fixed shapes.
+        what: Of its file.
         planned: How many were asked for.
         done: How many ran, fewer where the time was up.
         compared: Results that were compared with native's, of all ops.
@@ -99,8 +99,7 @@ class Soak:
         epochs = f"epochs {self.first_epoch} {reached}" + (", across 2**31" if self.crossed_the_wrap else "")
         drift = f"memory drift {self.host_drift_bytes / 2**20:.2f} MiB" if self.host_bytes else "memory not read"
         drift += f", of the GPU {self.device_drift_bytes / 2**20:.2f} MiB" if self.device_bytes else ""
-        unit = "shapes" if self.what == "random" else "ops"
-        return f"{self.done:,} of {self.planned:,} {unit} in {self.seconds:.0f} s ({rate}), {self.compared:,} " \
+        return f"{self.done:,} of {self.planned:,} ops in {self.seconds:.0f} s ({rate}), {self.compared:,} " \
                f"results compared, {self.natively:,} native: {verdict}; {epochs}; {drift}"  # fmt: skip
 
 

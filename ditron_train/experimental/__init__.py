@@ -1,1 +1,0 @@
-"""What no timing on a quiet machine stands for yet: tests and tools run it, jobs never do."""
