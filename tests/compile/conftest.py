@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.compile_check import TARGETS, Compilation, KernelSpec
+from tests.support.compile_check import TARGETS, Compilation, CompileReport, KernelSpec, compile_specs
 
 _HERE = pathlib.Path(__file__).parent
 _STARTED = pytest.StashKey[list[Compilation]]()
@@ -25,6 +25,13 @@ def room_specs() -> list[KernelSpec]:
         specs += module.SPECS
     assert len({spec.name for spec in specs}) == len(specs), "two specs have one name"
     return specs
+
+
+def compiled_for_cuda(only: str = "") -> list[CompileReport]:
+    """Reports of the kernels with ``only`` in their name, for every CUDA target."""
+    chosen = [spec for spec in room_specs() if only in spec.name]
+    specs = [replace(spec, targets=tuple(target for target in spec.targets if target != "hip")) for spec in chosen]
+    return list(compile_specs(specs).values())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -51,7 +58,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         spec = parameters.get("spec", parameters.get("hopper_spec"))
         if spec is not None:
             targets.setdefault(spec.name, (spec, set()))[1].add(parameters.get("target", "sm_90"))
-    specs = [replace(spec, targets=tuple(t for t in TARGETS if t in chosen)) for spec, chosen in targets.values()]
+    if not targets and any("reports" in getattr(item, "fixturenames", ()) for item in session.items):
+        targets = {spec.name: (spec, {*TARGETS} - {"hip"}) for spec in room_specs()}  # the golden records alone
+    specs = [replace(spec, targets=tuple(t for t in spec.targets if t in chosen)) for spec, chosen in targets.values()]
     started = session.stash[_STARTED] = []
     if not session.config.option.collectonly:
         niceness = 19 if any(item.path.parent != _HERE for item in session.items) else 0

@@ -13,6 +13,8 @@ from dataclasses import replace
 import pytest
 import triton
 
+from tests.compile.conftest import room_specs
+from tests.support import golden
 from tests.support.compile_check import (
     Compilation,
     CompileReport,
@@ -51,6 +53,15 @@ def test_kernel(spec, target, reports):
 def test_memory_is_ordered_as_recorded(hopper_spec, reports):
     """Whatever version of Triton compiles it."""
     assert memory_order(reports[hopper_spec.name, "sm_90"].asm) == RECORDED[hopper_spec.name]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not triton.__version__.startswith(f"{golden.TRITON}."), reason="PTX of another Triton differs")
+def test_kernels_are_as_their_golden_records(reports):
+    recorded, found = golden.read_kernels(), golden.kernel_entries(reports.values())
+    known = {f"{spec.name} {target}" for spec in room_specs() for target in spec.targets}
+    changes = golden.differences(recorded, found, {*found, *recorded} - (known - {*found}))
+    assert not changes, "\n".join(["golden records of kernels (CONTRIBUTING.md):", *changes])
 
 
 BARRIER, WRITE = "\tbar.sync \t0;", "\tst.global.v4.b32 [%rd1], {%r1};"
