@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from ditron_train.cpu.megatron_shim import model_parallel
 from ditron_train.policy import OpSpec, Place, Shape, gate, results
+from ditron_train.policy.gate import why_all_failed
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.values import have_same_bits, make_values
+from ditron_train.symm.exchange import exchange
 from ditron_train.tools.bench.megatron_ep import expert_parallel_world
 from ditron_train.tools.catalog import ROOMS, add_spec, remove_spec, specs_of
 from ditron_train.tools.postmortem.files import read_folder
@@ -148,6 +150,17 @@ def ask_gate_of_another_version(on_ranks: tuple[int, ...]) -> str | None:
     place = Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
     gate.forget()
     return gate.answer_for(spec, spec.sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
+
+
+def failed_beside_an_exchange(on_ranks: tuple[int, ...]) -> str:
+    """What an unforeseen error on these ranks becomes where the others come to an exchange of their own instead."""
+    if dist.get_rank() not in on_ranks:
+        exchange(dist.group.WORLD, "of something else")
+        return ""
+    try:
+        return why_all_failed(TypeError("of one rank"), dist.group.WORLD)
+    except TypeError as error:
+        return f"raised: {error}"
 
 
 def asked_and_recorded(on_ranks: tuple[int, ...]) -> tuple[str, object]:

@@ -339,6 +339,23 @@ def disagree(case: str) -> str:
     return "no error"
 
 
+def failure_of_rank_1() -> tuple[bool, bool, str]:
+    """Whether a channel has failed before and after rank 1 records a failure of its own, and what a check raises."""
+    from ditron_train.runtime.errors import PeerTimeoutError
+
+    context = make_context(4096)
+    before = context.channel.failed
+    dist.barrier()
+    if dist.get_rank() == 1:
+        context.channel.record_timeout(peer=0, chunk=3, expected_epoch=4, seen_epoch=3)
+    dist.barrier()
+    try:
+        context.channel.check()
+    except PeerTimeoutError as error:
+        return before, context.channel.failed, str(error)
+    return before, context.channel.failed, "no error"
+
+
 def another_shape(num_loans: int) -> bool:
     """Neighbours expect as many elements in other shapes than are sent, which messages without elements have, too;
     whether they get those shapes and the sender's values."""
