@@ -269,7 +269,7 @@ def fixed_capacity(steps, factor):
 
 
 def late_rank(late_s):
-    """Tokens and rows of one rank that come late, behind start signals that came in time."""
+    """Tokens and rows of one rank arrive late, after start signals that arrived in time."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 8, 2)
 

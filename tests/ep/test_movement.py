@@ -65,8 +65,8 @@ def test_changing_counts_and_stragglers():
     run_workers(2, changing_counts, 30, 6, 3, 24)
 
 
-def test_rows_that_come_late_are_waited_for():
-    """Where all ranks are in step, a wait that is missing is seen by chance alone."""
+def test_rows_that_arrive_late_are_waited_for():
+    """If all ranks are in step, a missing wait is seen only by chance."""
     run_workers(2, late_rank, 0.1)
 
 

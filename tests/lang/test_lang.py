@@ -41,7 +41,7 @@ def test_a_wait_ends_at_the_deadline_and_says_whom_it_waited_for():
     assert (fields["expected_epoch"], fields["seen_epoch"], fields["missing_rank"]) == (1, 0, 0)
 
 
-def test_a_wait_takes_its_deadline_and_those_behind_it_nothing():
+def test_a_wait_takes_its_deadline_and_later_ones_nothing():
     """Whoever gives up sets the channel's abort word, so that a failed call ends after one deadline, not after one a
     wait."""
     first, *others = run_workers_once(2, bodies.waits_without_a_peer, 4, env={"DITRON_TIMEOUT_S": "2"})[0].value

@@ -22,7 +22,7 @@ class Mutation:
         kind: What kind of mistake it is.
         file: The file that it changes, from the root of the repository.
         old: Text of that file, which occurs exactly once in it unless ``index`` says which of several is meant.
-        new: What stands there with the fault.
+        new: What replaces it.
         tests: What is given to pytest: files or node ids.
         index: Which occurrence of ``old`` is replaced, from 0; None: it occurs once.
     """
@@ -103,7 +103,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/tp/scatter_kernels.py",
         "        LAST: tl.constexpr = WORLD_SIZE - 1",
         "        LAST: tl.constexpr = WORLD_SIZE - 2",
-        (f"{LATE}::test_partial_sums_that_come_late_are_waited_for",),
+        (f"{LATE}::test_partial_sums_that_arrive_late_are_waited_for",),
     ),
     Mutation(
         "gemm-rs-epilogue-ring-reversed",
@@ -143,7 +143,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/tp/ag_gemm_kernel.py",
         "range(first // granule_rows, last // granule_rows + 1)",
         "range(first // granule_rows, last // granule_rows)",
-        (f"{LATE}::test_rows_that_come_late_are_waited_for[ag_gemm copy-128]",),
+        (f"{LATE}::test_rows_that_arrive_late_are_waited_for[ag_gemm copy-128]",),
     ),
     Mutation(
         "ag-gemm-straddling-tile-waits-for-its-first-rank",
@@ -151,7 +151,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/tp/ag_gemm_kernel.py",
         "high = tl.minimum(last_row, tl.load(gathered.tables.starts + owner + 1) - 1)",
         "high = tl.minimum(row, tl.load(gathered.tables.starts + owner + 1) - 1)",
-        (f"{LATE}::test_rows_that_come_late_are_waited_for[ag_gemm push-40]",),
+        (f"{LATE}::test_rows_that_arrive_late_are_waited_for[ag_gemm push-40]",),
     ),
     Mutation(
         "gather-waits-for-one-peer-less",
@@ -159,7 +159,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/tp/gather_kernels.py",
         "        _await_rows((rank + step) % WORLD_SIZE, epoch, channel, row_starts_ptr,",
         "        _await_rows((rank + 1) % WORLD_SIZE, epoch, channel, row_starts_ptr,",
-        (f"{LATE}::test_rows_that_come_late_are_waited_for[all_gather-40]",),
+        (f"{LATE}::test_rows_that_arrive_late_are_waited_for[all_gather-40]",),
     ),
     Mutation(
         "gather-awaits-the-epoch-before",
@@ -167,7 +167,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/tp/gather_kernels.py",
         "epoch = dl.last_epoch(channel.tickets + 1) + 1",
         "epoch = dl.last_epoch(channel.tickets + 1)",
-        (f"{LATE}::test_rows_that_come_late_are_waited_for[consume-40]",),
+        (f"{LATE}::test_rows_that_arrive_late_are_waited_for[consume-40]",),
     ),
     Mutation(
         "gather-flags-of-the-wrong-rank",
@@ -256,7 +256,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/lang/waits.py",
         "    control[layout.CONTROL_ABORT] = 1\n",
         "",
-        (f"{LANG}::test_a_wait_takes_its_deadline_and_those_behind_it_nothing",),
+        (f"{LANG}::test_a_wait_takes_its_deadline_and_later_ones_nothing",),
     ),
     Mutation(
         "deadline-ten-times-as-long",
@@ -264,7 +264,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/symm/channel.py",
         "min(int(self.timeout_s * 1e9), 2**62)",
         "min(int(self.timeout_s * 1e10), 2**62)",
-        (f"{LANG}::test_a_wait_takes_its_deadline_and_those_behind_it_nothing",),
+        (f"{LANG}::test_a_wait_takes_its_deadline_and_later_ones_nothing",),
     ),
     Mutation(
         "timeout-not-read",
@@ -272,7 +272,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/symm/channel.py",
         "self.timeout_s = get_settings().timeout_s",
         "self.timeout_s = 20.0",
-        (f"{LANG}::test_a_wait_takes_its_deadline_and_those_behind_it_nothing",),
+        (f"{LANG}::test_a_wait_takes_its_deadline_and_later_ones_nothing",),
     ),
     Mutation(
         "recorded-failure-not-raised",
@@ -299,8 +299,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/symm/test_arena.py::test_different_requests_are_the_same_error_on_every_rank",),
     ),
     Mutation(
-        "cap-of-own-rank-alone",
-        "decision on one rank alone",
+        "cap-of-own-rank-only",
+        "decision on one rank only",
         "ditron_train/symm/arena.py",
         "for rank, (_, _, rank_cap, rank_size) in enumerate(requests):",
         "for rank, (_, _, rank_cap, rank_size) in [(self.rank, requests[self.rank])]:",
@@ -324,7 +324,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/stream/test_call_order.py",),
     ),
     Mutation(
-        "flag-in-front-of-its-data",
+        "flag-before-its-data",
         "dropped wait of a stream",
         "ditron_train/stream/copies.py",
         "            yield destination, source + offset, num_bytes\n        yield flag, word, 4",
@@ -370,7 +370,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/sp/kernels.py",
         "dl.wait_many(flags, flags_per_granule, epoch, channel.control, source, first_flag, FLAGS, TARGET)",
         "dl.wait_many(flags, flags_per_granule, epoch - 1, channel.control, source, first_flag, FLAGS, TARGET)",
-        (f"{SP_OPS}::test_what_comes_late_is_waited_for",),
+        (f"{SP_OPS}::test_rows_that_arrive_late_are_waited_for",),
     ),
     Mutation(
         "rows-multiplied-before-they-arrive",
@@ -378,7 +378,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/sp/gemm_kernels.py",
         "dl.wait_ranks(flags, num_granules, epoch, channel.control, granule, WORLD_SIZE, RANKS_POW2, TARGET)",
         "dl.wait_ranks(flags, num_granules, epoch - 1, channel.control, granule, WORLD_SIZE, RANKS_POW2, TARGET)",
-        (f"{SP_OPS}::test_what_comes_late_is_waited_for",),
+        (f"{SP_OPS}::test_rows_that_arrive_late_are_waited_for",),
     ),
     Mutation(
         "second-half-of-the-sequence-shifted",
@@ -414,7 +414,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{MOVEMENT}::test_two_ranks[random-(9, 6)-e8k5-descending]",),
     ),
     Mutation(
-        "combine-rounds-at-the-end-alone",
+        "combine-rounds-only-at-the-end",
         "rounding skipped",
         "ditron_train/ep/return_kernels.py",
         "                    if SUM.ROUND_EACH:\n                        total = total.to(dtype).to(tl.float32)\n",
@@ -460,7 +460,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/ep/kernels.py",
         "            dl.wait(flag, epoch, inbox.control, source, chunk, MOVE.TARGET)",
         "            dl.wait(flag, epoch - 1, inbox.control, source, chunk, MOVE.TARGET)",
-        (f"{MOVEMENT}::test_rows_that_come_late_are_waited_for",),
+        (f"{MOVEMENT}::test_rows_that_arrive_late_are_waited_for",),
     ),
     Mutation(
         "rows-summed-before-they-return",
@@ -468,7 +468,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/ep/return_kernels.py",
         "                dl.wait(flag, epoch, inbox.control, peer, chunk, SUM.TARGET)",
         "                dl.wait(flag, epoch - 1, inbox.control, peer, chunk, SUM.TARGET)",
-        (f"{MOVEMENT}::test_rows_that_come_late_are_waited_for",),
+        (f"{MOVEMENT}::test_rows_that_arrive_late_are_waited_for",),
     ),
     Mutation(
         "expert-wgrad-transposed",
@@ -504,7 +504,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{CHANNEL}::test_a_sender_is_never_more_than_the_slots_ahead[1]",),
     ),
     Mutation(
-        "messages-copied-out-beside-each-other",
+        "messages-copied-out-concurrently",
         "dropped wait of a stream",
         "ditron_train/pp/endpoints.py",
         "            self._events.record(self._copied_on).hold(stream)",
@@ -595,7 +595,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # The policy.
     Mutation(
         "other-inputs-not-compared",
-        "compared on one input alone",
+        "compared on one input only",
         "ditron_train/policy/probe.py",
         "for pair in ((native, ours), *also)])",
         "for pair in ((native, ours),)])",
@@ -619,7 +619,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "each-rank-judges-its-own-times",
-        "decision on one rank alone",
+        "decision on one rank only",
         "ditron_train/policy/probe.py",
         "    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)\n",
         "",
@@ -627,7 +627,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "each-rank-takes-its-own-plan",
-        "decision on one rank alone",
+        "decision on one rank only",
         "ditron_train/policy/decide.py",
         "    dist.all_reduce(lowest_and_negated_highest, op=dist.ReduceOp.MIN, group=group)\n",
         "",
@@ -679,9 +679,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/policy/gate.py",
         "if not all(str(one).startswith(_FAILED) for one in said):",
         "if not any(str(one).startswith(_FAILED) for one in said):",
-        (
-            "tests/policy/test_specs.py::test_an_error_that_others_have_not_met_is_raised_where_they_speak_of_something_else",
-        ),
+        ("tests/policy/test_specs.py::test_an_error_of_some_ranks_is_raised_if_the_others_exchange_something_else",),
     ),
     Mutation(
         "order-of-nccl-not-asked",
@@ -710,7 +708,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a-setting-that-ranks-do-not-compare",
-        "decision on one rank alone",
+        "decision on one rank only",
         "ditron_train/megatron/plugin/rank_agreement.py",
         '_OWN = ("timeout_s", "arena_bytes", "postmortem")',
         '_OWN = ("timeout_s", "arena_bytes", "postmortem", "policy")',

@@ -208,9 +208,9 @@ caught only if a test reports the deadline. Seconds include the start of pytest,
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
-    parser.add_argument("--only", action="append", metavar="NAME", help="this fault alone; may be given several times")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this fault; may be given several times")
     parser.add_argument("--list", action="store_true", help="list the faults and run nothing")
-    parser.add_argument("--jobs", type=int, default=1, help="copies that run beside each other")
+    parser.add_argument("--jobs", type=int, default=1, help="how many faults are tried concurrently")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="of the tests of one fault")
     parser.add_argument("--skip-baseline", action="store_true", help="do not run the tests without a fault first")
     options = parser.parse_args(arguments)

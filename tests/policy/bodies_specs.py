@@ -152,8 +152,8 @@ def ask_gate_of_another_version(on_ranks: tuple[int, ...]) -> str | None:
     return gate.answer_for(spec, spec.sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
 
 
-def failed_beside_an_exchange(on_ranks: tuple[int, ...]) -> str:
-    """What an unforeseen error on these ranks becomes where the others come to an exchange of their own instead."""
+def fail_during_an_exchange(on_ranks: tuple[int, ...]) -> str:
+    """What becomes of an unforeseen error on these ranks if the others exchange something else."""
     if dist.get_rank() not in on_ranks:
         exchange(dist.group.WORLD, "of something else")
         return ""

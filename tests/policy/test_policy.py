@@ -292,7 +292,7 @@ def test_plan_is_written_read_and_overruled_where_ranks_disagree(tmp_path):
 
 
 def test_a_decision_is_of_the_policy_that_it_was_made_under(tmp_path):
-    """What was fast enough without equal bits is no answer where bits count: the job decides anew, into the file."""
+    """A path that ``fast`` accepted may have other bits: ``bits`` decides again, and adds its decision to the file."""
     path = tmp_path / "plan.json"
     run_workers(2, _decide_with_plan, str(tmp_path), "fast", None)
     content = json.loads(path.read_text())

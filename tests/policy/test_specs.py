@@ -21,7 +21,7 @@ from bodies_specs import (  # noqa: E402
     asked_and_recorded,
     bad_calls_are_refused,
     doctor_names_the_op,
-    failed_beside_an_exchange,
+    fail_during_an_exchange,
     names_of_specs,
     run_tool,
     run_tool_of_room,
@@ -92,10 +92,10 @@ def test_code_that_fails_on_one_rank_is_its_error(tmp_path: Path) -> None:
     assert divergence is not None and (divergence.kind, divergence.ranks) == ("raised", (0,)), divergence
 
 
-def test_an_error_that_others_have_not_met_is_raised_where_they_speak_of_something_else() -> None:
+def test_an_error_of_some_ranks_is_raised_if_the_others_exchange_something_else() -> None:
     """Otherwise this rank would go on natively, and the others by the fused path."""
-    assert run_workers(3, failed_beside_an_exchange, (0, 2)) == ["raised: of one rank", "", "raised: of one rank"]
-    (words,) = set(run_workers(3, failed_beside_an_exchange, (0, 1, 2)))
+    assert run_workers(3, fail_during_an_exchange, (0, 2)) == ["raised: of one rank", "", "raised: of one rank"]
+    (words,) = set(run_workers(3, fail_during_an_exchange, (0, 1, 2)))
     assert words == "the fused path cannot run here: TypeError: of one rank"
 
 

@@ -288,7 +288,7 @@ def run_projections(cases: list[dict], first_epoch: int = 0) -> None:
 
 
 def check_late_rank(late_s: float) -> None:
-    """Projections and exchanges whose data come late from one rank, behind start signals that came in time."""
+    """Projections and exchanges to which one rank sends late, after start signals that arrived in time."""
     world, rank = dist.get_world_size(), dist.get_rank()
     context = get_sp_context(None, torch.device("cpu"))
     case = dict(heads=4, groups=2, head_dim=8, length=4 * world, batch=1, dtype=torch.float32)

@@ -42,8 +42,8 @@ def test_a_bias_is_that_of_a_ranks_own_heads(rounds_once):
     run_workers(2, bodies_sp.check_bias, rounds_once)
 
 
-def test_what_comes_late_is_waited_for():
-    """Where all ranks are in step, a wait that is missing is seen by chance alone."""
+def test_rows_that_arrive_late_are_waited_for():
+    """If all ranks are in step, a missing wait is seen only by chance."""
     run_workers(2, bodies_sp.check_late_rank, 0.1)
 
 

@@ -13,7 +13,7 @@ CHUNKS = [(1000, 0, 64, 5000, 7000), (2000, 64, 0, 5004, 7004), (3000, 64, 32, 5
 
 
 @pytest.mark.parametrize("stream", [None, 77])
-def test_a_flag_is_written_behind_its_chunk(monkeypatch: pytest.MonkeyPatch, stream: int | None) -> None:
+def test_a_flag_is_written_after_its_chunk(monkeypatch: pytest.MonkeyPatch, stream: int | None) -> None:
     """A peer that sees the flag reads the chunk at once. A chunk of no bytes has its flag all the same."""
     found: list[tuple[int, int, int]] = []
     monkeypatch.setattr(copies.ctypes, "memmove", lambda *copy: found.append(copy))

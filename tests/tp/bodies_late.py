@@ -1,4 +1,4 @@
-"""What the workers of ``test_late`` run: the data of one rank come late, behind its start signals."""
+"""What the workers of ``test_late`` run: the data of one rank arrive late, after its start signals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Ops whose peers have begun and whose data are late: each waits for what it reads, and overwrites nothing that a late
-peer still reads. Where all ranks are in step, a wait that is missing is seen by chance alone."""
+"""Ops whose peers have sent their start signals and whose data are late.
+
+Each op waits for what it reads, and overwrites nothing that a late peer still reads. If all ranks are in step, a
+missing wait is seen only by chance.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from tests.support.processes import run_workers  # noqa: E402
 
 @pytest.mark.parametrize("rows", [40, 128])  # tiles that straddle ranks, or whole ones
 @pytest.mark.parametrize("op", ["ag_gemm push", "ag_gemm copy", "all_gather", "consume"])
-def test_rows_that_come_late_are_waited_for(op: str, rows: int) -> None:
+def test_rows_that_arrive_late_are_waited_for(op: str, rows: int) -> None:
     run_workers(3, bodies.check_late_gather, op, rows)
 
 
-def test_partial_sums_that_come_late_are_waited_for() -> None:
+def test_partial_sums_that_arrive_late_are_waited_for() -> None:
     run_workers(3, bodies.check_late_reduce_scatter)
 
 
