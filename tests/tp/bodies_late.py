@@ -26,19 +26,24 @@ from ditron_train.tp import (
     start_all_gather,
     start_reduce_scatter,
 )
+from ditron_train.tp.movement import largest_of_ranks
 
 LATE_S = 0.25
 ROWS, COLUMNS, RESULTS = 40, 16, 24
 
 
 @contextlib.contextmanager
-def late(module: Any, name: str, rank: int) -> Iterator[None]:
-    """On ``rank`` each call of a module's function begins ``LATE_S`` later."""
+def late(module: Any, name: str, rank: int, *, returns_late: bool = False) -> Iterator[None]:
+    """On ``rank`` each call of a module's function begins, or returns, ``LATE_S`` later."""
     function = getattr(module, name)
 
     def delayed(*arguments: Any, **options: Any) -> Any:
-        time.sleep(LATE_S)
-        return function(*arguments, **options)
+        if not returns_late:
+            time.sleep(LATE_S)
+        result = function(*arguments, **options)
+        if returns_late:
+            time.sleep(LATE_S)
+        return result
 
     with mock.patch.object(module, name, delayed) if dist.get_rank() == rank else contextlib.nullcontext():
         yield
@@ -93,3 +98,15 @@ def check_late_sums() -> None:
         with late(all_reduce_kernels, "_fold_block", repeat // 2):
             y = gemm_ar(others[rank], weight, context=context, choice=WAYS["stores"])
         assert torch.equal(y, sum(others) @ weight.t()), (rank, repeat)
+
+
+def check_late_largest() -> None:
+    """A rank that is late between its wait and its loads finds the values of that call, though its peers have gone on
+    to the next one, whose values are larger."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = get_tp_context(None, CPU)
+    for repeat in range(2 * world):
+        value = torch.tensor([10.0 * repeat + rank])
+        with late(lang, "wait_peers", repeat // 2, returns_late=True):
+            largest_of_ranks(value, context=context)
+        assert value.item() == 10.0 * repeat + world - 1, (rank, repeat)

@@ -29,3 +29,7 @@ def test_partial_sums_that_arrive_late_are_waited_for() -> None:
 
 def test_what_a_late_rank_still_adds_up_is_not_overwritten() -> None:
     run_workers(3, bodies.check_late_sums)
+
+
+def test_what_a_late_rank_still_compares_is_not_overwritten() -> None:
+    run_workers(3, bodies.check_late_largest)
