@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from unittest import mock
 
 import numpy as np
@@ -18,7 +19,9 @@ from ditron_train.ep import (
     fused,
     get_ep_context,
     get_rail_context,
+    kernels,
     ops,
+    return_kernels,
 )
 from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.group_gemm import group_gemm
@@ -54,6 +57,8 @@ def case_of(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed):
     generator = torch.Generator().manual_seed(77 + rank)
     x = torch.randn(tokens_by_rank[rank], hidden, generator=generator).to(dtype)
     probs = torch.rand(tokens_by_rank[rank], num_experts, generator=generator) * maps[rank]
+    if kind == "padded":
+        probs[::3] = 0.0  # as of tokens that fill an expert up
     return world_size, rank, maps, x, probs
 
 
@@ -157,7 +162,6 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
 def changing_counts(steps, num_experts, topk, hidden):
     """Many steps in one context with tokens, routings and stragglers that change from step to step."""
     import random
-    import time
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
@@ -264,12 +268,42 @@ def fixed_capacity(steps, factor):
     return world_size
 
 
-def overflowing_capacity():
-    """An even step that fits, then everything to one rank, with room for less: that raises, or the next look does."""
-    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, 1)
+def late_rank(late_s):
+    """Tokens and rows of one rank arrive late, after start signals that arrived in time."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 8, 2)
+
+    def delayed(function):
+        def call(*arguments):
+            time.sleep(late_s)
+            return function(*arguments)
+
+        return call
+
+    for late in range(world_size):
+        routed = routing("random", rank, 12, 8, 2, late)
+        probs, x = torch.rand(routed.shape) * routed, torch.randint(-4, 5, (12, 16)).float()
+        with contextlib.ExitStack() as stack:
+            for module, name in ((kernels, "send_tokens"), (return_kernels, "_send_rows")) if rank == late else ():
+                stack.enter_context(mock.patch.object(module, name, delayed(getattr(module, name))))
+            layout = begin_layout(routed, probs, 16, torch.float32, context).finish()
+            rows, row_probs = ops.dispatch(x, layout, context)
+            out, grads = ops.combine(rows, layout, context, order="ascending", row_grads=row_probs)
+        assert torch.equal(out, x * routed.sum(1, keepdim=True)) and torch.equal(grads, probs), late
+        context.rows_buffer(1, 1, 16, torch.float32).local.fill_(float("nan"))
+    context.check()
+
+
+def overflowing_capacity(topk):
+    """An even step that fits, then everything to one rank, with room for less: that raises, or the next look does.
+    With ``topk`` 2 it is the rows alone that are too many: both of a token arrive in one slot."""
+    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, topk)
+    even, full = torch.arange(8) % 4, torch.full((8,), 3)
     try:
-        for experts in (torch.arange(8) % 4, torch.full((8,), 3)):
+        for experts in (even, full):
             routed = torch.nn.functional.one_hot(experts, 4).bool()
+            if topk == 2:
+                routed |= torch.nn.functional.one_hot((experts + 2) % 4 if experts is even else experts - 1, 4).bool()
             layout = begin_layout(routed, routed.float(), 16, torch.float32, context, capacity_factor=1.25).finish()
             rows, _ = ops.dispatch(torch.randn(8, 16), layout, context)
             ops.combine(rows, layout, context, order="ascending")

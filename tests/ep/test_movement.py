@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import (  # noqa: E402
     changing_counts,
     fixed_capacity,
+    late_rank,
     layout_and_movement,
     overflowing_capacity,
     refused_without_a_host_sync,
@@ -31,6 +32,7 @@ CASES = [
     ("empty_experts", (6, 11), 12, 3, 48, torch.float16, "descending"),
     ("dropped", (16, 13), 10, 4, 33, torch.bfloat16, "ascending"),
     ("random", (5, 6), 2, 2, 16, torch.float32, "descending"),
+    ("random", (9, 6), 8, 5, 16, torch.float32, "descending"),  # as many rows a token that their order shows
     ("padded", (20, 20), 6, 2, 24, torch.bfloat16, "ascending_rounded"),
     ("padded", (7, 7), 10, 1, 40, torch.bfloat16, "descending"),
     *(("random", (6, 3), 8, topk, 16, torch.bfloat16, "ascending_rounded") for topk in (5, 6, 7, 8)),
@@ -63,14 +65,20 @@ def test_changing_counts_and_stragglers():
     run_workers(2, changing_counts, 30, 6, 3, 24)
 
 
+def test_rows_that_arrive_late_are_waited_for():
+    """If all ranks are in step, a missing wait is seen only by chance."""
+    run_workers(2, late_rank, 0.1)
+
+
 @pytest.mark.parametrize("factor", [1.9, 2.0, 50.0])
 def test_a_fixed_capacity_gives_the_same_without_a_host_sync(factor):
     run_workers(2, fixed_capacity, 4, factor)
 
 
-def test_overflow_is_an_error_that_names_expert_rank_and_setting():
-    for text in run_workers(2, overflowing_capacity):
-        assert "16 rows for slot 1 of rank 1, room for 10" in text and "DITRON_EP_CAPACITY" in text
+@pytest.mark.parametrize("topk, words", [(1, "16 rows for slot 1 of rank 1, room for 10"), (2, "32 rows for slot 0")])
+def test_overflow_is_an_error_that_names_expert_rank_and_setting(topk, words):
+    for text in run_workers(2, overflowing_capacity, topk):
+        assert words in text and "DITRON_EP_CAPACITY" in text
     run_workers(2, changing_counts, 1, 10, 3, 8)  # the workers are still good
 
 

@@ -77,6 +77,17 @@ def test_any_shape_and_stride_is_exact(layout, dtype, m, n, k, a_kind, b_kind):
     assert torch.equal(op(a, b), reference(a.float(), b.float()).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_sums_are_made_in_fp32(layout, dtype):
+    """Of values of one sign: sums are larger than what the operands' type holds exactly, block by block of K."""
+    op, _, shapes = LAYOUTS[layout]
+    m, n, k = 20, 24, 1000
+    a, b = (integers(*shape, dtype=dtype, seed=seed).abs() + 1 for seed, shape in enumerate(shapes(m, n, k)))
+    config = GemmConfig(16, 16, 32, 4, 1)
+    assert torch.equal(op(a, b, config=config), LAYOUTS[layout][1](a.float(), b.float()).to(dtype))
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize(
     "config",

@@ -239,12 +239,7 @@ def _tp_cases() -> Iterator[Case]:
         for world in (2, 4):
             yield Case(f"tp start {name}, {world} ranks", world, partial(_move, name, shape))
     yield Case("tp largest of ranks", 2, _largest)
-    for kind, has_bias in (
-        ("column", True),
-        ("column", False),
-        ("row", False),
-        ("row ar", False),
-    ):
+    for kind, has_bias in (("column", True), ("column", False), ("row", False), ("row ar", False)):
         name = f"tp {kind} linear{' with bias' if has_bias else ''}"
         yield Case(name, 2, partial(_linear, kind, (16, 2), 32, 24, has_bias))
         if not has_bias:
@@ -260,10 +255,10 @@ def _tp_cases() -> Iterator[Case]:
 
 def _spec_call(name, sizes, options, stack, group) -> Prepared:
     """An op as its spec in ``tools.catalog`` calls it, with Megatron's groups around it where it needs them."""
-    from tests.support.model_parallel import model_parallel
     from ditron_train.policy import Place, Shape, results
     from ditron_train.tools.bench.megatron_ep import expert_parallel_world
     from ditron_train.tools.catalog import specs_of
+    from tests.support.model_parallel import model_parallel
 
     spec = next(spec for spec in specs_of(name.split()[0]) if spec.name == name)
     world = dist.get_world_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import kernels_lang as kernels  # noqa: E402
 from ditron_train.runtime.device import kernel_target  # noqa: E402
 from ditron_train.runtime.errors import DitronError  # noqa: E402
 from ditron_train.symm import Channel, get_arena  # noqa: E402
+from tests.support.patience import Lateness  # noqa: E402
 
 DEVICE = torch.device("cpu")
 TARGET = "interpreter"
@@ -91,6 +93,21 @@ def absent_peer() -> tuple[str, dict]:
     except DitronError as error:
         return type(error).__name__, dict(vars(error))
     return "no error", {}
+
+
+def waits_without_a_peer(launches: int) -> list[tuple[float, float]]:
+    """Rank 0 waits again and again for flags that nobody sets; returns how long each launch took, and how long without
+    the lateness of the machine."""
+    world, seconds = dist.get_world_size(), []
+    channel = Channel(get_arena(None, DEVICE), "lang.waits", world)
+    if dist.get_rank() == 0:
+        for _ in range(launches):
+            with Lateness() as late:
+                begun_s = time.monotonic()
+                kernels.wait_each[(1,)](channel.signals.local, channel.tickets, channel.control, world, TARGET)
+                took_s = time.monotonic() - begun_s
+            seconds.append((took_s, took_s - late.seconds))
+    return seconds
 
 
 def shared_memory_calls() -> bool:

@@ -41,6 +41,13 @@ def test_a_wait_ends_at_the_deadline_and_says_whom_it_waited_for():
     assert (fields["expected_epoch"], fields["seen_epoch"], fields["missing_rank"]) == (1, 0, 0)
 
 
+def test_a_wait_takes_its_deadline_and_later_ones_nothing():
+    """Whoever gives up sets the channel's abort word, so that a failed call ends after one deadline, not after one a
+    wait."""
+    first, *others = run_workers_once(2, bodies.waits_without_a_peer, 4, env={"DITRON_TIMEOUT_S": "2"})[0].value
+    assert first[0] >= 2.0 and first[1] < 4.0 and sum(without_lateness_s for _, without_lateness_s in others) < 2.0
+
+
 def test_puts_gets_and_signals():
     assert run_workers(2, bodies.shared_memory_calls) == [True, True]
 

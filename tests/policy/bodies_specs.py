@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy import OpSpec, Place, Shape, gate, results
+from ditron_train.policy.gate import why_all_failed
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import forget_decisions
 from ditron_train.runtime.values import have_same_bits, make_values
+from ditron_train.symm.exchange import exchange
 from ditron_train.tools.bench.megatron_ep import expert_parallel_world
 from ditron_train.tools.catalog import ROOMS, add_spec, remove_spec, specs_of
 from ditron_train.tools.postmortem.files import read_folder
@@ -166,6 +168,17 @@ def warnings_of_another_version() -> list[str]:
     finally:
         logger.removeHandler(handler)
     return lines
+
+
+def fail_during_an_exchange(on_ranks: tuple[int, ...]) -> str:
+    """What becomes of an unforeseen error on these ranks if the others exchange something else."""
+    if dist.get_rank() not in on_ranks:
+        exchange(dist.group.WORLD, "of something else")
+        return ""
+    try:
+        return why_all_failed(TypeError("of one rank"), dist.group.WORLD)
+    except TypeError as error:
+        return f"raised: {error}"
 
 
 def asked_and_recorded(on_ranks: tuple[int, ...]) -> tuple[str, object]:

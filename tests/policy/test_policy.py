@@ -313,6 +313,18 @@ def test_plan_is_written_read_and_overruled_where_ranks_disagree(tmp_path):
     assert all((decision.reason, calls) == ("from the plan", ["ours", "also"]) for decision, calls in fourth)
 
 
+def test_a_decision_is_of_the_policy_that_it_was_made_under(tmp_path):
+    """A path that ``fast`` accepted may have other bits: ``bits`` decides again, and adds its decision to the file."""
+    path = tmp_path / "plan.json"
+    run_workers(2, _decide_with_plan, str(tmp_path), "fast", None)
+    content = json.loads(path.read_text())
+    content["decisions"]["tp op 1x2 on 2 ranks (fast)"].update(reason="from the plan")
+    path.write_text(json.dumps(content))
+    for decision, _ in run_workers(2, _decide_with_plan, str(tmp_path), "bits", None):
+        assert decision.reason != "from the plan"
+    assert list(json.loads(path.read_text())["decisions"]) == [f"tp op 1x2 on 2 ranks ({m})" for m in ("bits", "fast")]
+
+
 def _refused(folder):
     try:
         _decide_with_plan(folder, "strict", None)

@@ -21,6 +21,7 @@ from bodies_specs import (  # noqa: E402
     asked_and_recorded,
     bad_calls_are_refused,
     doctor_names_the_op,
+    fail_during_an_exchange,
     names_of_specs,
     run_tool,
     run_tool_of_room,
@@ -104,6 +105,13 @@ def test_code_that_fails_on_one_rank_is_its_error(tmp_path: Path) -> None:
     assert type(found[0].error).__name__ == "TypeError" and "a_new_name" in found[0].traceback, found
     divergence = find_divergence(read_folder(tmp_path))
     assert divergence is not None and (divergence.kind, divergence.ranks) == ("raised", (0,)), divergence
+
+
+def test_an_error_of_some_ranks_is_raised_if_the_others_exchange_something_else() -> None:
+    """Otherwise this rank would go on natively, and the others by the fused path."""
+    assert run_workers(3, fail_during_an_exchange, (0, 2)) == ["raised: of one rank", "", "raised: of one rank"]
+    (words,) = set(run_workers(3, fail_during_an_exchange, (0, 1, 2)))
+    assert words == "the fused path cannot run here: TypeError: of one rank"
 
 
 def test_what_all_ranks_have_met_is_in_no_record(tmp_path: Path) -> None:

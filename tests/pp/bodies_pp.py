@@ -275,8 +275,10 @@ def late_neighbour(turns: int, for_slots: bool) -> tuple[float, float]:
     context = make_context(256, 2, num_loans=0)
     assert context.channel is not None
     context.channel.turns = turns
+    begin_s = time.monotonic()  # on rank 1, which may leave the barrier long after rank 0
     dist.barrier()
-    begin_s = time.monotonic()
+    if dist.get_rank() == 0:
+        begin_s = time.monotonic()
     try:
         while dist.get_rank() == 0:
             if for_slots:
@@ -337,6 +339,23 @@ def disagree(case: str) -> str:
     except MismatchError as error:
         return f"MismatchError: {error}"
     return "no error"
+
+
+def failure_of_rank_1() -> tuple[bool, bool, str]:
+    """Whether a channel has failed before and after rank 1 records a failure of its own, and what a check raises."""
+    from ditron_train.runtime.errors import PeerTimeoutError
+
+    context = make_context(4096)
+    before = context.channel.failed
+    dist.barrier()
+    if dist.get_rank() == 1:
+        context.channel.record_timeout(peer=0, chunk=3, expected_epoch=4, seen_epoch=3)
+    dist.barrier()
+    try:
+        context.channel.check()
+    except PeerTimeoutError as error:
+        return before, context.channel.failed, str(error)
+    return before, context.channel.failed, "no error"
 
 
 def another_shape(num_loans: int) -> bool:

@@ -108,6 +108,15 @@ def test_an_error_names_the_deadline_that_was_waited_for(turns, for_slots):
         assert said_s == 0.5 * turns <= waited_s
 
 
+def test_a_failure_of_one_rank_is_known_to_all():
+    """A watchdog lets through what waits on a channel that has failed: on every rank, whoever recorded it."""
+    outcomes = run_workers_once(3, bodies.failure_of_rank_1)
+    told = {outcome.value for outcome in outcomes}
+    assert len(told) == 1, told
+    ((before, after, words),) = told
+    assert not before and after and "rank 1 waited" in words and "for rank 0" in words
+
+
 @pytest.mark.parametrize("case, words", [("size", "[8, 5] float32"), ("dtype", "[8, 4] int32")])
 def test_neighbours_that_disagree_raise_the_same_error(case, words):
     outcomes = run_workers_once(3, bodies.disagree, case)

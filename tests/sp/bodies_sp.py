@@ -3,6 +3,8 @@ with."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from unittest import mock
 
 import torch
@@ -13,8 +15,10 @@ from ditron_train.sp import (
     HeadsLayout,
     LateWgrad,
     SPContext,
+    gemm_kernels,
     get_sp_context,
     heads_exchange,
+    kernels,
     output_layout,
     output_projection,
     qkv_layout,
@@ -124,6 +128,31 @@ def check_projections(
     y_native.backward(grad)
     assert torch.equal(attended.grad, attended_native.grad)
     assert torch.equal(weight.grad, weight_native.grad)
+
+
+def check_bias(rounds_once: bool) -> None:
+    """The QKV projection with a bias: each rank adds that of its own heads, once, and its gradient is that of the
+    rank's own rows."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context, layout = get_sp_context(None, torch.device("cpu")), qkv_layout(4 * world, 2 * world, 8, world)
+    columns = world * layout.num_columns
+    inputs = [integers(4, 2, 16, dtype=torch.float32, seed=1 + rank)]
+    inputs += [integers(*shape, dtype=torch.float32, seed=5 + len(shape)) for shape in ((columns, 16), (columns,))]
+    x, weight, bias = (leaf(one) for one in inputs)
+    x_native, weight_native, bias_native = (leaf(one) for one in inputs)
+    ours = qkv_projection(x, weight, context=context, layout=layout, bias=bias, rounds_once=rounds_once)
+    mixed = torch.matmul(x_native, weight_native.t()) + bias_native
+    parts = torch.split(mixed.view(4, 2, world * layout.num_groups, -1), list(layout.widths), dim=3)
+    native = tuple(
+        native_to_heads(part.reshape(4, 2, -1, head_dim), world) for part, head_dim in zip(parts, layout.head_dims)
+    )
+    for ours_part, native_part in zip(ours, native, strict=True):
+        assert torch.equal(ours_part, native_part)
+    grads = [integers(*part.shape, dtype=torch.float32, seed=20 + 10 * rank + i) for i, part in enumerate(native)]
+    torch.autograd.backward(ours, grads)
+    torch.autograd.backward(native, grads)
+    for found, expected in ((x, x_native), (weight, weight_native), (bias, bias_native)):
+        assert torch.equal(found.grad, expected.grad)
 
 
 def call_projections(context: SPContext, *, heads, groups, head_dim, length, batch, hidden, dtype) -> None:
@@ -257,6 +286,28 @@ def run_projections(cases: list[dict], first_epoch: int = 0) -> None:
     if cases[0]["dtype"] == torch.float32:  # sums of 16-bit results would not be exact
         check_late_gradient(rank, world, context, cases[0])
     context.arena.close()
+
+
+def check_late_rank(late_s: float) -> None:
+    """Projections and exchanges to which one rank sends late, after start signals that arrived in time."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    context = get_sp_context(None, torch.device("cpu"))
+    case = dict(heads=4, groups=2, head_dim=8, length=4 * world, batch=1, dtype=torch.float32)
+
+    def delayed(function):
+        def call(*arguments):
+            time.sleep(late_s)
+            return function(*arguments)
+
+        return call
+
+    stores = [(kernels, "push_item"), (gemm_kernels, "push_item"), (gemm_kernels, "store_tile")]
+    for late_rank in range(world):
+        with contextlib.ExitStack() as stack:
+            for module, name in stores if rank == late_rank else ():
+                stack.enter_context(mock.patch.object(module, name, delayed(getattr(module, name))))
+            check_projections(rank, world, context, hidden=16, seed=1000 * late_rank, **case)
+            check_exchanges(rank, world, context, seed=1000 * late_rank, **case)
 
 
 def run_exchanges(cases: list[dict]) -> None:

@@ -37,6 +37,16 @@ def test_projections_have_the_bits_of_the_native_sequence(world, num_cases):
     run_workers(world, bodies_sp.run_projections, cases)
 
 
+@pytest.mark.parametrize("rounds_once", [False, True])
+def test_a_bias_is_that_of_a_ranks_own_heads(rounds_once):
+    run_workers(2, bodies_sp.check_bias, rounds_once)
+
+
+def test_rows_that_arrive_late_are_waited_for():
+    """If all ranks are in step, a missing wait is seen only by chance."""
+    run_workers(2, bodies_sp.check_late_rank, 0.1)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_what_was_multiplied_is_copied_only_where_a_backward_follows(late):
     """Trained, evaluated; recomputed (first pass, second pass), evaluated."""
