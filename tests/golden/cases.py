@@ -9,8 +9,10 @@ how many threads it has.
 
 What these records do not cover:
 
-- GPU paths that the interpreter does not take: streams and events, recorded graphs, memory operations of streams,
-  ``KernelLaunch.repeat``, NVSHMEM, registered host memory, choices of tuning tables and cost models for a GPU.
+- GPU paths that the interpreter does not take: ``KernelLaunch.repeat``, NVSHMEM, memory operations of streams and
+  their watchdog, registered host memory, and all of ``sp``, ``ep``, ``pp`` and ``optim`` that depends on the device.
+  Of ``tp`` the cases ``h200 ...`` record what it would enqueue on an H200 (``tests.support.simulated_gpu``): choices,
+  stream order, copy engines and recorded graphs. Nothing is run there, so they have no bits.
 - What a kernel does inside; ``kernels.json`` has its code.
 - Whole layers and steps of Megatron, and what needs Transformer Engine: FP8 layers, its grouped GEMMs and gradients
   into ``main_grad`` by them.
@@ -30,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.call_recorder import CallRecorder, bits_of
-from tests.support.processes import run_workers
+from tests.support.processes import run_workers, run_workers_once
 
 CPU = torch.device("cpu")
 Tensors = Sequence["torch.Tensor | None"]
@@ -47,12 +49,16 @@ class Case:
         world: How many processes.
         prepare: From a process group, and a stack of what is left behind the last call, to operands and the call.
         is_exact: Whether bits are the same on any CPU.
+        calls: Which calls are recorded.
+        simulates: Whether tensor parallelism takes its paths of an H200, of which nothing is run.
     """
 
     name: str
     world: int
     prepare: Callable[[contextlib.ExitStack, dist.ProcessGroup], Prepared]
     is_exact: bool = True
+    calls: tuple[int, ...] = (1, 3)
+    simulates: bool = False
 
 
 def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -168,7 +174,7 @@ def _largest(stack, group) -> Prepared:
     return {}, call
 
 
-def _linear(kind, shape, n, k, has_bias, stack, group) -> Prepared:
+def _linear(kind, shape, n, k, has_bias, dtype, stack, group) -> Prepared:
     from ditron_train.tp import column_linear, get_tp_context, row_linear
     from ditron_train.tp.all_reduce_functions import row_linear_ar
 
@@ -183,8 +189,10 @@ def _linear(kind, shape, n, k, has_bias, stack, group) -> Prepared:
     else:
         x_shape, w_shape = (sequence, batch, k // world), (n, k // world)
         y_shape = (sequence if is_reduced else sequence // world, batch, n)
-    x, weight, grad = integers(*x_shape, seed=8), integers(*w_shape, seed=9), integers(*y_shape, seed=10)
-    bias = [integers(n // world, seed=11)] if has_bias else []
+    x, weight, grad = (
+        integers(*size, seed=seed, dtype=dtype) for seed, size in ((8, x_shape), (9, w_shape), (10, y_shape))
+    )
+    bias = [integers(n // world, seed=11, dtype=dtype)] if has_bias else []
 
     def function(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         return layer(x, weight, context=context, **({"bias": bias[0]} if bias else {}))
@@ -205,6 +213,32 @@ def _fp8(op, rows, n, k, mode, stack, group) -> Prepared:
         plan = GatherPlan(mode, push_programs=1)
         return named, lambda: ag_gemm(x, weight, context=context, scales=scales, plan=plan, return_gathered=True)
     return named, lambda: [gemm_rs(x, weight, context=context, scales=scales, scatter=mode)]
+
+
+def _simulated_cases() -> Iterator[Case]:
+    """By the paths of GPUs. What is short is recorded as a graph in the fourth call at the latest; the fifth launches
+    it."""
+    options: dict[str, Any] = dict(is_exact=False, calls=(1, 4, 5), simulates=True)
+    bf16 = torch.bfloat16
+    for world in (2, 4):
+        for rows, n, k in ((2048, 1024, 1024), (4096, 2048, 2048)):
+            even = (rows // world,) * world
+            words = f"{rows} {n} {k}, {world} ranks"
+            options["calls"] = (1, 4, 5) if rows == 4096 else (1,)
+            yield Case(f"h200 ag_gemm {words}", world, partial(_ag_gemm, even, n, k, "nt", None, bf16), **options)
+            yield Case(f"h200 gemm_rs {words}", world, partial(_gemm_rs, even, n, k, "nt", None, bf16), **options)
+            yield Case(f"h200 gemm_ar {words}", world, partial(_gemm_ar, rows, n, k, "nt", None, bf16), **options)
+    yield Case("h200 gemm_ar rows of a decode", 2, partial(_gemm_ar, 8, 256, 128, "nt", None, bf16), **options)
+    for mode, scatter in (("push", "store"), ("copy", "copy")):
+        uneven = (160, 96)
+        yield Case(f"h200 ag_gemm {mode} 160+96", 2, partial(_ag_gemm, uneven, 256, 128, "nn", mode, bf16), **options)
+        yield Case(
+            f"h200 gemm_rs {scatter} 160+96", 2, partial(_gemm_rs, uneven, 256, 128, "nn", scatter, bf16), **options
+        )
+    for name, shape in (("gather", (64, 64)), ("scatter", (64, 64))):
+        yield Case(f"h200 start {name}", 4, partial(_move, name, shape), **options)
+    for kind in ("column", "row", "row ar"):
+        yield Case(f"h200 {kind} linear", 2, partial(_linear, kind, (256, 1), 256, 256, False, bf16), **options)
 
 
 def _tp_cases() -> Iterator[Case]:
@@ -241,9 +275,9 @@ def _tp_cases() -> Iterator[Case]:
     yield Case("tp largest of ranks", 2, _largest)
     for kind, has_bias in (("column", True), ("column", False), ("row", False), ("row ar", False)):
         name = f"tp {kind} linear{' with bias' if has_bias else ''}"
-        yield Case(name, 2, partial(_linear, kind, (16, 2), 32, 24, has_bias))
+        yield Case(name, 2, partial(_linear, kind, (16, 2), 32, 24, has_bias, f32))
         if not has_bias:
-            yield Case(f"{name}, 4 ranks", 4, partial(_linear, kind, (12, 1), 20, 28, has_bias))
+            yield Case(f"{name}, 4 ranks", 4, partial(_linear, kind, (12, 1), 20, 28, has_bias, f32))
     for mode in ("push", "copy"):
         yield Case(f"tp ag_gemm fp8 {mode}", 2, partial(_fp8, "ag_gemm", 40, 48, 32, mode))
     for scatter in ("store", "copy"):
@@ -520,7 +554,7 @@ def _other_cases() -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     """Every case."""
-    found = [*_tp_cases(), *_sp_cases(), *_ep_cases(), *_other_cases(), *_spec_cases()]
+    found = [*_tp_cases(), *_simulated_cases(), *_sp_cases(), *_ep_cases(), *_other_cases(), *_spec_cases()]
     assert len({case.name for case in found}) == len(found), "two cases have one name"
     return found
 
@@ -528,11 +562,21 @@ def all_cases() -> list[Case]:
 def records(cases: Sequence[Case]) -> dict[str, list[str]]:
     """Their records by ``"<case>, call <n>, rank <r>"``."""
     found = {}
-    for world in sorted({case.world for case in cases}):
-        names = [case.name for case in cases if case.world == world]
-        for rank, of_rank in enumerate(run_workers(world, records_of, names)):
+    for world, simulates in sorted({(case.world, case.simulates) for case in cases}):
+        names = [case.name for case in cases if (case.world, case.simulates) == (world, simulates)]
+        for rank, of_rank in enumerate(_of_ranks(world, names, simulates)):
             found.update({f"{key}, rank {rank}": lines for key, lines in of_rank.items()})
     return found
+
+
+def _of_ranks(world: int, names: Sequence[str], simulates: bool) -> list[dict[str, list[str]]]:
+    """What each rank recorded. Where a GPU is simulated its processes are used for nothing else: launches for it are
+    kept there."""
+    if not simulates:
+        return run_workers(world, records_of, names)
+    outcomes = run_workers_once(world, records_of, names)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(outcome.traceback for outcome in outcomes)
+    return [outcome.value for outcome in outcomes]
 
 
 def records_of(names: Sequence[str]) -> dict[str, list[str]]:
@@ -551,19 +595,25 @@ def _records_of_case(case: Case) -> dict[str, list[str]]:
     found = {}
     torch.manual_seed(0)
     with contextlib.ExitStack() as stack, CallRecorder() as recorder:
+        if case.simulates:
+            from ditron_train.tp import get_tp_context
+            from tests.support.simulated_gpu import simulate
+
+            simulate(stack, recorder, get_tp_context(group, CPU))
         named, call = case.prepare(stack, group)
         recorder.name(**named)
         recorder.take()
-        for number in (1, 2, 3):
+        for number in range(1, max(case.calls) + 1):
             with recorder.paused():
                 dist.barrier(group)  # what the call before it let go of is back
             results = call()
             lines = recorder.take()
             with recorder.paused():
                 bits = bits_of(results) if case.is_exact else "not compared"
-            if number != 2:
+            if number in case.calls:
                 found[f"{case.name}, call {number}"] = [*lines, f"bits {bits}"]
             recorder.take()
+            recorder.reuse_memory()
             del results
     gate.forget()
     return found

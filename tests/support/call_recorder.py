@@ -23,7 +23,7 @@ Each line is one event, without addresses, times or anything that depends on the
 
 Memory is named: by the names given to ``name``, or ``S<n>`` for the n-th piece of symmetric memory, ``S<n>@+<d>`` for
 that of the rank d after this one, with an offset in bytes. Other memory is ``-``; a table of addresses is ``&`` and
-the name of the first one. So a swapped operand shows, and an address does not.
+the name of this rank's. So a swapped operand shows, and an address does not.
 
 The recorder patches: ``GridExecutor.__call__`` of Triton's interpreter, torch's dispatcher, ``ctypes.memmove`` in
 ``stream.copies``, ``stream.waits``, ``_Meeting.exchange``, ``Segment``, ``shared_mappings.map_side_by_side``,
@@ -134,7 +134,10 @@ class _Dispatch(TorchDispatchMode):
             self._recorder.add(f"item {self._recorder.shown(args)}")
         elif not (short in _SILENT or function.is_view):
             self._recorder.add(f"torch {short} {self._recorder.shown(args)}")
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if function.is_view or function._schema.is_mutable or not isinstance(result, torch.Tensor):
+            return result
+        return self._recorder.allocated(result)
 
 
 class CallRecorder:
@@ -147,6 +150,11 @@ class CallRecorder:
         self._names: dict[str, torch.Tensor] = {}
         self._stack = contextlib.ExitStack()
         self._is_paused = False
+        self._stream: Callable[[], str] | None = None
+        self._allocated: list[torch.Tensor] = []
+        self._num_allocated = 0
+        self._reuses_memory = False
+        self._kept: list[torch.Tensor] = []
 
     # -- use --------------------------------------------------------------------------------------------------------
 
@@ -182,9 +190,33 @@ class CallRecorder:
         """What the memory of these tensors is called from now on; they are kept alive."""
         self._names.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
+    def simulate(self, stream: Callable[[], str]) -> None:
+        """From now on kernels are written down with the ``stream`` that they are launched on, and are not run."""
+        self._stream = stream
+
+    def reuse_memory(self) -> None:
+        """From now on, where kernels are not run, what a call allocates lies where it did in the call before it."""
+        self._reuses_memory = self._stream is not None
+
+    def allocated(self, made: torch.Tensor) -> torch.Tensor:
+        """What an operator has made, perhaps in the memory of the call before this one."""
+        if self._stream is None or self._is_paused:
+            return made
+        if not self._reuses_memory:  # kept, so that no later call is given it by chance
+            self._kept.append(made)
+            return made
+        index, self._num_allocated = self._num_allocated, self._num_allocated + 1
+        if index < len(self._allocated):
+            before = self._allocated[index]
+            if (before.shape, before.stride(), before.dtype) == (made.shape, made.stride(), made.dtype):
+                return torch.ops.aten.alias(before.copy_(made))
+        self._allocated[index:] = [made]
+        return torch.ops.aten.alias(made)
+
     def take(self) -> list[str]:
         """What has come since the last time."""
         lines, self._lines = self._lines, []
+        self._num_allocated = 0
         return collapsed(lines)
 
     def add(self, line: str) -> None:
@@ -222,7 +254,7 @@ class CallRecorder:
         return "-"
 
     def _place_of(self, tensor: torch.Tensor) -> str:
-        """The name of a tensor's memory; of a table of addresses, that of the first one behind ``&``."""
+        """The name of a tensor's memory; of a table of addresses, ``&`` and the name of this rank's."""
         if not tensor.numel() or tensor.device.type != "cpu":
             return "-"
         place = self.place(tensor.data_ptr())
@@ -230,7 +262,8 @@ class CallRecorder:
             with self.paused():
                 addresses = tensor.flatten().tolist()
             if min(addresses) >= _LEAST_ADDRESS:
-                return f"&{self.place(addresses[0])}"
+                own = addresses[dist.get_rank()] if len(addresses) == dist.get_world_size() else addresses[0]
+                return f"&{self.place(own)}"
         return place
 
     def shown(self, value: Any) -> str:
@@ -284,7 +317,11 @@ class CallRecorder:
         operands = " ".join(self.shown(value) for name, value in given.items() if name not in executor.constexprs)
         constants = " ".join(f"{name}={self.shown(given[name])}" for name in executor.constexprs)
         how = " ".join(f"{name}={value}" for name, value in sorted(options.items()))
-        self.add(f"launch {executor.fn.__name__} {self.shown(tuple(grid))} {operands} | {constants} | {how}")
+        stream = "" if self._stream is None else self._stream()
+        grid = self.shown(tuple(grid))
+        self.add(f"launch {executor.fn.__name__} {grid} {operands} | {constants} | {how}{stream}")
+        if self._stream is not None:
+            return None
         with self.paused():
             return run(executor, *args, **kwargs)
 
