@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.outside_compile import outside_compile
 
@@ -41,6 +42,7 @@ class _AwaitFreedMemory(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        refuse_second_derivatives("awaiting_freed_memory")
         await_freed_memory(grad.device)
         return grad
 
