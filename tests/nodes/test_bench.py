@@ -18,7 +18,8 @@ from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 OPS = {"tp": ["column_linear", "ag_gemm", "column_linear", "row_linear", "gemm_rs", "row_linear"]}
-OPS |= {"sp": ["attention_exchange"], "pp": ["send_recv", "send_recv"], "muon": ["muon_step"]}
+# Nodes of one rank have no rails to share: no exchange of sp runs fused, so nothing of it is compared.
+OPS |= {"sp": [], "pp": ["send_recv", "send_recv"], "muon": ["muon_step"]}
 
 
 def _rows(tmp_path, posed, parts):
@@ -41,8 +42,7 @@ def test_nodes_of_one_rank(tmp_path):
     if why_no_nodes() is not None:
         pytest.skip(why_no_nodes())
     for row in _rows(tmp_path, ["--rate-mbit", "1400"], OPS):
-        has_path = row["op"] != "attention_exchange"  # nodes of one rank have no rails to share
-        assert (row["fused_sends"] > 0) is has_path is ("peer_us" in row)
+        assert row["fused_sends"] > 0 and "peer_us" in row
         if "Megatron's" in row["plan"][0]:
             assert row["ditron_us"] == row["native_us"]
         elif row["op"] != "muon_step":
