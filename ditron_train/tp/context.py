@@ -1,4 +1,5 @@
-"""``TPContext``: who owns the symmetric memory of tensor parallelism on one group.
+"""``TPContext``: who owns the symmetric memory of tensor parallelism on one group, and what every op checks of its
+operands before anything is signalled.
 
 All layers of a group share it: one gathered activation and one set of partials, of the largest layer's size.
 """
@@ -13,14 +14,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ditron_train.gemm.fp8 import check_fp8_operands
+from ditron_train.gemm.operands import FP8_DTYPES, Operand
+from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.device import device_name
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.settings import get_settings
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
+from ditron_train.stream.driver import has_driver
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
+from ditron_train.tp.choices import PUSH_BYTES, Problem
 from ditron_train.tp.kept import KeptInputs
-from ditron_train.tp.problem import PUSH_BYTES
 
 MOST_CHUNKS = 64  # of one source in an all-reduce by copy engines
 MOST_PUSH_PROGRAMS = 128  # in one of stores
@@ -164,3 +170,61 @@ def get_tp_context(
 ) -> TPContext:
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
     return context_of(TPContext, group, device, first_epoch=first_epoch)
+
+
+def checked_sizes(context: TPContext, call: Any) -> tuple[int, int]:
+    """Checks what this rank can see alone; returns (N, K)."""
+    name, layout, x_shape, weight_shape = call.op, call.layout, call.x_shape, call.weight_shape
+    if layout not in ("nt", "nn"):
+        raise NotSupportedError(f"{name}: layout {layout!r} is not nt or nn")
+    if call.device != context.device:
+        raise NotSupportedError(f"{name}: x is on {call.device}, the context on {context.device}")
+    if len(weight_shape) != 2 or len(x_shape) < 2:
+        raise NotSupportedError(
+            f"{name}: x must have at least 2 dimensions and weight 2, got {len(x_shape)} and {len(weight_shape)}"
+        )
+    operands = Operand(call.dtype, call.device), Operand(call.weight_dtype, call.weight_device)
+    if call.dtype in FP8_DTYPES:
+        check_fp8_operands(name, *operands)
+        if layout != "nt" or call.dtype != call.weight_dtype:
+            raise NotSupportedError(
+                f"{name}: FP8 operands of {call.dtype} and {call.weight_dtype}, {layout}: only nt of one type"
+            )
+    else:
+        check_operands(name, *operands)
+    n, k = weight_shape if layout == "nt" else weight_shape[::-1]
+    if x_shape[-1] != k:
+        raise NotSupportedError(f"{name}: x {tuple(x_shape)} and weight {tuple(weight_shape)} ({layout}) do not fit")
+    if n == 0 or k == 0:
+        raise NotSupportedError(f"{name}: weight {tuple(weight_shape)} has an empty dimension")
+    return n, k
+
+
+def row_partition(
+    name: str, context: TPContext, shape: torch.Size, row_counts: Sequence[int] | None, *, total: bool
+) -> RowPartition:
+    """Rows of all ranks: given, or the same number everywhere. ``total``: x holds all of them, not this rank's."""
+    world = context.world_size
+    rows = shape[:-1].numel()
+    if row_counts is None:
+        if total and shape[0] % world:
+            raise NotSupportedError(
+                f"{name}: dimension 0 of {tuple(shape)} does not divide by {world} ranks; pass row_counts"
+            )
+        row_counts = [rows // world if total else rows] * world
+    if len(row_counts) != world or min(row_counts) < 0:
+        raise NotSupportedError(f"{name}: row_counts {list(row_counts)} for a group of {world}")
+    partition = RowPartition.of(row_counts)
+    if rows != (partition.num_rows if total else partition.count(context.rank)):
+        raise NotSupportedError(f"{name}: x has {rows} rows, row_counts {list(row_counts)} say otherwise")
+    return partition
+
+
+def problem_of(context: TPContext, m: int, n: int, k: int, call: Any) -> Problem:
+    """The op at this shape."""
+    return Problem(call.op, m, n, k, call.layout, call.dtype, context.world_size)
+
+
+def can_copy(context: TPContext) -> bool:
+    """Whether copy engines can be driven here: on a GPU that needs ``cuda-bindings``."""
+    return has_driver() or not context.is_cuda

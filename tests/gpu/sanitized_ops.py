@@ -122,10 +122,10 @@ def _seldom(device: torch.device):
     from ditron_train.sp import gather_sequence, get_sp_context, output_layout
     from ditron_train.symm import Channel, get_arena
     from ditron_train.tp import all_reduce, gemm_ar, get_tp_context
-    from ditron_train.tp.gather_parts import start_gather_of_parts
-    from ditron_train.tp.movement import largest_of_ranks
-    from ditron_train.tp.nodes_gemm_rs import _NodeSumCall
-    from ditron_train.tp.problem import Choice, GatherPlan
+    from ditron_train.tp.all_reduce import largest_of_ranks
+    from ditron_train.tp.choices import Choice, GatherPlan
+    from ditron_train.tp.gather import start_gather_of_parts
+    from ditron_train.tp.nodes import _NodeSumCall
 
     world, rank = dist.get_world_size(), dist.get_rank()
     tp, sp = get_tp_context(dist.group.WORLD, device), get_sp_context(dist.group.WORLD, device)

@@ -35,9 +35,9 @@ from ditron_train.tp import (
     start_all_gather,
     start_reduce_scatter,
 )
-from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
-from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
-from ditron_train.tp.scatter import PreparedScatter
+from ditron_train.tp.ag_gemm import PreparedAgGemm
+from ditron_train.tp.gemm_rs import PreparedChunkedGemmRs
+from ditron_train.tp.reduce_scatter import PreparedScatter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tp"))
 from bodies_tp import gather_rows  # noqa: E402

@@ -3,6 +3,7 @@ memory is given back."""
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import pytest
@@ -13,10 +14,9 @@ from test_tp import gathered, normals, poison, scattered
 from ditron_train.gemm import matmul_nt
 from ditron_train.stream import driver
 from ditron_train.tp import TPContext, gemm_rs, start_all_gather, start_reduce_scatter
-from ditron_train.tp import chunked_gemm_rs as chunked
-from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.scatter import PreparedScatter
+from ditron_train.tp.gemm_rs import PreparedChunkedGemmRs
+from ditron_train.tp.reduce_scatter import PreparedScatter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 
@@ -85,7 +85,7 @@ def test_late_ranks_and_poison(context, all_equal, rows, columns):
 def test_flags_of_a_gemm_rs_that_wait_for_each_other(context, all_equal, monkeypatch):
     """New inputs each time and poison in between; the recorded op, and a captured one."""
     world, rank = context.world_size, context.rank
-    monkeypatch.setattr(chunked, "sums_in_parts", lambda *_: True)
+    monkeypatch.setattr(importlib.import_module("ditron_train.tp.gemm_rs"), "sums_in_parts", lambda *_: True)
     x, weight = normals(256 * world, 512, seed=1), normals(1024, 512, seed=2)
 
     def op():

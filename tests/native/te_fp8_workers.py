@@ -109,13 +109,13 @@ def results_behind_memory_errors() -> list[bool]:
     import transformer_engine.pytorch.tensor.float8_blockwise_tensor as blocks
 
     from ditron_train.megatron.tp import te_block_passes, te_passes
-    from ditron_train.tp import gather_parts, get_tp_context
+    from ditron_train.tp import gather, get_tp_context
 
     context, dtype = get_tp_context(None, torch.device("cpu")), sys.modules["transformer_engine_torch"].DType
     usage = {"rowwise": True, "columnwise": False}
     of_rows = blocks.Float8BlockQuantizer(dtype.kFloat8E4M3, **usage, block_scaling_dim=1, all_gather_usage=True)
     weight = blocks.Float8BlockQuantizer(dtype.kFloat8E4M3, **usage)(_integers((256, 256), 3))
-    right, copy = [], gather_parts.copy_in_turn
+    right, copy = [], gather.copy_in_turn
 
     def late(copies: list, stream: None) -> None:
         time.sleep(0.1 * (dist.get_rank() == 0))
@@ -124,7 +124,7 @@ def results_behind_memory_errors() -> list[bool]:
     for seed in range(4):
         rows, products = of_rows(_integers((128, 256), 10 * seed + dist.get_rank())), []
         for one in (te_passes.Pass(context), te_block_passes.ColumnForward(context)):
-            with mock.patch.object(gather_parts, "copy_in_turn", late):  # who does not wait has old rows
+            with mock.patch.object(gather, "copy_in_turn", late):  # who does not wait has old rows
                 total, _ = one.gather(rows, dist.group.WORLD, quantizer=of_rows)
             if seed == 1 and isinstance(one, te_block_passes.ColumnForward):
                 product = functools.partial(one.multiply, weight, total, out_dtype=torch.bfloat16)

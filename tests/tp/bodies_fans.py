@@ -15,7 +15,7 @@ from ditron_train.stream import shared_mappings
 from ditron_train.stream import window as windows
 from ditron_train.tp import TPContext, start_all_gather, start_reduce_scatter
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.scatter import PreparedScatter
+from ditron_train.tp.reduce_scatter import PreparedScatter
 
 _SHAPES = [(8, 16), (3, 40), (64, 128), (8, 16)]  # rows of a rank, columns: buffers grow, and move
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ditron_train
 from ditron_train.tp import ag_gemm, get_tp_context
-from ditron_train.tp.problem import GatherPlan
+from ditron_train.tp.choices import GatherPlan
 
 PACKAGE = Path(ditron_train.__file__).parent
 

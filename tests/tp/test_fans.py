@@ -15,10 +15,10 @@ import bodies_fans as bodies  # noqa: E402
 
 from ditron_train.stream import window as windows  # noqa: E402
 from ditron_train.stream.window import Window, flags_of_peers  # noqa: E402
-from ditron_train.tp import gather, scatter  # noqa: E402
+from ditron_train.tp import gather, reduce_scatter  # noqa: E402
 from ditron_train.tp.context import RowPartition  # noqa: E402
 from ditron_train.tp.gather import PreparedGather  # noqa: E402
-from ditron_train.tp.scatter import PreparedScatter  # noqa: E402
+from ditron_train.tp.reduce_scatter import PreparedScatter  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 ROW_BYTES, SIZE = 48, 1 << 30
@@ -108,7 +108,7 @@ class _Sends:
         monkeypatch.setattr(module, "copy_with_flags", copies)
         monkeypatch.setattr(module, "copy_in_turn", in_turn)
         monkeypatch.setattr(module, "send_fans", fans)
-        if module is scatter:
+        if module is reduce_scatter:
             monkeypatch.setattr(
                 module, "copy_bytes", lambda to, source, size, stream: self.log.append(("rows", to, source, size))
             )
@@ -175,7 +175,7 @@ def test_flags_that_wait_are_behind_all_their_rows(rings, monkeypatch, counts, h
         has_fan = prepared._first_flags is not None
         assert has_fan == (len(counts) > 4)
         for _ in range(2):  # one by one from the first refusal on
-            sends = _Sends(monkeypatch, scatter, refuses=refuses)
+            sends = _Sends(monkeypatch, reduce_scatter, refuses=refuses)
             _send_chunks(prepared, partial, halves=halves)
             sends.check(prepared._copies, partial.data_ptr(), signals.real)
             assert (prepared._first_flags is not None) == (has_fan and not refuses)
@@ -190,7 +190,7 @@ def test_scatters_as_a_whole(rings, monkeypatch, counts, refuses):
         has_fan = prepared._all_flags is not None
         assert has_fan == (len(counts) > 3)
         for _ in range(2):
-            sends = _Sends(monkeypatch, scatter, refuses=refuses)
+            sends = _Sends(monkeypatch, reduce_scatter, refuses=refuses)
             PreparedScatter._send_all(prepared, partial)
             sends.check(prepared._copies, partial.data_ptr(), signals.real)
             assert (prepared._all_flags is not None) == (has_fan and not refuses)
@@ -218,7 +218,7 @@ def test_gathers_that_are_awaited(rings, monkeypatch, counts, refuses):
         prepared._flags = PreparedGather._fan_of_flags(prepared)
         for _ in range(2):
             sends = _Sends(monkeypatch, gather, refuses=refuses)
-            PreparedGather._send_by_copies(prepared, x, None)
+            PreparedGather._send_by_copies(prepared, x)
             sends.check(prepared._copies, x.data_ptr(), signals.real)
             assert (prepared._flags is not None) == (counts[rank] > 0 and world > 3 and not refuses)
         if counts[rank] > 1:  # several chunks, each with a flag of its own
@@ -227,7 +227,7 @@ def test_gathers_that_are_awaited(rings, monkeypatch, counts, refuses):
             prepared._flags = PreparedGather._fan_of_flags(prepared)
             assert len(prepared._copies) == 2 * (world - 1) and prepared._flags is None
             sends = _Sends(monkeypatch, gather)
-            PreparedGather._send_by_copies(prepared, x, None)
+            PreparedGather._send_by_copies(prepared, x)
             sends.check(prepared._copies, x.data_ptr(), signals.real)
 
 

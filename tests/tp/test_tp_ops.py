@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_tp as bodies  # noqa: E402
 
-from ditron_train.tp.gather_kernels import copy_rows_kernel  # noqa: E402
+from ditron_train.tp.gather import copy_rows_kernel  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 

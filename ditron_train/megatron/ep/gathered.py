@@ -33,7 +33,8 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.movement import StartedGather, reduce_scatter_rows, reserve_reduce_scatter, start_all_gather
+from ditron_train.tp.gather import StartedGather, start_all_gather
+from ditron_train.tp.reduce_scatter import reduce_scatter_rows, reserve_reduce_scatter
 
 
 @dataclass

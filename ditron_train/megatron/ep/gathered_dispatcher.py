@@ -28,7 +28,7 @@ from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
-from ditron_train.tp.movement import StartedGather
+from ditron_train.tp.gather import StartedGather
 
 _MOST_ASKED = 8  # steps in which it is asked whether GEMMs go beside the movement, each at the cost of some overlap
 

@@ -28,8 +28,8 @@ from ditron_train.megatron.tp.te_blocks import (
 )
 from ditron_train.megatron.tp.te_passes import Pass, Sharded, like_quantized, product_key
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
-from ditron_train.tp.movement import scatter_as_computed
+from ditron_train.tp.gather import StartedParts, start_gather_of_parts
+from ditron_train.tp.reduce_scatter import scatter_as_computed
 
 #: Of one that fills the GPU, some 50 us, and of one that is worth the host's time where it may not be recorded.
 _FLOPS_OF_A_PRODUCT, _FLOPS_OF_A_LAUNCH = 5e10, 3e11

@@ -23,9 +23,9 @@ from ditron_train.tools.timing import Contender, Timing
 from ditron_train.tools.tune import search
 from ditron_train.tools.tune import tuner as tune
 from ditron_train.tp import ag_gemm, get_tp_context
+from ditron_train.tp.ag_gemm import PreparedAgGemm
 from ditron_train.tp.choices import Choice, Problem, choose
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
 from ditron_train.tp.spec import GemmCall, GemmSpec
 
 

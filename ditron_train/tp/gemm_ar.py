@@ -1,26 +1,44 @@
-"""GEMM-AR: a GEMM and the all-reduce of its result, prepared for one shape in each of three ways.
+"""GEMM-AR: a GEMM and the all-reduce of its result, as one op. Equivalent PyTorch code:
 
-* Little to send: cuBLAS's GEMM, then one kernel that stores, waits and adds up.
-* In chunks of rows: a GEMM for each, sent whole to every peer by copy engines while the next one runs; then the sum.
-* In two rounds, for many ranks: a GEMM-RS in chunks, each row's sum at one rank, in the orders of the all-reduce; then
-  a gather of the rows, each rank's copied to the result while the next one's are on their way.
+    y = x @ weight.T
+    dist.all_reduce(y, group=group)
+
+There are three ways.
+
+* Little to send: cuBLAS's GEMM, then one kernel that stores to the peers, waits for their flags and adds up.
+
+      current         GEMM | stores, sum
+
+* In chunks of rows: a GEMM for each, sent whole to every peer by copy engines while the next one runs; then the sum,
+  which waits for the flag of each (source rank, chunk).
+
+      current         GEMM of chunk 0 | GEMM of chunk 1    | ... | sum
+      communication   start signals   | chunk 0 to all     | ...
+
+* In two rounds, for many ranks: a GEMM-RS in chunks (``tp.gemm_rs``), each row's sum at one rank, in the orders of the
+  all-reduce; then a gather of the rows (``tp.gather``), each rank's copied to the result while the next one's are on
+  their way.
+
+Who waits for whom is said with the exchanges: ``tp.all_reduce``, ``tp.reduce_scatter``, ``tp.gather``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from ditron_train.gemm.fp8 import check_scaled
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.tp.all_reduce import PreparedAllReduce, PreparedPush, order_tables
-from ditron_train.tp.chunked_gemm_rs import ChunkedGemm, PreparedChunkedGemmRs, covers
-from ditron_train.tp.context import RowPartition, TPContext
-from ditron_train.tp.cost_model import chunk_rows_of
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.tp.all_reduce import PreparedAllReduce, PreparedPush, fold_own_rows_kernel, order_tables
+from ditron_train.tp.choices import PUSH_BYTES, Choice, GatherPlan, Layout, Problem, choose, chunk_rows_of
+from ditron_train.tp.context import RowPartition, TPContext, can_copy, checked_sizes, problem_of
 from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Problem
-from ditron_train.tp.scatter import FOLD_BLOCK
+from ditron_train.tp.gemm_rs import ChunkedGemm, PreparedChunkedGemmRs, covers
+from ditron_train.tp.reduce_scatter import FOLD_BLOCK, SumOrder
 
 
 class PreparedPushedGemmAr:
@@ -77,10 +95,10 @@ class PreparedGemmArInTwoRounds:
         partition = RowPartition.of(
             [m * (rank + 1) // world_size - m * rank // world_size for rank in range(world_size)]
         )
-        order = order_tables(context, m, n, dtype, FOLD_BLOCK)
-        order_or_ring = None if order[1] == 0 else order
+        tables, vector = order_tables(context, m, n, dtype, FOLD_BLOCK)
+        order = None if vector == 0 else SumOrder(fold_own_rows_kernel, tables, {"VECTOR": vector})
         product = replace(problem, op="gemm_rs")
-        self._product = PreparedChunkedGemmRs(context, partition, product, choice, order=order_or_ring)
+        self._product = PreparedChunkedGemmRs(context, partition, product, choice, order=order)
         plan = GatherPlan("copy")
         self._gather = PreparedGather(context, partition, n, dtype, plan, block_m=1)
         self._rows = [slice(*edges) for edges in zip(partition.starts, partition.starts[1:])]
@@ -130,3 +148,63 @@ def gemm_ar_by(context: TPContext, problem: Problem, choice: Choice, *, can_copy
         why = "rows are not whole 16 bytes" if can_copy else "copy engines need cuda-bindings"
         raise NotSupportedError(f"{what} is more than {PUSH_BYTES >> 20} MiB, and {why}")
     return (PreparedGemmArInTwoRounds if choice.rounds == 2 else PreparedChunkedGemmAr)(context, problem, choice)
+
+
+class GemmArCall(NamedTuple):
+    """Of ``ops.gemm_ar``."""
+
+    op = "gemm_ar"  # type: ignore[misc]  # no field
+    x_shape: torch.Size
+    weight_shape: torch.Size
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    weight_device: torch.device
+    layout: Layout
+    choice: Choice | None
+
+    def prepare(self, context: TPContext) -> PreparedGemmAr | None:
+        """See above."""
+        n, k = checked_sizes(context, self)
+        m = self.x_shape[:-1].numel()
+        if m == 0:
+            channels = (context.all_reduce_channel, context.push_channel, context.reduce_channel)
+            context.agree_on_nothing(channels, flagged=context.push_channel, columns=n, dtype=self.dtype)
+            return None
+        problem = problem_of(context, m, n, k, self)
+        choice = self.choice or choose(problem, context.machine)
+        return gemm_ar_by(context, problem, choice, can_copy=can_copy(context))
+
+
+@outside_compile
+def gemm_ar(
+    x: torch.Tensor, weight: torch.Tensor, *, context: TPContext, layout: Layout = "nt", choice: Choice | None = None
+) -> torch.Tensor:
+    """``x`` times ``weight``, summed over the ranks: Megatron's row-linear forward without sequence parallelism.
+
+    Each element is added up in the order in which NCCL's all-reduce adds it, each sum rounded to the dtype.
+
+    Args:
+        x: [..., K], this rank's share of K; bf16 or fp16 (on CPU fp32 too), any strides.
+        weight: [N, K] (``nt``) or [K, N] (``nn``).
+        context: The group's context.
+        layout: How ``weight`` lies.
+        choice: Tiles and way to move partial sums; by the shape where None (``tp.choices``).
+
+    Returns:
+        [..., N].
+
+    Raises:
+        NotSupportedError: As ``ag_gemm``; also where NCCL's order cannot be had (``policy.all_reduce_order``).
+        MismatchError, PeerTimeoutError: As ``ag_gemm``.
+    """
+    check_scaled("gemm_ar", x, None)
+    context.enter("gemm_ar", x.shape, weight.shape, x.dtype)
+    operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
+    prepared = context.prepare(GemmArCall, *operands, layout, choice)
+    n = weight.shape[0 if layout == "nt" else 1]
+    if prepared is None:
+        return x.new_empty(*x.shape[:-1], n)
+    y = prepared(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight)
+    # No view of it: what an autograd function returns may be edited in place.
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], n])
