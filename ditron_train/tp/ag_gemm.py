@@ -41,9 +41,10 @@ from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.tiles import gather_tile
 from ditron_train.stream.events import current_handle
+from ditron_train.stream.plan import Plan
 from ditron_train.tp.choices import Choice, GatherPlan, Layout, Problem, choose, is_short
-from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext, checked_sizes, problem_of, row_partition
-from ditron_train.tp.gather import PreparedGather, sendable_rows
+from ditron_train.tp.context import FLAGS_PER_RANK, Operands, RowPartition, TPContext, row_partition
+from ditron_train.tp.gather import Gather, sendable_rows
 
 
 class AgGemmConstants(NamedTuple):
@@ -207,12 +208,18 @@ def ag_gemm_kernel(
             store_tile(c_desc, acc, row, col, TILE.block_m, HALF_N, False)
 
 
-class PreparedAgGemm:
-    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make.
+class AgGemmPlan(Plan[TPContext]):
+    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make. It is recorded if it is
+    short and sends by copy engines.
 
-    ``keeps_gathered``: whether ``gathered`` must hold all rows after a call, not only the peers'. ``buffer``: as of
-    ``TPContext.gathered``. Where the op is
-    short and sends by copy engines, it is recorded as ``PreparedChunkedGemmRs`` is."""
+    Args:
+        context: Whose buffers and streams are used.
+        partition: The rows of all ranks.
+        problem: The op at its shape.
+        choice: Tiles and the way to move rows.
+        keeps_gathered: Whether ``gathered`` must hold all rows after a call, not only the peers'.
+        buffer: As of ``TPContext.gathered``.
+    """
 
     def __init__(
         self,
@@ -224,13 +231,14 @@ class PreparedAgGemm:
         buffer: str | None = None,
     ) -> None:
         (n, k), dtype = (problem.n, problem.k), problem.dtype
-        self.context, self._out_dtype = context, result_dtype(dtype)
-        self.m, self.n, self.k = problem.m, n, k
+        self.m, self.n, self.k, self._out_dtype = problem.m, n, k, result_dtype(dtype)
         self.config = config = choice.config
         self._a_block, transpose_b = (config.block_m, config.block_k), problem.layout == "nt"
-        self.gather = gather = PreparedGather(
+        self.gather = gather = Gather(
             context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m, buffer=buffer
         )
+        is_recorded = context.is_cuda and not gather.by_push and is_short(problem, choice, context.machine)
+        super().__init__(context, gather.channel, is_recorded=is_recorded)
         even = partition.is_even(config.block_m)
         self._tables = context.row_tables("gather", partition, config.block_m)
         self.gathered = gather.buffer.local[:, :k]
@@ -253,14 +261,13 @@ class PreparedAgGemm:
             },
             **config.launch_options,
         )
-        self._is_recorded = context.is_cuda and not gather.by_push and is_short(problem, choice, context.machine)
 
     @property
     def identity(self) -> tuple:
         """Of two with the same one the GEMM's kernel is compiled once."""
         return self._launch.identity
 
-    def __call__(
+    def run(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -268,16 +275,12 @@ class PreparedAgGemm:
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
-        context = self.context
         out = x.new_empty(self.m, self._out_columns, dtype=self._out_dtype)
         added = 0 if bias is None else bias.data_ptr()
         scaled_by = scales.addresses if scales else ()
         key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr(), added, *scaled_by)
-        given = x, weight, scales, bias, out, key
-        if not self._is_recorded:
-            self._enqueue(*given)
-        elif not context.repeat_op((self, *key), (x.data_ptr(),)) and self._enqueue(*given):
-            context.remember_op((self, *key), lambda: self._enqueue(*given), (x.data_ptr(),))
+        recorded_as = (self, *key) if self._is_recorded else None
+        self.replay(recorded_as, lambda: self._enqueue(x, weight, scales, bias, out, key), (x.data_ptr(),))
         return out if self._out_columns == self.n else out[:, : self.n].contiguous()
 
     def _enqueue(
@@ -292,7 +295,7 @@ class PreparedAgGemm:
         """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
         is_as_given = True
         self.gather.start(x, copies_own=not self._reads_own)
-        with self.context.aborting(self.gather.channel):
+        with self.aborting():
             if not self._launch.repeat(key, current_handle(self.context.device)):
                 operand = aligned_operand(weight)
                 is_as_given = operand is weight
@@ -335,35 +338,28 @@ class PreparedAgGemm:
         self.gather.compile(x)
 
 
-class AgGemmCall(NamedTuple):
-    """Of ``ops.ag_gemm``."""
-
-    op = "ag_gemm"  # type: ignore[misc]  # no field
-    x_shape: torch.Size
-    weight_shape: torch.Size
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    weight_device: torch.device
-    layout: Layout
-    counts: tuple[int, ...] | None
-    plan: GatherPlan | None
-    keeps_gathered: bool
-    buffer: str | None
-
-    def prepare(self, context: TPContext) -> PreparedAgGemm | None:
-        """See above."""
-        n, k = checked_sizes(context, self)
-        partition = row_partition(self.op, context, self.x_shape, self.counts, total=False)
-        if partition.num_rows == 0:
-            columns = padded_columns(k, self.dtype)
-            context.agree_on_nothing((context.gather_channel,), columns=columns, dtype=self.dtype)
-            return None
-        problem = problem_of(context, partition.num_rows, n, k, self)
-        choice = choose(problem, context.machine)
-        if self.plan is not None:
-            choice = replace(choice, gather=self.plan)
-        return PreparedAgGemm(context, partition, problem, choice, self.keeps_gathered, self.buffer)
+def plan_ag_gemm(
+    context: TPContext,
+    operands: tuple[Any, ...],
+    layout: Layout,
+    counts: tuple[int, ...] | None,
+    gather: GatherPlan | None,
+    keeps_gathered: bool,
+    buffer: str | None,
+) -> AgGemmPlan | None:
+    """What ``ag_gemm`` needs for ``Operands`` (collective); None if no rank has rows."""
+    shapes = Operands(*operands)
+    n, k = shapes.sizes("ag_gemm", context, layout)
+    partition = row_partition("ag_gemm", context, shapes.x_shape, counts, total=False)
+    if partition.num_rows == 0:
+        columns = padded_columns(k, shapes.dtype)
+        context.agree_on_nothing((context.gather_channel,), columns=columns, dtype=shapes.dtype)
+        return None
+    problem = Problem("ag_gemm", partition.num_rows, n, k, layout, shapes.dtype, context.world_size)
+    choice = choose(problem, context.machine)
+    if gather is not None:
+        choice = replace(choice, gather=gather)
+    return AgGemmPlan(context, partition, problem, choice, keeps_gathered, buffer)
 
 
 @outside_compile
@@ -413,13 +409,13 @@ def ag_gemm(
     context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
     keeps = return_gathered or gathered_in is not None
-    prepared = context.prepare(AgGemmCall, *operands, layout, counts, plan, keeps, gathered_in)
-    if prepared is None:
+    made = context.plan(plan_ag_gemm, operands, layout, counts, plan, keeps, gathered_in)
+    if made is None:
         n, k = weight.shape if layout == "nt" else weight.shape[::-1]
         shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
         empty = x.new_empty(*shape, n, dtype=result_dtype(x.dtype))
         return (empty, x.new_empty(0, k)) if return_gathered else empty
-    y = prepared(sendable_rows(x), weight, scales, bias)
+    y = made.run(sendable_rows(x), weight, scales, bias)
     if counts is None and x.dim() > 2:
-        y = y.view(x.shape[0] * context.world_size, *x.shape[1:-1], prepared.n)
-    return (y, prepared.gathered) if return_gathered else y
+        y = y.view(x.shape[0] * context.world_size, *x.shape[1:-1], made.n)
+    return (y, made.gathered) if return_gathered else y

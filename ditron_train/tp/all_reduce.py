@@ -34,9 +34,10 @@ from ditron_train.runtime.settings import get_settings
 from ditron_train.schedule.orders import chunk_order
 from ditron_train.stream.copies import copy_with_flags
 from ditron_train.stream.events import current_handle
+from ditron_train.stream.plan import Plan
 from ditron_train.tp.choices import PUSH_BYTES
 from ditron_train.tp.context import MOST_CHUNKS, MOST_PUSH_PROGRAMS, TPContext
-from ditron_train.tp.reduce_scatter import FOLD_BLOCK, SentPartials
+from ditron_train.tp.reduce_scatter import FOLD_BLOCK, SumExchange
 
 
 class OrderTables(NamedTuple):
@@ -332,7 +333,7 @@ def order_tables(
     return OrderTables(*tables), vector
 
 
-class PreparedAllReduce(SentPartials):
+class AllReduce(SumExchange):
     """All-reduces of partial sums [num_rows, num_columns] by copy engines (collective to make).
 
     ``begin`` and then ``send`` for chunks of ``chunk_rows`` rows as they are done; ``finish`` adds up on the current
@@ -385,7 +386,7 @@ class PreparedAllReduce(SentPartials):
         return (partial, self._slots.local, self._pointers, out, self._tables, *sizes)
 
 
-class PreparedPush:
+class PushAllReduce(Plan[TPContext]):
     """All-reduces of at most ``PUSH_BYTES`` by one kernel that stores to the peers (collective to make).
 
     Args:
@@ -400,7 +401,7 @@ class PreparedPush:
     ) -> None:
         num_elements = num_rows * num_columns
         assert num_elements * dtype.itemsize <= PUSH_BYTES, f"{num_elements} elements of {dtype}"
-        self.context, self.channel = context, context.push_channel
+        super().__init__(context, context.push_channel)
         num_programs = min(num_programs, -(-num_elements // _PUSH_BLOCK), MOST_PUSH_PROGRAMS, context.num_sms)
         values = (num_rows, num_columns, dtype, num_programs)
         self._pointers = self.channel.pointers(context.agree(self.channel, values))
@@ -422,7 +423,7 @@ class PreparedPush:
         """Of two with the same one the same kernel is compiled."""
         return self._launch.identity
 
-    def __call__(self, partial: torch.Tensor) -> None:
+    def run(self, partial: torch.Tensor) -> None:
         """``partial``, contiguous, becomes the sum over ranks."""
         key = partial.data_ptr()
         if not self._launch.repeat(key, current_handle(self.context.device)):
@@ -437,7 +438,7 @@ class PreparedPush:
         return (partial, self._slots.addresses, self._pointers, partial, self._tables, self._num_elements)
 
 
-class PreparedLargest:
+class MaxAllReduce(Plan[TPContext]):
     """The largest of one fp32 value a rank, by one kernel that stores to the peers (collective to make).
 
     Args:
@@ -445,18 +446,18 @@ class PreparedLargest:
     """
 
     def __init__(self, context: TPContext) -> None:
-        self.context, self._channel = context, context.push_channel
-        self._pointers = self._channel.pointers(context.agree(self._channel, (0, 1, torch.float32, 0)))
+        super().__init__(context, context.push_channel)
+        self._pointers = self.channel.pointers(context.agree(self.channel, (0, 1, torch.float32, 0)))
         self._slots = context.arena.tensor("tp.largest", (2, context.world_size), torch.float32)
         constants = {"MOST_PROGRAMS": MOST_PUSH_PROGRAMS, "WORLD_SIZE": context.world_size, "TARGET": context.target}
         self._launch = KernelLaunch(push_largest_kernel, 1, constants, num_warps=1)
 
-    def __call__(self, value: torch.Tensor) -> None:
+    def run(self, value: torch.Tensor) -> None:
         """``value`` becomes the largest of all ranks'."""
         key = value.data_ptr()
         if not self._launch.repeat(key, current_handle(self.context.device)):
             self._launch(value, self._slots.addresses, self._pointers, key=key)
-        self.context.leave(self._channel)
+        self.context.leave(self.channel)
 
 
 @outside_compile
@@ -474,7 +475,4 @@ def largest_of_ranks(value: torch.Tensor, *, context: TPContext) -> None:
             f"largest_of_ranks: {tuple(value.shape)} {value.dtype} on {value.device}, needed is one fp32 on "
             f"{context.device}"
         )
-    prepared = context.prepared.get(("largest",))
-    if prepared is None:
-        prepared = context.prepared[("largest",)] = PreparedLargest(context)
-    prepared(value)
+    context.plan(MaxAllReduce).run(value)

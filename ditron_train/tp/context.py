@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +21,12 @@ from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.versions import pip_command
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.choices import PUSH_BYTES, Problem
+from ditron_train.tp.choices import PUSH_BYTES, Layout
 from ditron_train.tp.kept import KeptInputs
 
 MOST_CHUNKS = 64  # of one source in an all-reduce by copy engines
@@ -113,16 +114,6 @@ class TPContext(OpContext):
         kept_bytes = get_settings().keep_gathered_mib << 20
         self.kept = KeptInputs(self.arena, kept_bytes) if kept_bytes else None
 
-    def prepare(self, *call: Any) -> Any:
-        """What a call needs: ``call`` is one of ``tp.prepared``'s kinds, then its fields. Made at the first such call,
-        which is collective; None, and not kept, where there is nothing to do."""
-        prepared = self.prepared.get(call)
-        if prepared is None:
-            prepared = call[0](*call[1:]).prepare(self)
-            if prepared is not None:
-                self.prepared[call] = prepared
-        return prepared
-
     def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A small int32 table on the device, made once for ``key``."""
         tensor = self._tables.get(key)
@@ -172,32 +163,48 @@ def get_tp_context(
     return context_of(TPContext, group, device, first_epoch=first_epoch)
 
 
-def checked_sizes(context: TPContext, call: Any) -> tuple[int, int]:
-    """Checks what this rank can see alone; returns (N, K)."""
-    name, layout, x_shape, weight_shape = call.op, call.layout, call.x_shape, call.weight_shape
-    if layout not in ("nt", "nn"):
-        raise NotSupportedError(f"{name}: layout {layout!r} is not nt or nn")
-    if call.device != context.device:
-        raise NotSupportedError(f"{name}: x is on {call.device}, the context on {context.device}")
-    if len(weight_shape) != 2 or len(x_shape) < 2:
-        raise NotSupportedError(
-            f"{name}: x must have at least 2 dimensions and weight 2, got {len(x_shape)} and {len(weight_shape)}"
-        )
-    operands = Operand(call.dtype, call.device), Operand(call.weight_dtype, call.weight_device)
-    if call.dtype in FP8_DTYPES:
-        check_fp8_operands(name, *operands)
-        if layout != "nt" or call.dtype != call.weight_dtype:
+class Operands(NamedTuple):
+    """Shapes, types and devices of an op's x and weight."""
+
+    x_shape: torch.Size
+    weight_shape: torch.Size
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    weight_device: torch.device
+
+    def sizes(self, name: str, context: TPContext, layout: Layout) -> tuple[int, int]:
+        """(N, K), if this rank sees nothing wrong.
+
+        Raises:
+            NotSupportedError: Device, types or shapes do not fit op ``name``.
+        """
+        x_shape, weight_shape = self.x_shape, self.weight_shape
+        if layout not in ("nt", "nn"):
+            raise NotSupportedError(f"{name}: layout {layout!r} is not nt or nn")
+        if self.device != context.device:
+            raise NotSupportedError(f"{name}: x is on {self.device}, the context on {context.device}")
+        if len(weight_shape) != 2 or len(x_shape) < 2:
             raise NotSupportedError(
-                f"{name}: FP8 operands of {call.dtype} and {call.weight_dtype}, {layout}: only nt of one type"
+                f"{name}: x must have at least 2 dimensions and weight 2, got {len(x_shape)} and {len(weight_shape)}"
             )
-    else:
-        check_operands(name, *operands)
-    n, k = weight_shape if layout == "nt" else weight_shape[::-1]
-    if x_shape[-1] != k:
-        raise NotSupportedError(f"{name}: x {tuple(x_shape)} and weight {tuple(weight_shape)} ({layout}) do not fit")
-    if n == 0 or k == 0:
-        raise NotSupportedError(f"{name}: weight {tuple(weight_shape)} has an empty dimension")
-    return n, k
+        operands = Operand(self.dtype, self.device), Operand(self.weight_dtype, self.weight_device)
+        if self.dtype in FP8_DTYPES:
+            check_fp8_operands(name, *operands)
+            if layout != "nt" or self.dtype != self.weight_dtype:
+                raise NotSupportedError(
+                    f"{name}: FP8 operands of {self.dtype} and {self.weight_dtype}, {layout}: only nt of one type"
+                )
+        else:
+            check_operands(name, *operands)
+        n, k = weight_shape if layout == "nt" else weight_shape[::-1]
+        if x_shape[-1] != k:
+            raise NotSupportedError(
+                f"{name}: x {tuple(x_shape)} and weight {tuple(weight_shape)} ({layout}) do not fit"
+            )
+        if n == 0 or k == 0:
+            raise NotSupportedError(f"{name}: weight {tuple(weight_shape)} has an empty dimension")
+        return n, k
 
 
 def row_partition(
@@ -220,11 +227,12 @@ def row_partition(
     return partition
 
 
-def problem_of(context: TPContext, m: int, n: int, k: int, call: Any) -> Problem:
-    """The op at this shape."""
-    return Problem(call.op, m, n, k, call.layout, call.dtype, context.world_size)
-
-
 def can_copy(context: TPContext) -> bool:
     """Whether copy engines can be driven here: on a GPU that needs ``cuda-bindings``."""
     return has_driver() or not context.is_cuda
+
+
+def check_can_copy(name: str, context: TPContext) -> None:
+    """Raises NotSupportedError where op ``name`` would have to drive copy engines that cannot be driven."""
+    if not can_copy(context):
+        raise NotSupportedError(f"{name} by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")

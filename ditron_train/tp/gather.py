@@ -28,7 +28,6 @@ Sizes that change no code are not specialised on (``do_not_specialize``): a new 
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import triton
@@ -39,16 +38,16 @@ from ditron_train.gemm.operands import padded_columns
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.runtime.versions import pip_command
 from ditron_train.schedule.orders import arrival_order, chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.copies import Fan, copy_in_turn, copy_with_flags
 from ditron_train.stream.driver import has_driver, memcpys_async
 from ditron_train.stream.events import current_handle
+from ditron_train.stream.plan import Exchange, Pending
 from ditron_train.stream.window import flags_of_peers, send_fans
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.symm.control import DTYPES
 from ditron_train.tp.choices import GatherPlan
-from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext, can_copy, row_partition
+from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext, check_can_copy, row_partition
 
 
 @triton.jit
@@ -187,7 +186,7 @@ def _num_chunks(partition: RowPartition, wanted: int, block_m: int) -> int:
     return chunks
 
 
-class CopiedGather:
+class BaseGather(Exchange[TPContext]):
     """What gathers share: start signals in front of copy engines, programs that wait for arrivals behind.
 
     Args:
@@ -204,9 +203,9 @@ class CopiedGather:
     granule_rows: int  #: ... so many.
 
     def __init__(self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None) -> None:
-        self.context = context
+        super().__init__(context, context.gather_channel)
         self.arrival_order: list[int] = arrival_order(context.rank, context.world_size).tolist()
-        self.channel = channel = context.gather_channel
+        channel = self.channel
         values = (*values, 0 if buffer is None else zlib.crc32(buffer.encode()) & 0x7FFFFFFF)
         self.pointers = channel.pointers(context.agree(channel, values))
         world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
@@ -227,7 +226,7 @@ class CopiedGather:
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, a view of the buffer."""
-        with self.context.aborting(self.channel):
+        with self.aborting():
             if not self._wait.repeat("wait", current_handle(self.context.device)):
                 self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
         self.finish()
@@ -249,7 +248,7 @@ class CopiedGather:
                 each(ranks)
 
         try:
-            self.context.run_op_again(None if key is None else (self, key), enqueue, forks=False)
+            self.replay(None if key is None else (self, key), enqueue, forks=False, allocates=True)
         finally:
             self.wait()
 
@@ -257,18 +256,13 @@ class CopiedGather:
         """Holds the current stream until what is consumed of rank ``source`` is there; ``wait`` has to come."""
         raise NotImplementedError
 
-    def give_up(self) -> None:
-        """Behind ``start`` instead of ``wait``, where what was to wait failed: a peer's rows of the next call come
-        behind those of this one, which are for nobody. Nothing is waited for, so that nothing hides that failure."""
-        self.context.abort(self.channel)
-
     def finish(self) -> None:
         """Orders the current stream behind the sends, so that what was sent may be reused."""
         self.context.join()
         self.context.leave(self.channel)
 
 
-class PreparedGather(CopiedGather):
+class Gather(BaseGather):
     """Gathers of rows [rows, K] over the context's group, for one partition, K and dtype (collective to make).
 
     ``start`` enqueues the sends beside whatever the current stream does next; the GEMM of an AG-GEMM, or ``wait``,
@@ -376,7 +370,8 @@ class PreparedGather(CopiedGather):
             context.start(self.channel, lambda: self._send_by_copies(x), (self, address), (address,))
         if copies_own and x.data_ptr() != self.own_rows.data_ptr():
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
-            self.own_rows.copy_(x)
+            with self.aborting():
+                self.own_rows.copy_(x)
 
     def _send_by_push(self, x: torch.Tensor) -> None:
         context, key = self.context, x.data_ptr()
@@ -417,30 +412,29 @@ class PreparedGather(CopiedGather):
         self._wait_for_flags(source, self.row_starts)
 
 
-class AllGatherCall(NamedTuple):
-    """Of ``ops.start_all_gather``; no rows are an error."""
+def plan_all_gather(
+    context: TPContext,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    counts: tuple[int, ...] | None,
+    in_turn: bool,
+) -> Gather:
+    """What ``start_all_gather`` needs for x of this shape (collective).
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    counts: tuple[int, ...] | None
-    in_turn: bool
-
-    def prepare(self, context: TPContext) -> PreparedGather:
-        """See above."""
-        if self.device != context.device or len(self.shape) < 2:
-            raise NotSupportedError(
-                f"all_gather: x {tuple(self.shape)} on {self.device}, the context is on {context.device}"
-            )
-        if self.dtype not in DTYPES:
-            raise NotSupportedError(f"all_gather: {self.dtype} is not supported")
-        partition = row_partition("all_gather", context, self.shape, self.counts, total=False)
-        if partition.num_rows == 0 or self.shape[-1] == 0:
-            context.agree_on_nothing((context.gather_channel,), dtype=self.dtype)
-            raise NotSupportedError(f"all_gather: nothing to gather in {tuple(self.shape)}")
-        columns = padded_columns(self.shape[-1], self.dtype)
-        plan, is_awaited = GatherPlan("copy"), not self.in_turn
-        return PreparedGather(context, partition, columns, self.dtype, plan, block_m=1, is_awaited=is_awaited)
+    Raises:
+        NotSupportedError: As ``start_all_gather``; also if there are no rows.
+    """
+    if device != context.device or len(shape) < 2:
+        raise NotSupportedError(f"all_gather: x {tuple(shape)} on {device}, the context is on {context.device}")
+    if dtype not in DTYPES:
+        raise NotSupportedError(f"all_gather: {dtype} is not supported")
+    partition = row_partition("all_gather", context, shape, counts, total=False)
+    if partition.num_rows == 0 or shape[-1] == 0:
+        context.agree_on_nothing((context.gather_channel,), dtype=dtype)
+        raise NotSupportedError(f"all_gather: nothing to gather in {tuple(shape)}")
+    columns = padded_columns(shape[-1], dtype)
+    return Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1, is_awaited=not in_turn)
 
 
 def sendable_rows(x: torch.Tensor) -> torch.Tensor:
@@ -459,11 +453,14 @@ def sendable_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @outside_compile
-class StartedGather:
+class PendingGather(Pending[Gather]):
     """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are
     counted. ``rows``: where they will be.
 
     Args:
+        gather: What moves the rows.
+        rows: This rank's, with ``num_columns`` of which the others are padding.
+        num_columns: K.
         started_on: What ``enter`` gave; ``wait`` may come on another stream.
         copies_own: Else ``rows`` lack this rank's own, which ``consume`` gives where they are: they are read on its
             stream, as late as that.
@@ -471,48 +468,39 @@ class StartedGather:
 
     def __init__(
         self,
-        prepared: PreparedGather,
+        gather: Gather,
         rows: torch.Tensor,
         num_columns: int,
         started_on: torch.cuda.Stream | None,
         copies_own: bool,
     ) -> None:
-        self._prepared = prepared
+        super().__init__(gather, started_on, rows)
         self._own_rows = None if copies_own else rows[:, :num_columns]
-        self._sent = rows  # kept until the stream is behind the sends
-        self.rows = prepared.buffer.local[:, :num_columns]
-        self._started_on = started_on
-        prepared.start(rows, copies_own=copies_own)
+        self.rows = gather.buffer.local[:, :num_columns]
+        gather.start(rows, copies_own=copies_own)
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows are there: [total rows, K], a view of the context's buffer that the
         next gather overwrites."""
         assert self._own_rows is None, "own rows are not there"
-        self._prepared.context.resume(self._started_on, self._sent)
-        self._prepared.wait()
+        self._resume()
+        self._exchange.wait()
         return self.rows
 
     def consume(self, each: Callable[[slice, torch.Tensor], None], key: Hashable | None = None) -> None:
         """Instead of ``wait``: ``each`` rank's place among all and its rows, this rank's own first, then the others'
         in the order of arrival, the current stream held until they are there. When it ends all are there and counted,
-        as after ``wait``. ``key``: as of ``CopiedGather.consume``."""
+        as after ``wait``. ``key``: as of ``BaseGather.consume``."""
         assert key is None or self._own_rows is None, "own rows lie elsewhere in each call"
-        prepared = self._prepared
-        starts = prepared.partition.starts
-        prepared.context.resume(self._started_on, self._sent)
+        gather, starts = self._exchange, self._exchange.partition.starts
+        self._resume()
 
         def consume_rank(ranks: Sequence[int]) -> None:
             share = slice(starts[ranks[0]], starts[ranks[0] + 1])
-            is_own = ranks[0] == prepared.context.rank
+            is_own = ranks[0] == gather.context.rank
             each(share, self.rows[share] if self._own_rows is None or not is_own else self._own_rows)
 
-        prepared.consume([(source,) for source in prepared.arrival_order], consume_rank, key)
-
-    def give_up(self) -> None:
-        """Instead of ``wait`` or ``consume``, where what comes before it failed: the next gather's rows come behind
-        these, which are for nobody."""
-        self._prepared.context.resume(self._started_on, self._sent)
-        self._prepared.give_up()
+        gather.consume([(source,) for source in gather.arrival_order], consume_rank, key)
 
 
 @outside_compile
@@ -523,9 +511,9 @@ def start_all_gather(
     row_counts: Sequence[int] | None = None,
     in_turn: bool = False,
     copies_own: bool = True,
-) -> StartedGather:
+) -> PendingGather:
     """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next. ``in_turn``:
-    each peer is told of its rows as soon as they are there, for ``StartedGather.consume``, which gives this rank's own
+    each peer is told of its rows as soon as they are there, for ``PendingGather.consume``, which gives this rank's own
     rows where ``x`` is without ``copies_own``: the gathered rows lack them then.
 
     Raises:
@@ -533,8 +521,8 @@ def start_all_gather(
     """
     counts = None if row_counts is None else tuple(row_counts)
     stream = context.enter("all_gather", x.shape if counts is None else counts, x.dtype)
-    prepared = context.prepare(AllGatherCall, x.shape, x.dtype, x.device, counts, in_turn)
-    return StartedGather(prepared, sendable_rows(x), x.shape[-1], stream, copies_own)
+    gather = context.plan(plan_all_gather, x.shape, x.dtype, x.device, counts, in_turn)
+    return PendingGather(gather, sendable_rows(x), x.shape[-1], stream, copies_own)
 
 
 @outside_compile
@@ -546,7 +534,7 @@ def all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int]
 _ALIGNMENT = 16  # bytes
 
 
-class PreparedParts(CopiedGather):
+class PartsGather(BaseGather):
     """Gathers of tensors of ``sizes`` bytes a rank, the same on all ranks (collective to make).
 
     The first ``num_in_turn`` of a rank have a flag, the others have one: ``wait_for`` waits for the former.
@@ -581,10 +569,11 @@ class PreparedParts(CopiedGather):
         addresses = tuple(part.data_ptr() for part in parts)
         context.start(self.channel, lambda: self._send(addresses), (self, addresses), addresses)
         own = [(to, address, size) for (to, size), address in zip(self._own, addresses)]
-        if context.is_cuda:
-            memcpys_async(own, current_handle(context.device))
-        else:
-            copy_in_turn(own, None)
+        with self.aborting():
+            if context.is_cuda:
+                memcpys_async(own, current_handle(context.device))
+            else:
+                copy_in_turn(own, None)
 
     def _send(self, addresses: tuple[int, ...]) -> None:
         context, rank, moves = self.context, self.context.rank, []
@@ -602,28 +591,27 @@ class PreparedParts(CopiedGather):
         self._wait_for_flags(source, self._first_starts)
 
 
-class _Call(NamedTuple):
-    """Of ``start_gather_of_parts``; see ``tp.prepared``."""
+def plan_gather_of_parts(
+    context: TPContext, sizes: tuple[int, ...], devices: frozenset[torch.device], num_in_turn: int, num_blocks: int
+) -> PartsGather:
+    """What ``start_gather_of_parts`` needs for parts of ``sizes`` bytes (collective).
 
-    sizes: tuple[int, ...]
-    devices: frozenset[torch.device]
-    num_in_turn: int
-    num_blocks: int
-
-    def prepare(self, context: TPContext) -> PreparedParts:
-        sizes, name = self.sizes, "gather_of_parts"
-        if not can_copy(context):
-            raise NotSupportedError(f"{name} by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")
-        if self.devices != {context.device}:
-            raise NotSupportedError(f"{name}: parts on {set(self.devices)}, the context is on {context.device}")
-        if not sizes or min(sizes) == 0 or any(size % _ALIGNMENT for size in sizes):
-            raise NotSupportedError(f"{name}: parts of {list(sizes)} bytes; each has to be whole {_ALIGNMENT} bytes")
-        if not 0 <= self.num_in_turn <= len(sizes):
-            raise NotSupportedError(f"{name}: {self.num_in_turn} of {len(sizes)} parts in turn")
-        return PreparedParts(context, sizes, self.num_in_turn, self.num_blocks)
+    Raises:
+        NotSupportedError: As ``start_gather_of_parts``.
+    """
+    name = "gather_of_parts"
+    check_can_copy(name, context)
+    if devices != {context.device}:
+        raise NotSupportedError(f"{name}: parts on {set(devices)}, the context is on {context.device}")
+    if not sizes or min(sizes) == 0 or any(size % _ALIGNMENT for size in sizes):
+        raise NotSupportedError(f"{name}: parts of {list(sizes)} bytes; each has to be whole {_ALIGNMENT} bytes")
+    if not 0 <= num_in_turn <= len(sizes):
+        raise NotSupportedError(f"{name}: {num_in_turn} of {len(sizes)} parts in turn")
+    return PartsGather(context, sizes, num_in_turn, num_blocks)
 
 
-class StartedParts:
+@outside_compile
+class PendingParts(Pending[PartsGather]):
     """A gather of parts on its way; ``wait()`` or ``consume()``, once and before the next gather starts.
 
     Attributes:
@@ -633,55 +621,52 @@ class StartedParts:
 
     def __init__(
         self,
-        prepared: PreparedParts,
+        gather: PartsGather,
         parts: Sequence[torch.Tensor],
         num_in_turn: int,
         started_on: torch.cuda.Stream | None,
     ) -> None:
-        self._prepared = prepared
-        self._sent = parts  # kept until the stream is behind the sends
+        super().__init__(gather, started_on, *parts)
         self._num_in_turn = num_in_turn
-        self._started_on = started_on
-        world = prepared.context.world_size
+        world = gather.context.world_size
         self.totals = [  # of this call alone: who takes them may empty them
             total.view(part.dtype).view(world * part.shape[0], *part.shape[1:])
-            for total, part in zip(prepared.totals, parts)
+            for total, part in zip(gather.totals, parts)
         ]
-        prepared.start(parts)
+        gather.start(parts)
 
     def wait(self) -> list[torch.Tensor]:
         """Holds the current stream until all parts of all ranks are there."""
-        self._prepared.context.resume(self._started_on, *self._sent)
-        self._prepared.wait()
+        self._resume()
+        self._exchange.wait()
         return self.totals
 
     def consume(self, each: Callable[[int, list[torch.Tensor]], None], key: Hashable | None = None) -> None:
         """Instead of ``wait``: ``each`` of the blocks of ranks, by its number, and its parts that come in turn, along
         dimension 0; that of this rank first, then the others in the order of arrival, the current stream held until
         they are there. When it ends everything is there and counted, as after ``wait``. ``key``: as of
-        ``CopiedGather.consume``."""
-        prepared = self._prepared
-        num_blocks = len(prepared.blocks)
-        prepared.context.resume(self._started_on, *self._sent)
+        ``BaseGather.consume``."""
+        gather, num_blocks = self._exchange, len(self._exchange.blocks)
+        self._resume()
 
         def consume_block(ranks: Sequence[int]) -> None:
             block = ranks[0] // len(ranks)
             each(block, [total.chunk(num_blocks)[block] for total in self.totals[: self._num_in_turn]])
 
-        prepared.consume(prepared.blocks, consume_block, key)
+        gather.consume(gather.blocks, consume_block, key)
 
 
 @outside_compile
 def start_gather_of_parts(
     parts: Sequence[torch.Tensor], *, context: TPContext, num_in_turn: int = 0, num_blocks: int | None = None
-) -> StartedParts:
+) -> PendingParts:
     """Starts a gather of each of ``parts`` along dimension 0 by copy engines, beside what the current stream does
     next. Equivalent: ``dist.all_gather_into_tensor`` of each.
 
     Args:
         parts: [rows, ...] each, of any types, the same sizes on all ranks.
         context: The group's context.
-        num_in_turn: So many of ``parts`` peers get in turn and before the others, for ``StartedParts.consume``.
+        num_in_turn: So many of ``parts`` peers get in turn and before the others, for ``PendingParts.consume``.
         num_blocks: Of ranks whose parts are consumed together: a divisor of the group's size. Default: each rank's
             by themselves.
 
@@ -694,5 +679,5 @@ def start_gather_of_parts(
     sizes = tuple(part.nbytes for part in parts)
     stream = context.enter("gather_of_parts", sizes)
     devices = frozenset(part.device for part in parts)
-    prepared = context.prepare(_Call, sizes, devices, num_in_turn, num_blocks or context.world_size)
-    return StartedParts(prepared, parts, num_in_turn, stream)
+    gather = context.plan(plan_gather_of_parts, sizes, devices, num_in_turn, num_blocks or context.world_size)
+    return PendingParts(gather, parts, num_in_turn, stream)

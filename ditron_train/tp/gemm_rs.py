@@ -45,6 +45,7 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.schedule.tiles import ordered_tile, scatter_tile
 from ditron_train.stream.events import current_handle
+from ditron_train.stream.plan import Plan
 from ditron_train.tp.choices import (
     Choice,
     Layout,
@@ -56,8 +57,8 @@ from ditron_train.tp.choices import (
     links_are_last,
     sums_in_parts,
 )
-from ditron_train.tp.context import RowPartition, TPContext, can_copy, checked_sizes, problem_of, row_partition
-from ditron_train.tp.reduce_scatter import PreparedScatter, SentPartials, SumOrder
+from ditron_train.tp.context import Operands, RowPartition, TPContext, can_copy, row_partition
+from ditron_train.tp.reduce_scatter import ReduceScatter, SumExchange, SumOrder
 
 
 class Slots(NamedTuple):
@@ -320,16 +321,16 @@ def gemm_rs_kernel(
     _fold(work, num_tiles, counter_ptr, slots.local, out_ptr, channel, reduction, OP, TARGET)
 
 
-class PreparedGemmRs:
+class GemmRsStorePlan(Plan[TPContext]):
     """[m, k] times a weight, reduce-scattered by rows; collective to make."""
 
     def __init__(self, context: TPContext, partition: RowPartition, problem: Problem, choice: Choice) -> None:
         n, dtype, transpose_b = problem.n, result_dtype(problem.dtype), problem.layout == "nt"
-        self.context = context
+        super().__init__(context, context.scatter_channel)
         self.m, self.n, self.k = problem.m, n, problem.k
         config, world_size = choice.config, context.world_size
         self._a_block, self._b_block = (config.block_m, config.block_k), config.b_block(transpose_b)
-        self.channel = channel = context.scatter_channel
+        channel = self.channel
         self._num_own_rows = partition.count(context.rank)
         block = config.block_m
         values = (self.m, partition.fingerprint, n, dtype, block, config.block_n)
@@ -369,7 +370,7 @@ class PreparedGemmRs:
         """Of two with the same one the GEMM's kernel is compiled once."""
         return self._launch.identity
 
-    def __call__(
+    def run(
         self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scales: TensorScales | None = None
     ) -> None:
         """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
@@ -432,7 +433,7 @@ def covers(n: int, dtype: torch.dtype) -> bool:
     return padded_columns(n, dtype) == n
 
 
-class ChunkedGemm:
+class ChunkedGemmPlan(Plan[TPContext]):
     """A GEMM in chunks of rows, each sent when it is done; then the sum. What the exchanges by copy engines share.
 
     Where the op is short, and only there may a step wait for its host, it is recorded as a whole once its operands,
@@ -448,14 +449,15 @@ class ChunkedGemm:
         exchange: Sends the chunks and adds up.
     """
 
-    def __init__(self, context: TPContext, problem: Problem, choice: Choice, exchange: SentPartials) -> None:
-        self.context, self._out_dtype = context, result_dtype(problem.dtype)
+    def __init__(self, context: TPContext, problem: Problem, choice: Choice, exchange: SumExchange) -> None:
+        is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
+        super().__init__(context, exchange.channel, is_recorded=is_recorded)
+        self._out_dtype = result_dtype(problem.dtype)
         self.m, self.n, self.k = problem.m, problem.n, problem.k
-        self._scatter = exchange
+        self._exchange = exchange
         self._chunks: list[_Chunk] = []
         tiles = (choice.config, False, problem.layout == "nt", context.num_sms)
         self._options = (*tiles, (problem.dtype, problem.dtype), context.device.index)
-        self._is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
 
     def _add_chunk(self, first: int, last: int, position: int | None, *, is_last: bool) -> None:
         gemm = gemm_launch(last - first, self.n, *self._options) if last > first else None
@@ -470,16 +472,11 @@ class ChunkedGemm:
         self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scales: TensorScales | None = None
     ) -> None:
         """``x``: [m, k]; ``out``: where the sum goes, contiguous."""
-        context = self.context
         partial = x.new_empty(self.m, self.n, dtype=self._out_dtype)
         addresses = scales.addresses if scales else ()
         key = (x.data_ptr(), x.stride(), weight.data_ptr(), weight.stride(), partial.data_ptr(), *addresses)
-        if not self._is_recorded:
-            self._enqueue(x, weight, scales, partial, out, key)
-            return
-        op, copied = (self, out.data_ptr(), *key), (partial.data_ptr(),)
-        if not context.repeat_op(op, copied) and self._enqueue(x, weight, scales, partial, out, key):
-            context.remember_op(op, lambda: self._enqueue(x, weight, scales, partial, out, key), copied)
+        recorded_as = (self, out.data_ptr(), *key) if self._is_recorded else None
+        self.replay(recorded_as, lambda: self._enqueue(x, weight, scales, partial, out, key), (partial.data_ptr(),))
 
     def _enqueue(
         self,
@@ -491,11 +488,11 @@ class ChunkedGemm:
         key: tuple,
     ) -> bool:
         """Whether it reads the operands as given: addresses and strides, ``key``, say all that it does."""
-        context, scatter = self.context, self._scatter
+        context, exchange = self.context, self._exchange
         stream = current_handle(context.device)
         operands, is_as_given = None, True
-        scatter.begin()
-        with context.aborting(scatter.channel):
+        exchange.begin()
+        with self.aborting():
             for chunk in self._chunks:
                 if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
                     a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
@@ -503,8 +500,8 @@ class ChunkedGemm:
                     chunk.multiply(a, b, scales, partial, key=(chunk, *key) if is_as_given else None)
                 if chunk.position is not None:
                     context.fork()
-                    scatter.send(partial, chunk.position, chunk.rows, signals=chunk.is_last)
-        scatter.finish(partial, out)
+                    exchange.send(partial, chunk.position, chunk.rows, signals=chunk.is_last)
+        exchange.finish(partial, out)
         return is_as_given
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
@@ -515,11 +512,11 @@ class ChunkedGemm:
             gemm.compile(x[chunk.rows], gemm.b_descriptors(weight), partial[chunk.rows], self.k, scales)
 
 
-class PreparedChunkedGemmRs(ChunkedGemm):
+class GemmRsCopyPlan(ChunkedGemmPlan):
     """[m, k] times a weight, reduce-scattered by rows; collective to make.
 
     Rows of rank - 1 first, in halves where the links are last and begin earlier that way; own rows last: their GEMM
-    hides the last transfer. Then the sum (``PreparedScatter.finish``), whose order is that of the arrivals: rank + 1
+    hides the last transfer. Then the sum (``ReduceScatter.finish``), whose order is that of the arrivals: rank + 1
     first.
     """
 
@@ -535,7 +532,7 @@ class PreparedChunkedGemmRs(ChunkedGemm):
         n, out_dtype = problem.n, result_dtype(problem.dtype)
         assert covers(n, out_dtype), f"rows of {n} x {out_dtype} are not whole 16 bytes"
         in_parts = order is None and sums_in_parts(problem, choice, context.machine)
-        scatter = PreparedScatter(context, partition, n, out_dtype, in_parts=in_parts, order=order)
+        scatter = ReduceScatter(context, partition, n, out_dtype, in_parts=in_parts, order=order)
         super().__init__(context, problem, choice, scatter)
         halves_first = links_are_last(problem, choice, context.machine)
         for position, owner in enumerate([*scatter.peers, context.rank]):
@@ -547,49 +544,43 @@ class PreparedChunkedGemmRs(ChunkedGemm):
             for first, last in zip(edges, edges[1:]):
                 self._add_chunk(first, last, sent_to, is_last=last == end)
 
-    def __call__(
+    def run(
         self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scales: TensorScales | None = None
     ) -> None:
         """``x``: [m, k]; ``out``: this rank's rows, contiguous."""
         self.into(x, weight, out, scales)
 
 
-class GemmRsCall(NamedTuple):
-    """Of ``ops.gemm_rs``."""
-
-    op = "gemm_rs"  # type: ignore[misc]  # no field
-    x_shape: torch.Size
-    weight_shape: torch.Size
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    weight_device: torch.device
-    layout: Layout
-    counts: tuple[int, ...] | None
-    scatter: ScatterMode | None
-
-    def prepare(self, context: TPContext) -> PreparedChunkedGemmRs | PreparedGemmRs | None:
-        """See above."""
-        n, k = checked_sizes(context, self)
-        partition = row_partition(self.op, context, self.x_shape, self.counts, total=True)
-        if partition.num_rows == 0:
-            channels = (context.scatter_channel, context.reduce_channel)
-            context.agree_on_nothing(channels, columns=n, dtype=self.dtype)
-            return None
-        problem = problem_of(context, partition.num_rows, n, k, self)
-        choice = choose(problem, context.machine)
-        if self.scatter is not None:
-            choice = replace(choice, scatter=self.scatter)
-        return gemm_rs_by(context, partition, problem, choice)
+GemmRsPlan = GemmRsCopyPlan | GemmRsStorePlan
 
 
-def gemm_rs_by(
-    context: TPContext, partition: RowPartition, problem: Problem, choice: Choice
-) -> PreparedChunkedGemmRs | PreparedGemmRs:
+def gemm_rs_by(context: TPContext, partition: RowPartition, problem: Problem, choice: Choice) -> GemmRsPlan:
     """A GEMM-RS as ``choice`` says, stored by the GEMM where it cannot be copied (collective)."""
     by_copy = choice.scatter == "copy" and can_copy(context) and covers(problem.n, result_dtype(problem.dtype))
-    kind = PreparedChunkedGemmRs if by_copy else PreparedGemmRs
+    kind = GemmRsCopyPlan if by_copy else GemmRsStorePlan
     return kind(context, partition, problem, choice)
+
+
+def plan_gemm_rs(
+    context: TPContext,
+    operands: tuple[Any, ...],
+    layout: Layout,
+    counts: tuple[int, ...] | None,
+    scatter: ScatterMode | None,
+) -> GemmRsPlan | None:
+    """What ``gemm_rs`` needs for ``Operands`` (collective); None if there are no rows."""
+    shapes = Operands(*operands)
+    n, k = shapes.sizes("gemm_rs", context, layout)
+    partition = row_partition("gemm_rs", context, shapes.x_shape, counts, total=True)
+    if partition.num_rows == 0:
+        channels = (context.scatter_channel, context.reduce_channel)
+        context.agree_on_nothing(channels, columns=n, dtype=shapes.dtype)
+        return None
+    problem = Problem("gemm_rs", partition.num_rows, n, k, layout, shapes.dtype, context.world_size)
+    choice = choose(problem, context.machine)
+    if scatter is not None:
+        choice = replace(choice, scatter=scatter)
+    return gemm_rs_by(context, partition, problem, choice)
 
 
 @outside_compile
@@ -628,13 +619,13 @@ def gemm_rs(
     check_scaled("gemm_rs", x, scales)
     context.enter("gemm_rs", x.shape, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
-    prepared, dtype = context.prepare(GemmRsCall, *operands, layout, counts, scatter), result_dtype(x.dtype)
-    if prepared is None:
+    made, dtype = context.plan(plan_gemm_rs, operands, layout, counts, scatter), result_dtype(x.dtype)
+    if made is None:
         shape = (0,) if counts is not None else (x.shape[0] // context.world_size, *x.shape[1:-1])
         return x.new_empty(*shape, weight.shape[0 if layout == "nt" else 1], dtype=dtype)
     if counts is None:
-        out = x.new_empty(x.shape[0] // context.world_size, *x.shape[1:-1], prepared.n, dtype=dtype)
+        out = x.new_empty(x.shape[0] // context.world_size, *x.shape[1:-1], made.n, dtype=dtype)
     else:
-        out = x.new_empty(counts[context.rank], prepared.n, dtype=dtype)
-    prepared(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, out, scales)
+        out = x.new_empty(counts[context.rank], made.n, dtype=dtype)
+    made.run(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, out, scales)
     return out

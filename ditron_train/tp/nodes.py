@@ -21,9 +21,9 @@ node has one rank, block n is multiplied last, under the last border.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,13 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.stream.op_context import MAX_KNOWN_SHAPES
 from ditron_train.symm.exchange import on_all_ranks
 from ditron_train.symm.nodes import NodeGroups, node_groups
-from ditron_train.tp.ag_gemm import AgGemmCall, ag_gemm
+from ditron_train.tp.ag_gemm import ag_gemm, plan_ag_gemm
 from ditron_train.tp.choices import Layout
 from ditron_train.tp.context import RowPartition, TPContext, can_copy, get_tp_context
 from ditron_train.tp.gemm_rs import covers
-from ditron_train.tp.reduce_scatter import PreparedScatter, fold_onto_kernel
+from ditron_train.tp.reduce_scatter import ReduceScatter, fold_onto_kernel
 
+_Made = TypeVar("_Made")
 _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesTPContext] = GroupCache()
 
 
@@ -76,7 +77,7 @@ class NodesTPContext:
                 (ArenaError, NotSupportedError),
             )
         self.leaves_gather = self.leaves_sums = False
-        self._prepared: set[Hashable] = set()  # one for all answers: they share the node's memory
+        self._planned: set[Hashable] = set()  # one for all answers: they share the node's memory
 
     def for_answer(self) -> NodesTPContext:
         """The same context with choices of its own."""
@@ -107,24 +108,24 @@ class NodesTPContext:
             return False
         return self.ring_step(rows, n, dtype) != 0
 
-    def prepare(self, *call: Any) -> Any:
-        """As ``TPContext.prepare``, of the node's context and inside ``naming``. At the first such call the nodes tell
+    def plan(self, make: Callable[..., _Made], *arguments: Hashable) -> _Made:
+        """As ``OpContext.plan``, of the node's context and inside ``naming``. At the first such call the nodes tell
         each other whether they have room for it, before anything of it crosses a border.
 
         Raises:
-            ArenaError: A node cannot prepare it; on every rank alike.
+            ArenaError: A node cannot make the plan; on every rank alike.
         """
-        inner = self.inner
+        inner, call = self.inner, (make, *arguments)
         assert inner is not None, "a node of one rank needs no memory"
-        # A capture, in which nobody may wait, takes what all nodes have prepared, or is refused by each alike.
-        if call in self._prepared or is_capturing(self.device):
-            return inner.prepare(*call)
+        # A capture, in which nobody may wait, takes what all nodes have planned, or is refused by each alike.
+        if call in self._planned or is_capturing(self.device):
+            return inner.plan(make, *arguments)
         inner.enter("preparing on every node")
-        before = set(self._prepared) if len(self._prepared) < MAX_KNOWN_SHAPES else set()
-        self._prepared.clear()  # what fails may have given back what is there for other calls
-        prepared = self.nodes.on_every_node("making room on every node", lambda: inner.prepare(*call), self.device)
-        self._prepared.update(before, {call})
-        return prepared
+        before = set(self._planned) if len(self._planned) < MAX_KNOWN_SHAPES else set()
+        self._planned.clear()  # what fails may have given back what is there for other calls
+        plan = self.nodes.on_every_node("making room on every node", lambda: inner.plan(make, *arguments), self.device)
+        self._planned.update(before, {call})
+        return plan
 
     def synchronize(self) -> None:
         """As ``TPContext.synchronize``."""
@@ -187,7 +188,7 @@ def ag_gemm_over_nodes(
     with context.nodes.naming("ag_gemm over nodes"):
         if context.inner is not None:  # before rows leave, for which a node that cannot gather them would not wait
             operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
-            context.prepare(AgGemmCall, *operands, layout, None, None, True, None)
+            context.plan(plan_ag_gemm, operands, layout, None, None, True, None)
         for node, part in _parts(x, context.nodes):
             if context.inner is None:
                 products[node], gathered[node] = part.matmul(weight.t() if layout == "nt" else weight), part
@@ -203,30 +204,19 @@ _Part = Literal[
 ]  # of an owner's sum: what its node adds first, another node's, its node's last
 
 
-class _NodeSumCall(NamedTuple):
-    """Sums of one block's rows [rows, N] inside a node."""
-
-    rows: int
-    num_columns: int
-    dtype: torch.dtype
-    ring_step: int
-
-    def prepare(self, context: TPContext) -> _PreparedNodeSum:
-        """The sums of a block, prepared."""
-        return _PreparedNodeSum(context, self)
-
-
-class _PreparedNodeSum(PreparedScatter):
+class _NodeSum(ReduceScatter):
     """What a node adds onto the sums of one block, for one shape (collective to make): ``begin``, ``hand_out``, then
     ``add_up`` behind what the current stream has been given meanwhile."""
 
-    def __init__(self, context: TPContext, call: _NodeSumCall) -> None:
+    def __init__(
+        self, context: TPContext, num_rows: int, num_columns: int, dtype: torch.dtype, ring_step: int
+    ) -> None:
         world = context.world_size
-        partition = RowPartition.of([call.rows // world] * world)
-        super().__init__(context, partition, call.num_columns, call.dtype)
-        self._step = call.ring_step
+        partition = RowPartition.of([num_rows // world] * world)
+        super().__init__(context, partition, num_columns, dtype)
+        self._step = ring_step
         self._folds: dict[bool, KernelLaunch] = {
-            goes_on: self._launch_of_sum(fold_onto_kernel, {"STEP": call.ring_step, "GOES_ON": goes_on})
+            goes_on: self._launch_of_sum(fold_onto_kernel, {"STEP": ring_step, "GOES_ON": goes_on})
             for goes_on in (False, True)
         }
 
@@ -240,7 +230,7 @@ class _PreparedNodeSum(PreparedScatter):
     def hand_out(self, partial: torch.Tensor, part: _Part) -> None:
         """Sends the owners' rows of ``partial`` [rows, N], contiguous, to them."""
         self.begin()
-        with self.context.aborting(self.channel):
+        with self.aborting():
             starts, rank = self.partition.starts, self.context.rank
             for position, owner in enumerate(self.peers):
                 end = starts[owner + 1] if rank in self.ranks(part, owner) else starts[owner]
@@ -251,7 +241,7 @@ class _PreparedNodeSum(PreparedScatter):
         ranks = self.ranks(part, self.context.rank)
         operands = (partial, self._slots.local, self._pointers, out if total is None else total, out, self._row_starts)
         sizes = (self._num_columns, self.partition.max_count, ranks.start, len(ranks))
-        with self.context.aborting(self.channel):
+        with self.aborting():
             self._folds[total is not None](*operands, *sizes, stream=self.context.comm_stream)
         self.context.join()
         self.context.leave(self.channel)
@@ -322,9 +312,8 @@ def gemm_rs_over_nodes(
         if context.inner is None:
             return _by_single_ranks([blocks[one] for one in (*others, node)], factor, rail)
         context.inner.enter("gemm_rs over nodes", rows, n, k, x.dtype)
-        call = (_NodeSumCall, rows // num_nodes, n, x.dtype, step)
-        prepared: _PreparedNodeSum = context.prepare(*call)
-        return _by_nodes([blocks[one] for one in (node, *others)], factor, prepared, rail)
+        node_sum = context.plan(_NodeSum, rows // num_nodes, n, x.dtype, step)
+        return _by_nodes([blocks[one] for one in (node, *others)], factor, node_sum, rail)
 
 
 def _by_single_ranks(blocks: list[torch.Tensor], factor: torch.Tensor, rail: _Rail) -> torch.Tensor:
@@ -339,25 +328,23 @@ def _by_single_ranks(blocks: list[torch.Tensor], factor: torch.Tensor, rail: _Ra
     return total
 
 
-def _by_nodes(
-    blocks: list[torch.Tensor], factor: torch.Tensor, prepared: _PreparedNodeSum, rail: _Rail
-) -> torch.Tensor:
+def _by_nodes(blocks: list[torch.Tensor], factor: torch.Tensor, node_sum: _NodeSum, rail: _Rail) -> torch.Tensor:
     own = partial = blocks[0].matmul(factor)
-    rank, num_rows = prepared.context.rank, len(own) // prepared.context.world_size
+    rank, num_rows = node_sum.context.rank, len(own) // node_sum.context.world_size
     for index, block in enumerate([*blocks[1:], None]):
         part: _Part = "begin" if index == 0 else "whole"
-        prepared.hand_out(partial, part)
-        with prepared.context.aborting(prepared.channel):
+        node_sum.hand_out(partial, part)
+        with node_sum.aborting():
             out = own.new_empty(num_rows, own.shape[1])
             following = own if block is None else block.matmul(factor)  # under the exchange and the border
             total = rail.receive()
-        prepared.add_up(partial, total, out, part)
-        if prepared.ranks("begin", rank) or index:
+        node_sum.add_up(partial, total, out, part)
+        if node_sum.ranks("begin", rank) or index:
             rail.send(out)
         partial = following
-    prepared.hand_out(own, "end")
-    with prepared.context.aborting(prepared.channel):
+    node_sum.hand_out(own, "end")
+    with node_sum.aborting():
         out = own.new_empty(num_rows, own.shape[1])
         total = rail.receive()
-    prepared.add_up(own, total, out, "end")
+    node_sum.add_up(own, total, out, "end")
     return out

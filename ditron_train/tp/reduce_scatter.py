@@ -33,13 +33,13 @@ import ditron_train.lang as dl
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.runtime.versions import pip_command
 from ditron_train.schedule.orders import chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.copies import Fan, copy_bytes, copy_in_turn, copy_with_flags
 from ditron_train.stream.events import current_handle
+from ditron_train.stream.plan import Exchange, Pending
 from ditron_train.stream.window import flags_of_peers, send_fans
 from ditron_train.symm.channel import Channel, ChannelPointers
-from ditron_train.tp.context import RowPartition, TPContext, can_copy, row_partition
+from ditron_train.tp.context import RowPartition, TPContext, check_can_copy, row_partition
 from ditron_train.tp.gather import gather_start_kernel
 
 
@@ -199,7 +199,7 @@ class SumOrder(NamedTuple):
     constants: dict[str, Any]
 
 
-class SentPartials:
+class SumExchange(Exchange[TPContext]):
     """What exchanges of partial sums by copy engines share: start signals in front, a kernel behind that adds up.
 
     Args:
@@ -210,7 +210,7 @@ class SentPartials:
     """
 
     def __init__(self, context: TPContext, channel: Channel, pointers: ChannelPointers, epochs: torch.Tensor) -> None:
-        self.context, self.channel = context, channel
+        super().__init__(context, channel)
         self._pointers, self._epochs = pointers, epochs
         constants = {"WORLD_SIZE": context.world_size, "BLOCK": 128, "TARGET": context.target}
         self._start = KernelLaunch(gather_start_kernel, 1, constants, num_warps=1)
@@ -222,8 +222,7 @@ class SentPartials:
         return KernelLaunch(kernel, num_programs, {**constants, **world}, num_warps=8)
 
     def begin(self) -> None:
-        """Start signals, behind what the current stream has done; ``send`` follows, inside
-        ``OpContext.aborting``."""
+        """Start signals, behind what the current stream has done; ``send`` follows, inside ``aborting``."""
         self.context.start(self.channel, self._signal_start)
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
@@ -245,7 +244,7 @@ class SentPartials:
         """
         context, fold = self.context, self._fold
         key = (partial.data_ptr(), out.data_ptr())
-        with context.aborting(self.channel):
+        with self.aborting():
             if not fold.repeat(key, context.comm_handle if beside else current_handle(context.device)):
                 fold(*self._fold_arguments(partial, out), stream=context.comm_stream if beside else None, key=key)
         context.join()
@@ -258,7 +257,7 @@ class SentPartials:
         raise NotImplementedError
 
 
-class PreparedScatter(SentPartials):
+class ReduceScatter(SumExchange):
     """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (collective to make).
 
     ``start`` enqueues the sends behind what the current stream has done, or ``begin`` and then ``send`` for rows as
@@ -373,60 +372,57 @@ class PreparedScatter(SentPartials):
         return (*operands, self._num_columns, self.partition.max_count)
 
 
-class ReduceScatterCall(NamedTuple):
-    """Of ``ops.start_reduce_scatter``; no rows are an error."""
+def plan_reduce_scatter(
+    context: TPContext, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> ReduceScatter:
+    """What a reduce-scatter of partial sums of this shape needs (collective).
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def prepare(self, context: TPContext) -> PreparedScatter:
-        """See above."""
-        is_fitting = self.device == context.device and len(self.shape) >= 2
-        if is_fitting and self.shape.numel() == 0:
-            context.agree_on_nothing((context.reduce_channel,))
-        if not is_fitting or self.shape.numel() == 0:
-            where = f"on {self.device}, context on {context.device}"
-            raise NotSupportedError(f"reduce_scatter: {tuple(self.shape)} {where}")
-        if self.dtype not in SUM_DTYPES:
-            raise NotSupportedError(f"reduce_scatter: {self.dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")
-        partition = row_partition("reduce_scatter", context, self.shape, None, total=True)
-        return PreparedScatter(context, partition, self.shape[-1], self.dtype)
+    Raises:
+        NotSupportedError: Shape, type or device do not fit, or there are no rows.
+    """
+    is_fitting = device == context.device and len(shape) >= 2
+    if is_fitting and shape.numel() == 0:
+        context.agree_on_nothing((context.reduce_channel,))
+    if not is_fitting or shape.numel() == 0:
+        raise NotSupportedError(f"reduce_scatter: {tuple(shape)} on {device}, context on {context.device}")
+    if dtype not in SUM_DTYPES:
+        raise NotSupportedError(f"reduce_scatter: {dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")
+    partition = row_partition("reduce_scatter", context, shape, None, total=True)
+    return ReduceScatter(context, partition, shape[-1], dtype)
 
 
 @outside_compile
-class StartedSum:
+class PendingReduceScatter(Pending[ReduceScatter]):
     """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows. ``out``:
     where they will be.
 
     Args:
-        started_on: As of ``StartedGather``.
+        started_on: As of ``PendingGather``.
     """
 
     def __init__(
         self,
-        prepared: PreparedScatter,
+        exchange: ReduceScatter,
         partial: torch.Tensor,
         shape: tuple[int, ...],
         started_on: torch.cuda.Stream | None,
     ) -> None:
-        self._prepared = prepared
-        self._partial = partial
-        self._started_on = started_on
         # Allocated before the communication stream forks off: memory that the current stream frees later is not free
         # there.
         self.out = partial.new_empty(shape)
-        prepared.start(partial)
+        super().__init__(exchange, started_on, partial, self.out)
+        self._partial = partial
+        exchange.start(partial)
 
     def wait(self) -> torch.Tensor:
         """The sum over ranks, in NCCL's order."""
-        self._prepared.context.resume(self._started_on, self._partial, self.out)
-        self._prepared.finish(self._partial, self.out, beside=True)
+        self._resume()
+        self._exchange.finish(self._partial, self.out, beside=True)
         return self.out
 
 
 @outside_compile
-def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> StartedSum:
+def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> PendingReduceScatter:
     """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current
     stream does next. One at a time: ``wait()`` before the next op of this context.
 
@@ -434,10 +430,10 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Starte
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
     """
     stream = context.enter("reduce_scatter", partial.shape, partial.dtype)
-    _check_can_copy("reduce_scatter", context)
-    prepared = context.prepare(ReduceScatterCall, partial.shape, partial.dtype, partial.device)
+    check_can_copy("reduce_scatter", context)
+    exchange = context.plan(plan_reduce_scatter, partial.shape, partial.dtype, partial.device)
     shape = (partial.shape[0] // context.world_size, *partial.shape[1:])
-    return StartedSum(prepared, partial.contiguous(), shape, stream)
+    return PendingReduceScatter(exchange, partial.contiguous(), shape, stream)
 
 
 def reserve_reduce_scatter(shape: torch.Size, dtype: torch.dtype, *, context: TPContext) -> None:
@@ -446,8 +442,8 @@ def reserve_reduce_scatter(shape: torch.Size, dtype: torch.dtype, *, context: TP
     Raises:
         ArenaError, NotSupportedError, MismatchError: It cannot be had; on every rank alike.
     """
-    _check_can_copy("reduce_scatter", context)
-    context.prepare(ReduceScatterCall, shape, dtype, context.device)
+    check_can_copy("reduce_scatter", context)
+    context.plan(plan_reduce_scatter, shape, dtype, context.device)
 
 
 @outside_compile
@@ -475,21 +471,21 @@ def reduce_scatter_rows(
         NotSupportedError, MismatchError, PeerTimeoutError: As ``start_reduce_scatter``.
     """
     context.enter("reduce_scatter", like.shape, like.dtype)
-    _check_can_copy("reduce_scatter", context)
-    prepared: PreparedScatter = context.prepare(ReduceScatterCall, like.shape, like.dtype, like.device)
+    check_can_copy("reduce_scatter", context)
+    exchange = context.plan(plan_reduce_scatter, like.shape, like.dtype, like.device)
     out = like.new_empty(like.shape[0] // context.world_size, *like.shape[1:])
-    partial, starts = like.view(like.shape[0], -1), prepared.partition.starts
-    prepared.begin()
-    with context.aborting(prepared.channel):
-        for position, owner in enumerate([*prepared.peers, context.rank]):
+    partial, starts = like.view(like.shape[0], -1), exchange.partition.starts
+    exchange.begin()
+    with exchange.aborting():
+        for position, owner in enumerate([*exchange.peers, context.rank]):
             rows = slice(starts[owner], starts[owner + 1])
             produce(partial[rows], owner)
             if owner != context.rank:
                 context.fork()
-                prepared.send(partial, position, rows, signals=True)
+                exchange.send(partial, position, rows, signals=True)
         if behind is not None:
             behind()
-        prepared.finish(partial, out)
+        exchange.finish(partial, out)
     return out
 
 
@@ -524,16 +520,16 @@ def scatter_as_computed(
         NotSupportedError, MismatchError, PeerTimeoutError: As ``start_reduce_scatter``.
     """
     context.enter("scatter_as_computed", tuple(shape), dtype)
-    _check_can_copy("scatter_as_computed", context)
-    call = (ReduceScatterCall, torch.Size(shape), dtype, context.device)
-    starts, rank = context.prepare(*call).partition.starts, context.rank
+    check_can_copy("scatter_as_computed", context)
+    call = (torch.Size(shape), dtype, context.device)
+    starts, rank = context.plan(plan_reduce_scatter, *call).partition.starts, context.rank
     partial = context.scratch("products", (starts[-1], shape[-1]), dtype)
-    prepared: PreparedScatter = context.prepare(*call)  # anew where other memory has moved for these
+    exchange = context.plan(plan_reduce_scatter, *call)  # anew where other memory has moved for these
     out = partial.new_empty(shape[0] // context.world_size, *shape[1:])
 
     def enqueue() -> None:
-        prepared.begin()
-        own_block, *others = rank_blocks([rank, *prepared.peers], num_products or context.world_size)
+        exchange.begin()
+        own_block, *others = rank_blocks([rank, *exchange.peers], num_products or context.world_size)
         for owners in (*others, own_block):
             rows = slice(starts[owners.start], starts[owners.stop])
             compute(rows, partial[rows])
@@ -542,18 +538,14 @@ def scatter_as_computed(
                 context.fork()
             for owner in receivers:
                 place = slice(starts[owner], starts[owner + 1])
-                prepared.send(partial, prepared.peers.index(owner), place, signals=True)
+                exchange.send(partial, exchange.peers.index(owner), place, signals=True)
         context.join()  # by ``finish``, too, behind the sum: but what is recorded has to join what it forks
 
     if before is not None:
         before()
     address = partial.data_ptr()
-    with context.aborting(prepared.channel):
-        context.run_op_again(None if key is None else (prepared, num_products, address, key), enqueue, (address,))
-        prepared.finish(partial, out)
+    recorded_as = None if key is None else (exchange, num_products, address, key)
+    with exchange.aborting():
+        exchange.replay(recorded_as, enqueue, (address,), allocates=True)
+        exchange.finish(partial, out)
     return out
-
-
-def _check_can_copy(name: str, context: TPContext) -> None:
-    if not can_copy(context):
-        raise NotSupportedError(f"{name} by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")

@@ -13,7 +13,7 @@ from ditron_train.data import load_workloads
 from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
-from ditron_train.tp.ag_gemm import PreparedAgGemm, ag_gemm
+from ditron_train.tp.ag_gemm import AgGemmPlan, ag_gemm
 from ditron_train.tp.choices import (
     Choice,
     Layout,
@@ -226,7 +226,7 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
             if self.op == "gemm_ar":
                 prepared = gemm_ar_by(context, problem, choice, can_copy=can_copy(context))
             else:
-                prepare: Callable[..., Any] = PreparedAgGemm if self.op == "ag_gemm" else gemm_rs_by
+                prepare: Callable[..., Any] = AgGemmPlan if self.op == "ag_gemm" else gemm_rs_by
                 prepared = prepare(context, _even(problem), problem, choice)
             context.prepared[key] = prepared
         return prepared
@@ -238,9 +238,9 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
             context.enter("tune", problem.table_op, problem.m, problem.n, problem.k)
             prepared = self._prepared(call, context, candidate)
             if self.op != "gemm_rs":
-                return [prepared(x, weight)]
+                return [prepared.run(x, weight)]
             out = x.new_empty(problem.m // problem.world_size, problem.n)
-            prepared(x, weight, out)
+            prepared.run(x, weight, out)
             return [out]
 
         return run

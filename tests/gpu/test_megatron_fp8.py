@@ -22,7 +22,7 @@ from test_megatron_tp import (  # noqa: F401  (fixtures)
 )
 
 from ditron_train.stream.op_context import OpContext
-from ditron_train.tp.reduce_scatter import PreparedScatter
+from ditron_train.tp.reduce_scatter import ReduceScatter
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -130,7 +130,7 @@ def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, m
 
     def repeat(*args, **kwargs):
         is_repeated = repeat_op(*args, **kwargs)
-        repeated.append(is_repeated and isinstance(args[1][0], PreparedScatter))
+        repeated.append(is_repeated and isinstance(args[1][0], ReduceScatter))
         return is_repeated
 
     monkeypatch.setattr(OpContext, "repeat_op", repeat)

@@ -373,7 +373,7 @@ def check_recorded_ops() -> list[list[int]]:
     context, recorded, counts, calls, memory = get_tp_context(None, CPU), {}, [], {}, {}
     world, rank, new_empty = context.world_size, context.rank, torch.Tensor.new_empty
 
-    def repeat_op(key: Hashable, copied: Sequence[int]) -> bool:
+    def repeat_op(key: Hashable, copied: Sequence[int], *, forks: bool) -> bool:
         assert copied and set(copied) <= set(key), "copies of memory that the key does not name"
         if key not in recorded:
             return False

@@ -47,7 +47,7 @@ class _Gathering(Pass):
 
     def __init__(self, context: TPContext) -> None:
         super().__init__(context)
-        self._started: Any = None  # a ``StartedGather``; of blocks a ``StartedParts``
+        self._started: Any = None  # a ``PendingGather``; of blocks a ``PendingParts``
 
     def _start(self, rows: Any, quantizer: Any, *, in_turn: bool) -> Any:
         """All ranks' rows, where they will be."""
