@@ -29,19 +29,19 @@ class Exchange(Generic[_Context]):
     Args:
         context: Whose buffers and streams are used.
         channel: Through which signals go.
+
+    Attributes:
+        aborting: ``with`` it: ``abort`` if what is inside raises.
     """
 
     def __init__(self, context: _Context, channel: Channel) -> None:
         self.context, self.channel = context, channel
+        self.aborting = Aborting(context, channel)
 
     def abort(self) -> None:
         """Instead of what ends the exchange, if something fails after its start. Nothing is waited for, so that no
         wait hides what failed; the next exchange has an epoch of its own."""
         self.context.abort(self.channel)
-
-    def aborting(self) -> Aborting:
-        """``with`` it: ``abort`` if what is inside raises."""
-        return Aborting(self.context, self.channel)
 
     def replay(
         self,

@@ -11,8 +11,8 @@ Streams of one rank (own rows are multiplied first, then those of rank + 1, rank
 
 Who waits for whom: the sends to a peer wait for its start signal of this epoch, since the gathered rows ``[M, K]`` are
 a single buffer of a rank: the signal says that everything the peer's stream had before is done. A tile of the GEMM
-waits for the arrival flags of the rows that it reads. Flags hold the epoch, one for each (source rank, granule). The
-gather itself, by copy engines or by multiprocessors that push, is in ``tp.gather``.
+waits for the arrival flags of the rows that it reads. Flags hold the epoch, one for each (source rank, block of rows).
+The gather itself, by copy engines or by multiprocessors that push, is in ``tp.gather``.
 
 What was tried, with its times: ``docs/measurements/tp.md``.
 """
@@ -295,7 +295,7 @@ class AgGemmPlan(Plan[TPContext]):
         """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
         is_as_given = True
         self.gather.start(x, copies_own=not self._reads_own)
-        with self.aborting():
+        with self.aborting:
             if not self._launch.repeat(key, current_handle(self.context.device)):
                 operand = aligned_operand(weight)
                 is_as_given = operand is weight

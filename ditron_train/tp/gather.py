@@ -11,7 +11,7 @@ Streams of one rank, by copy engines:
     current         ... | a program that waits for the flags of all peers, or of one after the other (``consume``)
 
 By pushes, multiprocessors take the place of the copy engines: one kernel on the communication stream signals, stores
-the rows and sets a flag for each granule of rows.
+the rows and sets a flag for each block of rows.
 
 Who waits for whom: nothing is written to a peer before its start signal of this epoch, which says that its stream is
 done with what the buffer held. The consumer waits for flags that hold the epoch. The current stream joins the
@@ -226,7 +226,7 @@ class BaseGather(Exchange[TPContext]):
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, a view of the buffer."""
-        with self.aborting():
+        with self.aborting:
             if not self._wait.repeat("wait", current_handle(self.context.device)):
                 self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
         self.finish()
@@ -370,8 +370,11 @@ class Gather(BaseGather):
             context.start(self.channel, lambda: self._send_by_copies(x), (self, address), (address,))
         if copies_own and x.data_ptr() != self.own_rows.data_ptr():
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
-            with self.aborting():
+            try:
                 self.own_rows.copy_(x)
+            except BaseException:
+                self.abort()
+                raise
 
     def _send_by_push(self, x: torch.Tensor) -> None:
         context, key = self.context, x.data_ptr()
@@ -569,11 +572,14 @@ class PartsGather(BaseGather):
         addresses = tuple(part.data_ptr() for part in parts)
         context.start(self.channel, lambda: self._send(addresses), (self, addresses), addresses)
         own = [(to, address, size) for (to, size), address in zip(self._own, addresses)]
-        with self.aborting():
+        try:
             if context.is_cuda:
                 memcpys_async(own, current_handle(context.device))
             else:
                 copy_in_turn(own, None)
+        except BaseException:
+            self.abort()
+            raise
 
     def _send(self, addresses: tuple[int, ...]) -> None:
         context, rank, moves = self.context, self.context.rank, []

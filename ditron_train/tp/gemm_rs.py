@@ -492,7 +492,7 @@ class ChunkedGemmPlan(Plan[TPContext]):
         stream = current_handle(context.device)
         operands, is_as_given = None, True
         exchange.begin()
-        with self.aborting():
+        with self.aborting:
             for chunk in self._chunks:
                 if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
                     a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))

@@ -230,7 +230,7 @@ class _NodeSum(ReduceScatter):
     def hand_out(self, partial: torch.Tensor, part: _Part) -> None:
         """Sends the owners' rows of ``partial`` [rows, N], contiguous, to them."""
         self.begin()
-        with self.aborting():
+        with self.aborting:
             starts, rank = self.partition.starts, self.context.rank
             for position, owner in enumerate(self.peers):
                 end = starts[owner + 1] if rank in self.ranks(part, owner) else starts[owner]
@@ -241,7 +241,7 @@ class _NodeSum(ReduceScatter):
         ranks = self.ranks(part, self.context.rank)
         operands = (partial, self._slots.local, self._pointers, out if total is None else total, out, self._row_starts)
         sizes = (self._num_columns, self.partition.max_count, ranks.start, len(ranks))
-        with self.aborting():
+        with self.aborting:
             self._folds[total is not None](*operands, *sizes, stream=self.context.comm_stream)
         self.context.join()
         self.context.leave(self.channel)
@@ -334,7 +334,7 @@ def _by_nodes(blocks: list[torch.Tensor], factor: torch.Tensor, node_sum: _NodeS
     for index, block in enumerate([*blocks[1:], None]):
         part: _Part = "begin" if index == 0 else "whole"
         node_sum.hand_out(partial, part)
-        with node_sum.aborting():
+        with node_sum.aborting:
             out = own.new_empty(num_rows, own.shape[1])
             following = own if block is None else block.matmul(factor)  # under the exchange and the border
             total = rail.receive()
@@ -343,7 +343,7 @@ def _by_nodes(blocks: list[torch.Tensor], factor: torch.Tensor, node_sum: _NodeS
             rail.send(out)
         partial = following
     node_sum.hand_out(own, "end")
-    with node_sum.aborting():
+    with node_sum.aborting:
         out = own.new_empty(num_rows, own.shape[1])
         total = rail.receive()
     node_sum.add_up(own, total, out, "end")

@@ -244,7 +244,7 @@ class SumExchange(Exchange[TPContext]):
         """
         context, fold = self.context, self._fold
         key = (partial.data_ptr(), out.data_ptr())
-        with self.aborting():
+        with self.aborting:
             if not fold.repeat(key, context.comm_handle if beside else current_handle(context.device)):
                 fold(*self._fold_arguments(partial, out), stream=context.comm_stream if beside else None, key=key)
         context.join()
@@ -476,7 +476,7 @@ def reduce_scatter_rows(
     out = like.new_empty(like.shape[0] // context.world_size, *like.shape[1:])
     partial, starts = like.view(like.shape[0], -1), exchange.partition.starts
     exchange.begin()
-    with exchange.aborting():
+    with exchange.aborting:
         for position, owner in enumerate([*exchange.peers, context.rank]):
             rows = slice(starts[owner], starts[owner + 1])
             produce(partial[rows], owner)
@@ -545,7 +545,7 @@ def scatter_as_computed(
         before()
     address = partial.data_ptr()
     recorded_as = None if key is None else (exchange, num_products, address, key)
-    with exchange.aborting():
+    with exchange.aborting:
         exchange.replay(recorded_as, enqueue, (address,), allocates=True)
         exchange.finish(partial, out)
     return out

@@ -211,6 +211,8 @@ def nothing_on_one_rank() -> str:
         context.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        context.arena.close()  # else the next one to use the group's context is told, too
     return "no error"
 
 

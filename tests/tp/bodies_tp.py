@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import importlib
@@ -15,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import TensorScales
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.symm.control import TICKET_UNIT_LOG2
@@ -32,6 +34,7 @@ from ditron_train.tp import (
     start_reduce_scatter,
 )
 from ditron_train.tp import gather as tp_gather
+from ditron_train.tp.choices import Choice
 from ditron_train.tp.context import FLAGS_PER_RANK
 from ditron_train.tp.linear import PlainWgrad, _column_gradients
 from tests.support.patience import HANG_S, Lateness
@@ -671,13 +674,16 @@ def refused(op: str) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     context = TPContext(dist.new_group(list(range(world))), CPU)
     x, weight = integers((32, 64), rank), integers((48, 64), 7)
+    in_chunks = Choice(GemmConfig(16, 32, 16, 4, 2, 2), GatherPlan("copy", num_chunks=2))
+    in_rounds = dataclasses.replace(in_chunks, rounds=2)
     calls = {
         "all_gather": lambda: all_gather(x, context=context),
         "ag_gemm push": lambda: ag_gemm(x, weight, context=context, plan=GatherPlan("push", 1)),
         "ag_gemm copy": lambda: ag_gemm(x, weight, context=context, plan=GatherPlan("copy", 1)),
         "gemm_rs": lambda: gemm_rs(x, weight, context=context, scatter="copy"),
         "reduce_scatter": lambda: start_reduce_scatter(x, context=context).wait(),
-        "gemm_ar": lambda: gemm_ar(x, weight, context=context),
+        "gemm_ar": lambda: gemm_ar(x, weight, context=context, choice=in_chunks),
+        "gemm_ar in rounds": lambda: gemm_ar(x, weight, context=context, choice=in_rounds),
     }
     try:
         return check_refused_launches(context, lambda repeat: [calls[op]()])

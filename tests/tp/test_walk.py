@@ -29,3 +29,9 @@ def test_the_input_of_ag_gemm_goes_through_few_files_and_never_climbs(mode: str)
             assert walk[0] == "tp/ag_gemm.py" and len(walk) <= MOST_FILES and floors == sorted(floors, reverse=True), (
                 walk
             )
+
+
+def test_a_column_layers_input_reaches_the_kernel_through_three_files() -> None:
+    for walks in run_workers(2, walks_of_input, None):
+        assert ["tp/linear.py", "tp/ag_gemm.py", "runtime/launch.py"] in walks
+        assert max(sum(file.startswith("tp/") for file in walk) for walk in walks) <= 3
