@@ -19,13 +19,16 @@ from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
 from ditron_train.stream.nothing import compare_calls
-from ditron_train.stream.recorded_graph import RecordedSequences, counts_allocations
+from ditron_train.stream.recorded_graph import RecordedSequences
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 
 #: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new
 #: lengths must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
 MAX_KNOWN_SHAPES = 1024
+
+
+_Made = TypeVar("_Made")
 
 
 class Aborting:
@@ -93,6 +96,17 @@ class OpContext:
         self.prepared.clear()
         self._scratch.clear()
         self._recorded.clear()
+
+    def plan(self, make: Callable[..., _Made], *arguments: Hashable) -> _Made:
+        """The plan of a call (``stream.plan``): what ``make(self, *arguments)`` returned at the first call with these
+        arguments, which is collective. None, if there is nothing to do, is not kept."""
+        key = (make, *arguments)
+        plan: Any = self.prepared.get(key)
+        if plan is None:
+            plan = make(self, *arguments)
+            if plan is not None:
+                self.prepared[key] = plan
+        return plan
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
         """A channel of this context (collective)."""
@@ -168,23 +182,6 @@ class OpContext:
         elif not self._recorded.repeat(key, self.comm_handle, copied):
             enqueue()
             self._recorded.remember(key, enqueue, self.comm_handle, copied)
-
-    def run_op_again(
-        self, key: Hashable | None, enqueue: Callable[[], object], copied: Sequence[int] = (), *, forks: bool = True
-    ) -> None:
-        """Runs what ``enqueue`` puts onto the current stream; what comes often with the same ``key`` is recorded.
-
-        Args:
-            key: Says all that it does; None: nothing is recorded.
-            enqueue: As for ``remember_op``.
-            copied: As for ``stream.recorded_graph.RecordedSequences.repeat``.
-            forks: Whether it uses the communication stream as well.
-        """
-        if key is None or not counts_allocations():
-            enqueue()
-        elif not self.repeat_op(key, copied, forks=forks):
-            enqueue()
-            self.remember_op(key, enqueue, copied)
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the arena that an op works in, at the same address until it has to grow: so what is recorded finds

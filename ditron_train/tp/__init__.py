@@ -3,11 +3,14 @@
 Where a step's time goes, and what was tried: ``docs/measurements/tp.md``.
 """
 
+from ditron_train.tp.ag_gemm import ag_gemm
+from ditron_train.tp.choices import GatherPlan
 from ditron_train.tp.context import RowPartition, TPContext, get_tp_context
-from ditron_train.tp.functions import column_linear, row_linear
-from ditron_train.tp.movement import all_gather, start_all_gather, start_reduce_scatter
-from ditron_train.tp.ops import ag_gemm, gemm_ar, gemm_rs
-from ditron_train.tp.problem import GatherPlan
+from ditron_train.tp.gather import all_gather, start_all_gather
+from ditron_train.tp.gemm_ar import gemm_ar
+from ditron_train.tp.gemm_rs import gemm_rs
+from ditron_train.tp.linear import column_linear, row_linear
+from ditron_train.tp.reduce_scatter import start_reduce_scatter
 
 __all__ = [
     "GatherPlan",

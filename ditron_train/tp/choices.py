@@ -1,18 +1,39 @@
-"""How an AG-GEMM or GEMM-RS runs at a shape: the one place where tile sizes and ways of moving data are looked up.
+"""How an AG-GEMM, GEMM-RS or GEMM-AR runs at a shape: the one place where tile sizes and ways of moving data are
+looked up.
 
 First a table (the user's, ``DITRON_TUNING``, or the one that ships for this GPU), else the cost model. Every rank
 reads the same table and computes the same model, so all choose alike without talking.
+
+The cost model estimates an op's time, native and fused, from the rates of a machine:
+
+    native   = GEMM + collective, one after the other
+    limit    = max(GEMM, bytes on the wire / link rate)
+    AG-GEMM  = each program's tiles one after another, in the order of arrival, none before its rows have arrived
+    GEMM-RS  = GEMM, longer by what the stores of each wave of tiles hold it up, and not before its bytes have left;
+               then the sum. In chunks: their GEMMs, each chunk's bytes behind it and behind one another, the first's
+               in halves if the links are last; then the sum, of the last source alone if its bytes come long after
+               the others'
+    GEMM-AR  = as its choice says: cuBLAS's GEMM and the stores of one kernel; or the GEMMs of its chunks, each chunk's
+               bytes to every peer behind it, and the sum of all; or GEMM-RS in chunks, then a gather and a copy
+
+A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``bench tp --model`` shows the error
+at every shape (``docs/measurements/tp.md``).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from ditron_train.costs import Estimate, cublas_us, num_waves, one_node, ring_us, throttled_us, tile_us
 from ditron_train.gemm.configs import (
+    HOPPER_SQUARE_RATE,
+    GemmConfig,
     as_count,
     as_power_of_two,
     choose_config,
@@ -20,12 +41,314 @@ from ditron_train.gemm.configs import (
     config_of_entry,
     config_variants,
 )
+from ditron_train.gemm.operands import FP8_DTYPES, result_dtype
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.profiles import Machine
+from ditron_train.runtime.profiles import Machine, known_rates
 from ditron_train.runtime.rates import MachineRates
-from ditron_train.runtime.tuning_table import active_table
-from ditron_train.tp.cost_model import predict, rates_of
-from ditron_train.tp.problem import PUSH_BYTES, Choice, GatherPlan, Layout, Op, Problem
+from ditron_train.runtime.tuning_table import active_table, shape_class
+
+Op = Literal["ag_gemm", "gemm_rs", "gemm_ar"]
+#: Of a result: so much of it a GEMM-AR can exchange by stores.
+PUSH_BYTES = 4 << 20
+Layout = Literal["nt", "nn"]
+# How partial sums of a GEMM-RS travel: stored by its epilogue, or by copy engines behind a GEMM for the rows of each
+# rank.
+ScatterMode = Literal["store", "copy"]
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """One way to move the rows of an AG-GEMM.
+
+    Attributes:
+        mode: ``push`` (SMs beside the GEMM) or ``copy`` (copy engines, no SM).
+        push_programs: SMs that push; the GEMM leaves them free.
+        num_chunks: Chunks of a shard that copy engines signal separately.
+    """
+
+    mode: Literal["push", "copy"]
+    push_programs: int = 12
+    num_chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An op at a shape: its GEMM C [m, n] = A [m, k] @ B as one rank sees it; m are the rows of all ranks."""
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    layout: Layout
+    dtype: torch.dtype
+    world_size: int
+
+    @property
+    def table_op(self) -> str:
+        """Its name in a table."""
+        return f"{self.op} {self.layout}{' fp8' if self.is_fp8 else ''}"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether its operands are FP8."""
+        return self.dtype in FP8_DTYPES
+
+    @property
+    def result_bytes(self) -> int:
+        """Of an element of C."""
+        return result_dtype(self.dtype).itemsize
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of an element of what travels: A or C."""
+        return self.dtype.itemsize if self.op == "ag_gemm" else self.result_bytes
+
+    @property
+    def shape_class(self) -> str:
+        """Its class in a table."""
+        return shape_class(self.m, self.n, self.k)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Launch constants of one op at one shape. They change the time, never the bits.
+
+    Attributes:
+        config: Tile sizes.
+        gather: Of an AG-GEMM: how rows travel. Of a GEMM-AR: how partial sums do, stored behind cuBLAS's GEMM by
+            ``push_programs`` or sent by copy engines in chunks of rows, each behind its own GEMM.
+        fold_rows: Of a GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
+        scatter: Of a GEMM-RS: how partial sums travel.
+        rounds: Of a GEMM-AR: in one every rank gets all partial sums; in two a GEMM-RS in chunks, then a gather.
+        use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not
+            ask.
+        source: ``table``, ``model`` or ``default``.
+    """
+
+    config: GemmConfig
+    gather: GatherPlan = GatherPlan("copy")
+    fold_rows: int = 32
+    scatter: ScatterMode = "store"
+    rounds: int = 1
+    use_native: bool = False
+    source: str = "default"
+
+
+_PUSH_BESIDE_GEMM = 0.72  # of its rate alone is what a multiprocessor pushes while the others multiply
+_PUSH_OF_LINK = 0.79  # of a copy engine's rate is the most that multiprocessors push then
+_PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next granule
+_STORE_STALL = 0.45  # of the time that the links take for the stores of one wave, whatever the tile's products take
+_SHORT_US = 400.0  # so long an op takes, three times what the host needs to enqueue its parts one by one
+_FEWEST_FOR_PARTS = 4  # ranks: with fewer one source is most of what there is to add
+_PASSES_BEHIND_LAST = 4  # over own rows: the sum so far, the last source, own partial sums, the result
+_EXCHANGE_US = 10.0  # of an all-reduce by one kernel's stores, beside its bytes
+
+
+def rates_of(machine: Machine) -> MachineRates:
+    """Rates that the table measured, else those of the device's profile, else of its kind of device's.
+
+    Raises:
+        SettingError: As ``choices.choose``.
+    """
+    table = active_table(machine.device)
+    if table is not None and table.rates is not None:
+        return table.rates
+    return known_rates(machine)
+
+
+def wire_bytes(problem: Problem) -> float:
+    """Bytes that each rank receives over the links."""
+    columns = problem.k if problem.op == "ag_gemm" else problem.n
+    columns *= 2 if problem.op == "gemm_ar" else 1  # scattered, then gathered
+    return problem.m * columns * problem.moved_bytes * (problem.world_size - 1) / problem.world_size
+
+
+def collective_us(problem: Problem, rates: MachineRates) -> float:
+    """NCCL's all-gather, reduce-scatter, or all-reduce, which is both; nothing on one rank."""
+    columns = problem.k if problem.op == "ag_gemm" else problem.n
+    passes = 2 if problem.op == "gemm_ar" else 1
+    num_bytes = passes * problem.m * columns * problem.moved_bytes
+    return ring_us(num_bytes, one_node(problem.world_size), rates)
+
+
+def _cublas_us(problem: Problem, machine: Machine, rates: MachineRates) -> float:
+    return cublas_us(problem.m, problem.n, problem.k, machine, rates, problem.dtype)
+
+
+def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> Estimate:
+    """``problem`` natively, GEMM and collective one after the other, and run as ``choice`` says: at best as long as
+    the GEMM, or as the bytes on the wire."""
+    gemm, comm = _cublas_us(problem, machine, rates), collective_us(problem, rates)
+    limit = max(gemm, wire_bytes(problem) / (rates.link_gbps * 1e3))
+    ours = {"ag_gemm": _ag_gemm_us, "gemm_rs": _gemm_rs_us, "gemm_ar": _gemm_ar_us}[problem.op]
+    return Estimate(gemm + comm, max(ours(problem, choice, machine, rates), limit), gemm, comm)
+
+
+def is_short(problem: Problem, choice: Choice, machine: Machine) -> bool:
+    """Whether a training step of such ops may wait for its host."""
+    return predict(problem, choice, machine, rates_of(machine)).ditron_us < _SHORT_US
+
+
+def _send_rate(plan: GatherPlan, rates: MachineRates) -> float:
+    """Bytes per us that leave a rank."""
+    if plan.mode == "copy":
+        return rates.link_gbps * 1e3
+    return min(_PUSH_BESIDE_GEMM * plan.push_programs * rates.push_sm_gbps, _PUSH_OF_LINK * rates.link_gbps) * 1e3
+
+
+def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    world_size, plan, config = problem.world_size, choice.gather, choice.config
+    by_push = plan.mode == "push"
+    num_chunks = _PUSHED_CHUNKS if by_push else plan.num_chunks
+    num_programs = max(
+        1, min(machine.num_sms - (plan.push_programs if by_push else 1), config.num_tiles(problem.m, problem.n))
+    )
+    waves = num_waves(problem.m, problem.n, config, num_programs)
+    each_us = throttled_us(waves * tile_us(problem.k, config, machine.num_sms, rates), rates) / waves
+    shard_us = problem.m * problem.k * problem.dtype.itemsize / world_size / _send_rate(plan, rates)
+    arrivals_us = np.zeros(world_size * num_chunks)
+    sent = np.arange(1, (world_size - 1) * num_chunks + 1)
+    arrivals_us[num_chunks:] = rates.start_us + sent * (shard_us / num_chunks + (0.0 if by_push else rates.chunk_us))
+    end_us = _last_tile_us(problem, config, num_programs, each_us, arrivals_us, num_chunks)
+    return rates.launch_us + end_us + rates.copy_share * min(waves * each_us, (world_size - 1) * shard_us)
+
+
+def _last_tile_us(
+    problem: Problem, config: GemmConfig, num_programs: int, whole_us: float, arrivals_us: np.ndarray, num_chunks: int
+) -> float:
+    """When the last tile is done: program p takes tiles p, p + num_programs, ... of the order of arrival, each not
+    before its rows are there (``arrivals_us`` [ranks * chunks]); then the halves of tiles that are left, likewise.
+
+    All row tiles of a group are wanted at its start.
+    """
+    tiles_n = -(-problem.n // config.block_n)
+    shard_tiles_m = problem.m / config.block_m / problem.world_size
+    num_tiles, num_whole = (
+        config.num_tiles(problem.m, problem.n),
+        config.num_whole_tiles(problem.m, problem.n, num_programs),
+    )
+
+    def there_us(tile: np.ndarray) -> np.ndarray:
+        step = np.minimum(tile // (shard_tiles_m * tiles_n), problem.world_size - 1)
+        group = (tile - step * shard_tiles_m * tiles_n) // (config.group_m * tiles_n)
+        last_row = np.minimum((group + 1) * config.group_m, shard_tiles_m) - 1
+        part = np.clip(last_row * num_chunks // shard_tiles_m, 0, num_chunks - 1)
+        return arrivals_us[(step * num_chunks + part).astype(np.int64)]
+
+    free_us = np.zeros(num_programs)
+    halves = num_whole + np.arange(2 * (num_tiles - num_whole)) // 2
+    for tiles, each_us in ((np.arange(num_whole), whole_us), (halves, 0.5 * whole_us / HOPPER_SQUARE_RATE)):
+        for first in range(0, len(tiles), num_programs):
+            wave = tiles[first : first + num_programs]
+            free_us[: len(wave)] = np.maximum(free_us[: len(wave)], there_us(wave)) + each_us
+    return float(free_us.max())
+
+
+def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    world_size = problem.world_size
+    own_us = (
+        problem.m / world_size * problem.n * problem.result_bytes / (rates.memory_gbps * 1e3)
+    )  # one pass over own rows
+    fold_us = (world_size + 1) * own_us
+    if choice.scatter == "store":
+        return _stored_us(problem, choice, machine, rates) + fold_us
+    multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates)
+    last_us = _PASSES_BEHIND_LAST * own_us if _in_parts(world_size, multiplied_us, sent_us) else fold_us
+    if sent_us > multiplied_us:
+        num_first = first_rows(problem.m // world_size, problem.n, choice.config, machine)
+        _, sent_us = _chunks_us(problem, choice, machine, rates, num_first)
+    return max(multiplied_us + fold_us, sent_us + last_us) + rates.launch_us
+
+
+def chunk_rows_of(num_rows: int, choice: Choice) -> int:
+    """Rows of a chunk of a GEMM-AR: whole row tiles, in about as many chunks as the choice says."""
+    tiles = -(-num_rows // choice.config.block_m)
+    return -(-tiles // choice.gather.num_chunks) * choice.config.block_m
+
+
+def _gemm_ar_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    world_size, m, n = problem.world_size, problem.m, problem.n
+    num_bytes, link_rate = m * n * problem.dtype.itemsize, rates.link_gbps * 1e3
+    pass_us = num_bytes / (rates.memory_gbps * 1e3)
+    fold_us = (world_size + 1) * pass_us
+    if choice.gather.mode == "push":
+        is_small = num_bytes <= PUSH_BYTES
+        sent_us = (world_size - 1) * num_bytes / link_rate if is_small else math.inf
+        return _cublas_us(problem, machine, rates) + _EXCHANGE_US + sent_us + fold_us
+    if choice.rounds == 2:
+        scattered = replace(choice, scatter="copy")
+        first_us = _gemm_rs_us(replace(problem, op="gemm_rs"), scattered, machine, rates)
+        gathered_us = (world_size - 1) * (num_bytes / world_size / link_rate + rates.chunk_us)
+        return first_us + rates.start_us + gathered_us + 2 * pass_us
+    rows = chunk_rows_of(m, choice)
+    sizes = [min(rows, m - first) for first in range(0, m, rows)]
+    waves = [num_waves(size, n, choice.config, machine.num_sms) for size in sizes]
+    busy_us = sum(waves) * tile_us(problem.k, choice.config, machine.num_sms, rates)
+    chunk_us = throttled_us(busy_us, rates) / sum(waves)
+    done_us, sent_us = 0.0, rates.start_us
+    for size, of_chunk in zip(sizes, waves):
+        done_us += of_chunk * chunk_us + rates.launch_us
+        sent_us = max(sent_us, done_us) + (world_size - 1) * (size / m * num_bytes / link_rate + rates.chunk_us)
+    lost_us = rates.copy_share * min(done_us, (world_size - 1) * num_bytes / link_rate)
+    return rates.launch_us + lost_us + max(done_us + fold_us, sent_us + fold_us * sizes[-1] / m)
+
+
+def links_are_last(problem: Problem, choice: Choice, machine: Machine) -> bool:
+    """Whether the links of a GEMM-RS in chunks are busy for longer than its GEMMs take."""
+    multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates_of(machine))
+    return sent_us > multiplied_us
+
+
+def sums_in_parts(problem: Problem, choice: Choice, machine: Machine) -> bool:
+    """Whether a GEMM-RS in chunks adds up all sources but the last while that one's rows are still on their way."""
+    return _in_parts(problem.world_size, *_chunks_us(problem, choice, machine, rates_of(machine)))
+
+
+def _in_parts(world_size: int, multiplied_us: float, sent_us: float) -> bool:
+    return world_size >= _FEWEST_FOR_PARTS and sent_us > multiplied_us
+
+
+def first_rows(num_rows: int, n: int, config: GemmConfig, machine: Machine) -> int:
+    """Of a chunk of ``num_rows`` rows, those that are multiplied and sent before the others where links are last: half
+    of its row tiles, if that takes fewer waves, else all."""
+    half = -(-num_rows // config.block_m) // 2 * config.block_m
+    waves, of_half = (math.ceil(num_waves(rows, n, config, machine.num_sms)) for rows in (num_rows, half))
+    return half if 0 < of_half < waves else num_rows
+
+
+def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    config, world_size = choice.config, problem.world_size
+    waves = -(-config.num_tiles(problem.m, problem.n) // machine.num_sms)  # all of whole tiles
+    each_us = throttled_us(waves * tile_us(problem.k, config, machine.num_sms, rates), rates) / waves
+    wave_bytes = (
+        machine.num_sms * config.block_m * config.block_n * problem.result_bytes * (world_size - 1) / world_size
+    )
+    stall_us = _STORE_STALL * wave_bytes / (rates.link_gbps * 1e3)
+    return rates.start_us + max(waves * (each_us + stall_us), wire_bytes(problem) / (rates.link_gbps * 1e3))
+
+
+def _chunks_us(
+    problem: Problem, choice: Choice, machine: Machine, rates: MachineRates, num_first: int | None = None
+) -> tuple[float, float]:
+    """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: rows of the first chunk that
+    are sent before its others; None: all at once. One rank transfers nothing."""
+    world_size, own_rows = problem.world_size, problem.m // problem.world_size
+    rank_bytes = own_rows * problem.n * problem.result_bytes
+    waves = num_waves(own_rows, problem.n, choice.config, machine.num_sms)
+    busy_us = world_size * waves * tile_us(problem.k, choice.config, machine.num_sms, rates)
+    rank_us = rates.launch_us + throttled_us(busy_us, rates) / world_size
+    parts = [
+        (float(position), 1.0) for position in range(1, world_size)
+    ]  # chunks done by then, and how much of one it is
+    if not parts:
+        return rank_us, 0.0
+    if num_first is not None and num_first < own_rows:
+        share = num_first / own_rows
+        parts[:1] = [(share, share), (1.0, 1.0 - share)]
+    sent_us = rates.start_us
+    for done, of_chunk in parts:
+        sent_us = max(sent_us, done * rank_us) + of_chunk * rank_bytes / (rates.link_gbps * 1e3) + rates.chunk_us
+    return world_size * rank_us, sent_us
 
 
 def default_choice(problem: Problem, machine: Machine) -> Choice:

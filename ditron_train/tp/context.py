@@ -1,4 +1,5 @@
-"""``TPContext``: who owns the symmetric memory of tensor parallelism on one group.
+"""``TPContext``: who owns the symmetric memory of tensor parallelism on one group, and what every op checks of its
+operands before anything is signalled.
 
 All layers of a group share it: one gathered activation and one set of partials, of the largest layer's size.
 """
@@ -7,20 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ditron_train.gemm.fp8 import check_fp8_operands
+from ditron_train.gemm.operands import FP8_DTYPES, Operand
+from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.device import device_name
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.versions import pip_command
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
+from ditron_train.stream.driver import has_driver
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
+from ditron_train.tp.choices import PUSH_BYTES, Layout
 from ditron_train.tp.kept import KeptInputs
-from ditron_train.tp.problem import PUSH_BYTES
 
 MOST_CHUNKS = 64  # of one source in an all-reduce by copy engines
 MOST_PUSH_PROGRAMS = 128  # in one of stores
@@ -107,16 +114,6 @@ class TPContext(OpContext):
         kept_bytes = get_settings().keep_gathered_mib << 20
         self.kept = KeptInputs(self.arena, kept_bytes) if kept_bytes else None
 
-    def prepare(self, *call: Any) -> Any:
-        """What a call needs: ``call`` is one of ``tp.prepared``'s kinds, then its fields. Made at the first such call,
-        which is collective; None, and not kept, where there is nothing to do."""
-        prepared = self.prepared.get(call)
-        if prepared is None:
-            prepared = call[0](*call[1:]).prepare(self)
-            if prepared is not None:
-                self.prepared[call] = prepared
-        return prepared
-
     def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A small int32 table on the device, made once for ``key``."""
         tensor = self._tables.get(key)
@@ -164,3 +161,78 @@ def get_tp_context(
 ) -> TPContext:
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
     return context_of(TPContext, group, device, first_epoch=first_epoch)
+
+
+class Operands(NamedTuple):
+    """Shapes, types and devices of an op's x and weight."""
+
+    x_shape: torch.Size
+    weight_shape: torch.Size
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    weight_device: torch.device
+
+    def sizes(self, name: str, context: TPContext, layout: Layout) -> tuple[int, int]:
+        """(N, K), if this rank sees nothing wrong.
+
+        Raises:
+            NotSupportedError: Device, types or shapes do not fit op ``name``.
+        """
+        x_shape, weight_shape = self.x_shape, self.weight_shape
+        if layout not in ("nt", "nn"):
+            raise NotSupportedError(f"{name}: layout {layout!r} is not nt or nn")
+        if self.device != context.device:
+            raise NotSupportedError(f"{name}: x is on {self.device}, the context on {context.device}")
+        if len(weight_shape) != 2 or len(x_shape) < 2:
+            raise NotSupportedError(
+                f"{name}: x must have at least 2 dimensions and weight 2, got {len(x_shape)} and {len(weight_shape)}"
+            )
+        operands = Operand(self.dtype, self.device), Operand(self.weight_dtype, self.weight_device)
+        if self.dtype in FP8_DTYPES:
+            check_fp8_operands(name, *operands)
+            if layout != "nt" or self.dtype != self.weight_dtype:
+                raise NotSupportedError(
+                    f"{name}: FP8 operands of {self.dtype} and {self.weight_dtype}, {layout}: only nt of one type"
+                )
+        else:
+            check_operands(name, *operands)
+        n, k = weight_shape if layout == "nt" else weight_shape[::-1]
+        if x_shape[-1] != k:
+            raise NotSupportedError(
+                f"{name}: x {tuple(x_shape)} and weight {tuple(weight_shape)} ({layout}) do not fit"
+            )
+        if n == 0 or k == 0:
+            raise NotSupportedError(f"{name}: weight {tuple(weight_shape)} has an empty dimension")
+        return n, k
+
+
+def row_partition(
+    name: str, context: TPContext, shape: torch.Size, row_counts: Sequence[int] | None, *, total: bool
+) -> RowPartition:
+    """Rows of all ranks: given, or the same number everywhere. ``total``: x holds all of them, not this rank's."""
+    world = context.world_size
+    rows = shape[:-1].numel()
+    if row_counts is None:
+        if total and shape[0] % world:
+            raise NotSupportedError(
+                f"{name}: dimension 0 of {tuple(shape)} does not divide by {world} ranks; pass row_counts"
+            )
+        row_counts = [rows // world if total else rows] * world
+    if len(row_counts) != world or min(row_counts) < 0:
+        raise NotSupportedError(f"{name}: row_counts {list(row_counts)} for a group of {world}")
+    partition = RowPartition.of(row_counts)
+    if rows != (partition.num_rows if total else partition.count(context.rank)):
+        raise NotSupportedError(f"{name}: x has {rows} rows, row_counts {list(row_counts)} say otherwise")
+    return partition
+
+
+def can_copy(context: TPContext) -> bool:
+    """Whether copy engines can be driven here: on a GPU that needs ``cuda-bindings``."""
+    return has_driver() or not context.is_cuda
+
+
+def check_can_copy(name: str, context: TPContext) -> None:
+    """Raises NotSupportedError where op ``name`` would have to drive copy engines that cannot be driven."""
+    if not can_copy(context):
+        raise NotSupportedError(f"{name} by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")

@@ -1,29 +1,165 @@
-"""Gathers, prepared for one shape: rows of all ranks into this rank's gathered buffer, by SM pushes or copy
-engines."""
+"""All-gathers along dimension 0, concurrent with what the current stream does next. Equivalent PyTorch code:
 
-from __future__ import annotations
+    gathered = x.new_empty(world_size * len(x), x.shape[1])
+    work = dist.all_gather_into_tensor(gathered, x, group=group, async_op=True)
+    ...
+    work.wait()
+
+Streams of one rank, by copy engines:
+
+    communication   start signals (one program) | rows to rank - 1, flag | rows to rank - 2, flag | ...
+    current         ... | a program that waits for the flags of all peers, or of one after the other (``consume``)
+
+By pushes, multiprocessors take the place of the copy engines: one kernel on the communication stream signals, stores
+the rows and sets a flag for each block of rows.
+
+Who waits for whom: nothing is written to a peer before its start signal of this epoch, which says that its stream is
+done with what the buffer held. The consumer waits for flags that hold the epoch. The current stream joins the
+communication stream at the end, so that what was sent may be reused.
+
+Several tensors at once (``start_gather_of_parts``) are what a quantized operand consists of, its bytes and its scales.
+They are stored tensor by tensor, each in the order of the ranks, so that each is whole. Peers get the first ones in
+turn, then the others: who computes with those of one rank after the other begins early, and the others arrive
+meanwhile.
+
+Sizes that change no code are not specialised on (``do_not_specialize``): a new shape needs no compilation.
+"""
 
 import zlib
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 
 import torch
+import triton
+import triton.language as tl
 
+import ditron_train.lang as dl
+from ditron_train.gemm.operands import padded_columns
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
-from ditron_train.schedule.orders import arrival_order, chunk_order
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.schedule.orders import arrival_order, chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.copies import Fan, copy_in_turn, copy_with_flags
-from ditron_train.stream.driver import has_driver
+from ditron_train.stream.driver import has_driver, memcpys_async
 from ditron_train.stream.events import current_handle
+from ditron_train.stream.plan import Exchange, Pending
 from ditron_train.stream.window import flags_of_peers, send_fans
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext
-from ditron_train.tp.gather_kernels import (
-    copy_rows_kernel,
-    gather_start_kernel,
-    gather_wait_kernel,
-    gather_wait_one_kernel,
-    push_shard_kernel,
-)
-from ditron_train.tp.problem import GatherPlan
+from ditron_train.symm.control import DTYPES
+from ditron_train.tp.choices import GatherPlan
+from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext, check_can_copy, row_partition
+
+
+@triton.jit
+def _in_vectors(num_elements, ptr):
+    """``num_elements``, which are whole 16 bytes, as a number of which the compiler sees that, and moves 16 bytes at a
+    time (``tl.multiple_of`` says nothing of an argument)."""
+    NUM_BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    VECTOR: tl.constexpr = 128 // (8 if NUM_BITS < 8 else NUM_BITS)  # truth values have 1, and take a byte
+    return num_elements // VECTOR * VECTOR
+
+
+@triton.jit(do_not_specialize=["K", "granule_rows"])
+def push_shard_kernel(
+    x_ptr,
+    gathered_addresses,
+    channel,
+    row_starts_ptr,
+    K,
+    granule_rows,
+    FLAGS_PER_RANK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Copies this rank's rows x [rows, K] (contiguous) to their place in every peer's gathered buffer.
+
+    First to rank - 1, then rank - 2, ...: so every rank receives from rank + 1 first, the order in which the GEMM
+    consumes, and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a
+    granule's flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
+    """
+    K = _in_vectors(K, x_ptr)
+    epoch = dl.next_epoch(channel.tickets)
+    rank = dl.rank(channel.control)
+    program = tl.program_id(0)
+    if program == 0:
+        dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
+    first_row = tl.load(row_starts_ptr + rank)
+    num_rows = tl.load(row_starts_ptr + rank + 1) - first_row
+    num_granules = tl.cdiv(num_rows, granule_rows)
+    for step in tl.static_range(1, WORLD_SIZE):
+        peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        if program == 0:
+            dl.verify_ready(channel.ready, channel.signature, epoch, channel.control, peer, WORLD_SIZE, TARGET)
+        else:
+            dl.await_ready(channel.ready, epoch, channel.control, peer, WORLD_SIZE, TARGET)
+        destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_row.to(tl.int64) * K
+        flags = dl.symm_at(channel.signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK
+        for granule in range(program, num_granules, tl.num_programs(0)):
+            row = tl.cast(granule, tl.int64) * granule_rows
+            count = tl.minimum(num_rows - row, granule_rows) * K
+            dl.putmem(destination + row * K, x_ptr + row * K, count, 0, 1, BLOCK)
+            dl.notify(flags + granule, epoch, TARGET)
+
+
+@triton.jit(do_not_specialize=["num_flags"])
+def gather_start_kernel(
+    epochs_ptr, num_flags, channel, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TARGET: tl.constexpr
+):
+    """One program in front of a gather by copy engines: start signals both ways, then ``epochs_ptr[:num_flags] =
+    epoch``.
+
+    The copy engines copy those words behind the data onto the peers' flags: the epoch stays in device memory, so a
+    captured graph replays with fresh ones.
+    """
+    epoch = dl.next_epoch(channel.tickets)
+    rank = dl.rank(channel.control)
+    dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
+    lanes = tl.arange(0, BLOCK)
+    for block in range(0, tl.cdiv(num_flags, BLOCK)):
+        offsets = block * BLOCK + lanes
+        tl.store(epochs_ptr + offsets, epoch + tl.zeros((BLOCK,), tl.int32), mask=offsets < num_flags)
+    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
+
+
+@triton.jit
+def _await_rows(
+    peer, epoch, channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK: tl.constexpr, TARGET: tl.constexpr
+):
+    num_rows = tl.load(row_starts_ptr + peer + 1) - tl.load(row_starts_ptr + peer)
+    for flag in range(0, tl.cdiv(num_rows, granule_rows)):
+        dl.wait(channel.signals + peer * FLAGS_PER_RANK + flag, epoch, channel.control, peer, flag, TARGET)
+
+
+@triton.jit(do_not_specialize=["granule_rows"])
+def gather_wait_kernel(
+    channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+):
+    """One program behind a gather: every peer's rows have arrived. What follows on the stream reads them plainly."""
+    epoch = dl.next_epoch(channel.tickets + 1)
+    rank = dl.rank(channel.control)
+    for step in tl.static_range(1, WORLD_SIZE):
+        _await_rows((rank + step) % WORLD_SIZE, epoch, channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK, TARGET)
+
+
+@triton.jit(do_not_specialize=["peer", "granule_rows"])
+def gather_wait_one_kernel(
+    channel, row_starts_ptr, peer, granule_rows, FLAGS_PER_RANK: tl.constexpr, TARGET: tl.constexpr
+):
+    """One program in front of what reads the rows of ``peer`` alone: they have arrived. The epoch is the one that
+    ``gather_wait_kernel``, which follows on the stream, will draw."""
+    epoch = dl.last_epoch(channel.tickets + 1) + 1
+    _await_rows(peer, epoch, channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK, TARGET)
+
+
+@triton.jit
+def copy_rows_kernel(source_ptr, destination_ptr, num_elements, BLOCK: tl.constexpr):
+    """Copies ``num_elements`` inside own memory, both contiguous and whole 16 bytes. Few warps, few registers and no
+    shared memory: it runs on multiprocessors that a GEMM holds."""
+    dl.putmem(
+        destination_ptr, source_ptr, _in_vectors(num_elements, source_ptr), tl.program_id(0), tl.num_programs(0), BLOCK
+    )
+
 
 _PUSH_WARPS = 32  # docs/measurements/tp.md
 _PUSH_BLOCK = 16384
@@ -50,7 +186,7 @@ def _num_chunks(partition: RowPartition, wanted: int, block_m: int) -> int:
     return chunks
 
 
-class CopiedGather:
+class BaseGather(Exchange[TPContext]):
     """What gathers share: start signals in front of copy engines, programs that wait for arrivals behind.
 
     Args:
@@ -67,9 +203,9 @@ class CopiedGather:
     granule_rows: int  #: ... so many.
 
     def __init__(self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None) -> None:
-        self.context = context
+        super().__init__(context, context.gather_channel)
         self.arrival_order: list[int] = arrival_order(context.rank, context.world_size).tolist()
-        self.channel = channel = context.gather_channel
+        channel = self.channel
         values = (*values, 0 if buffer is None else zlib.crc32(buffer.encode()) & 0x7FFFFFFF)
         self.pointers = channel.pointers(context.agree(channel, values))
         world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
@@ -90,7 +226,7 @@ class CopiedGather:
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, a view of the buffer."""
-        with self.context.aborting(self.channel):
+        with self.aborting:
             if not self._wait.repeat("wait", current_handle(self.context.device)):
                 self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
         self.finish()
@@ -112,7 +248,7 @@ class CopiedGather:
                 each(ranks)
 
         try:
-            self.context.run_op_again(None if key is None else (self, key), enqueue, forks=False)
+            self.replay(None if key is None else (self, key), enqueue, forks=False, allocates=True)
         finally:
             self.wait()
 
@@ -120,18 +256,13 @@ class CopiedGather:
         """Holds the current stream until what is consumed of rank ``source`` is there; ``wait`` has to come."""
         raise NotImplementedError
 
-    def give_up(self) -> None:
-        """Behind ``start`` instead of ``wait``, where what was to wait failed: a peer's rows of the next call come
-        behind those of this one, which are for nobody. Nothing is waited for, so that nothing hides that failure."""
-        self.context.abort(self.channel)
-
     def finish(self) -> None:
         """Orders the current stream behind the sends, so that what was sent may be reused."""
         self.context.join()
         self.context.leave(self.channel)
 
 
-class PreparedGather(CopiedGather):
+class Gather(BaseGather):
     """Gathers of rows [rows, K] over the context's group, for one partition, K and dtype (collective to make).
 
     ``start`` enqueues the sends beside whatever the current stream does next; the GEMM of an AG-GEMM, or ``wait``,
@@ -239,7 +370,11 @@ class PreparedGather(CopiedGather):
             context.start(self.channel, lambda: self._send_by_copies(x), (self, address), (address,))
         if copies_own and x.data_ptr() != self.own_rows.data_ptr():
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
-            self.own_rows.copy_(x)
+            try:
+                self.own_rows.copy_(x)
+            except BaseException:
+                self.abort()
+                raise
 
     def _send_by_push(self, x: torch.Tensor) -> None:
         context, key = self.context, x.data_ptr()
@@ -278,3 +413,277 @@ class PreparedGather(CopiedGather):
     def wait_for(self, source: int) -> None:
         """Holds the current stream until the rows of rank ``source`` are there; ``wait`` still has to come."""
         self._wait_for_flags(source, self.row_starts)
+
+
+def plan_all_gather(
+    context: TPContext,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    counts: tuple[int, ...] | None,
+    in_turn: bool,
+) -> Gather:
+    """What ``start_all_gather`` needs for x of this shape (collective).
+
+    Raises:
+        NotSupportedError: As ``start_all_gather``; also if there are no rows.
+    """
+    if device != context.device or len(shape) < 2:
+        raise NotSupportedError(f"all_gather: x {tuple(shape)} on {device}, the context is on {context.device}")
+    if dtype not in DTYPES:
+        raise NotSupportedError(f"all_gather: {dtype} is not supported")
+    partition = row_partition("all_gather", context, shape, counts, total=False)
+    if partition.num_rows == 0 or shape[-1] == 0:
+        context.agree_on_nothing((context.gather_channel,), dtype=dtype)
+        raise NotSupportedError(f"all_gather: nothing to gather in {tuple(shape)}")
+    columns = padded_columns(shape[-1], dtype)
+    return Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1, is_awaited=not in_turn)
+
+
+def sendable_rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, K] with rows of whole 16 bytes, contiguous: symmetric memory must be describable as it is."""
+    columns = x.shape[-1]
+    if x.requires_grad:  # a copy into symmetric memory would make autograd's history of all calls part of it
+        x = x.detach()
+    if x.is_contiguous() and x.data_ptr() % 16 == 0 and columns * x.dtype.itemsize % 16 == 0:
+        return x if x.dim() == 2 else x.view(-1, columns)
+    rows = x if x.dim() == 2 else x.reshape(-1, columns)
+    missing = padded_columns(columns, x.dtype) - columns
+    if missing:
+        rows = torch.nn.functional.pad(rows, (0, missing))
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
+@outside_compile
+class PendingGather(Pending[Gather]):
+    """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are
+    counted. ``rows``: where they will be.
+
+    Args:
+        gather: What moves the rows.
+        rows: This rank's, with ``num_columns`` of which the others are padding.
+        num_columns: K.
+        started_on: What ``enter`` gave; ``wait`` may come on another stream.
+        copies_own: Else ``rows`` lack this rank's own, which ``consume`` gives where they are: they are read on its
+            stream, as late as that.
+    """
+
+    def __init__(
+        self,
+        gather: Gather,
+        rows: torch.Tensor,
+        num_columns: int,
+        started_on: torch.cuda.Stream | None,
+        copies_own: bool,
+    ) -> None:
+        super().__init__(gather, started_on, rows)
+        self._own_rows = None if copies_own else rows[:, :num_columns]
+        self.rows = gather.buffer.local[:, :num_columns]
+        gather.start(rows, copies_own=copies_own)
+
+    def wait(self) -> torch.Tensor:
+        """Holds the current stream until all rows are there: [total rows, K], a view of the context's buffer that the
+        next gather overwrites."""
+        assert self._own_rows is None, "own rows are not there"
+        self._resume()
+        self._exchange.wait()
+        return self.rows
+
+    def consume(self, each: Callable[[slice, torch.Tensor], None], key: Hashable | None = None) -> None:
+        """Instead of ``wait``: ``each`` rank's place among all and its rows, this rank's own first, then the others'
+        in the order of arrival, the current stream held until they are there. When it ends all are there and counted,
+        as after ``wait``. ``key``: as of ``BaseGather.consume``."""
+        assert key is None or self._own_rows is None, "own rows lie elsewhere in each call"
+        gather, starts = self._exchange, self._exchange.partition.starts
+        self._resume()
+
+        def consume_rank(ranks: Sequence[int]) -> None:
+            share = slice(starts[ranks[0]], starts[ranks[0] + 1])
+            is_own = ranks[0] == gather.context.rank
+            each(share, self.rows[share] if self._own_rows is None or not is_own else self._own_rows)
+
+        gather.consume([(source,) for source in gather.arrival_order], consume_rank, key)
+
+
+@outside_compile
+def start_all_gather(
+    x: torch.Tensor,
+    *,
+    context: TPContext,
+    row_counts: Sequence[int] | None = None,
+    in_turn: bool = False,
+    copies_own: bool = True,
+) -> PendingGather:
+    """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next. ``in_turn``:
+    each peer is told of its rows as soon as they are there, for ``PendingGather.consume``, which gives this rank's own
+    rows where ``x`` is without ``copies_own``: the gathered rows lack them then.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
+    """
+    counts = None if row_counts is None else tuple(row_counts)
+    stream = context.enter("all_gather", x.shape if counts is None else counts, x.dtype)
+    gather = context.plan(plan_all_gather, x.shape, x.dtype, x.device, counts, in_turn)
+    return PendingGather(gather, sendable_rows(x), x.shape[-1], stream, copies_own)
+
+
+@outside_compile
+def all_gather(x: torch.Tensor, *, context: TPContext, row_counts: Sequence[int] | None = None) -> torch.Tensor:
+    """Rows of all ranks, [total rows, K], as a tensor of its own."""
+    return start_all_gather(x, context=context, row_counts=row_counts).wait().clone()
+
+
+_ALIGNMENT = 16  # bytes
+
+
+class PartsGather(BaseGather):
+    """Gathers of tensors of ``sizes`` bytes a rank, the same on all ranks (collective to make).
+
+    The first ``num_in_turn`` of a rank have a flag, the others have one: ``wait_for`` waits for the former.
+
+    ``totals``: the bytes of each tensor of all ranks, views of the buffer. ``blocks``: ranks whose parts are consumed
+    together, as they arrive; this rank's comes first.
+    """
+
+    def __init__(self, context: TPContext, sizes: tuple[int, ...], num_in_turn: int, num_blocks: int) -> None:
+        world, num_bytes = context.world_size, sum(sizes)
+        units = world * num_bytes // _ALIGNMENT
+        turns = num_blocks << 8 | num_in_turn
+        super().__init__(context, (units, hash(sizes) & 0x7FFFFFFF, _ALIGNMENT, torch.uint8, turns))
+        self.blocks = rank_blocks(self.arrival_order, num_blocks)
+        order = [context.rank, *chunk_order(context.rank, world, "gather_push").tolist()]
+        in_turn = [one for block in rank_blocks(order, num_blocks) for one in order_in_block(context.rank, block)]
+        self._peers = [one for one in in_turn if one != context.rank]
+        self.buffer = context.gathered(units, _ALIGNMENT, torch.uint8)
+        starts = [world * before for before in accumulate(sizes, initial=0)]
+        flat = self.buffer.local.view(-1)
+        self.totals = [flat[first:last] for first, last in zip(starts, starts[1:])]
+        parts = list(zip(range(len(sizes)), starts, sizes))
+        self._stages = [stage for stage in (parts[:num_in_turn], parts[num_in_turn:]) if stage]
+        self._own = [(total.data_ptr() + context.rank * size, size) for total, size in zip(self.totals, sizes)]
+        self.granule_rows, count = 1, len(self._stages)
+        self._first_starts = context.table(("flags", 1), range(world + 1))
+        self.row_starts = context.table(("flags", count), range(0, count * world + 1, count))
+
+    def start(self, parts: Sequence[torch.Tensor]) -> None:
+        """Sends contiguous ``parts``, which must stay unchanged until the stream is behind ``finish``."""
+        context = self.context
+        addresses = tuple(part.data_ptr() for part in parts)
+        context.start(self.channel, lambda: self._send(addresses), (self, addresses), addresses)
+        own = [(to, address, size) for (to, size), address in zip(self._own, addresses)]
+        try:
+            if context.is_cuda:
+                memcpys_async(own, current_handle(context.device))
+            else:
+                copy_in_turn(own, None)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _send(self, addresses: tuple[int, ...]) -> None:
+        context, rank, moves = self.context, self.context.rank, []
+        epoch = context.gather_epochs.data_ptr()
+        for index, stage in enumerate(self._stages):
+            for peer in self._peers:
+                buffer, flags = self.buffer.host_addresses[peer], self.channel.signals.host_addresses[peer]
+                moves += [(buffer + start + rank * size, addresses[i], size) for i, start, size in stage]
+                moves.append((flags + 4 * (rank * FLAGS_PER_RANK + index), epoch, 4))
+        self._signal_start(1, context.comm_stream)
+        copy_in_turn(moves, context.comm_stream)
+
+    def wait_for(self, source: int) -> None:
+        """Holds the current stream until the first tensors of rank ``source`` are there; ``wait`` has to come."""
+        self._wait_for_flags(source, self._first_starts)
+
+
+def plan_gather_of_parts(
+    context: TPContext, sizes: tuple[int, ...], devices: frozenset[torch.device], num_in_turn: int, num_blocks: int
+) -> PartsGather:
+    """What ``start_gather_of_parts`` needs for parts of ``sizes`` bytes (collective).
+
+    Raises:
+        NotSupportedError: As ``start_gather_of_parts``.
+    """
+    name = "gather_of_parts"
+    check_can_copy(name, context)
+    if devices != {context.device}:
+        raise NotSupportedError(f"{name}: parts on {set(devices)}, the context is on {context.device}")
+    if not sizes or min(sizes) == 0 or any(size % _ALIGNMENT for size in sizes):
+        raise NotSupportedError(f"{name}: parts of {list(sizes)} bytes; each has to be whole {_ALIGNMENT} bytes")
+    if not 0 <= num_in_turn <= len(sizes):
+        raise NotSupportedError(f"{name}: {num_in_turn} of {len(sizes)} parts in turn")
+    return PartsGather(context, sizes, num_in_turn, num_blocks)
+
+
+@outside_compile
+class PendingParts(Pending[PartsGather]):
+    """A gather of parts on its way; ``wait()`` or ``consume()``, once and before the next gather starts.
+
+    Attributes:
+        totals: Where the parts of all ranks will be, along dimension 0: views of the context's buffer that its next
+            gather overwrites.
+    """
+
+    def __init__(
+        self,
+        gather: PartsGather,
+        parts: Sequence[torch.Tensor],
+        num_in_turn: int,
+        started_on: torch.cuda.Stream | None,
+    ) -> None:
+        super().__init__(gather, started_on, *parts)
+        self._num_in_turn = num_in_turn
+        world = gather.context.world_size
+        self.totals = [  # of this call alone: who takes them may empty them
+            total.view(part.dtype).view(world * part.shape[0], *part.shape[1:])
+            for total, part in zip(gather.totals, parts)
+        ]
+        gather.start(parts)
+
+    def wait(self) -> list[torch.Tensor]:
+        """Holds the current stream until all parts of all ranks are there."""
+        self._resume()
+        self._exchange.wait()
+        return self.totals
+
+    def consume(self, each: Callable[[int, list[torch.Tensor]], None], key: Hashable | None = None) -> None:
+        """Instead of ``wait``: ``each`` of the blocks of ranks, by its number, and its parts that come in turn, along
+        dimension 0; that of this rank first, then the others in the order of arrival, the current stream held until
+        they are there. When it ends everything is there and counted, as after ``wait``. ``key``: as of
+        ``BaseGather.consume``."""
+        gather, num_blocks = self._exchange, len(self._exchange.blocks)
+        self._resume()
+
+        def consume_block(ranks: Sequence[int]) -> None:
+            block = ranks[0] // len(ranks)
+            each(block, [total.chunk(num_blocks)[block] for total in self.totals[: self._num_in_turn]])
+
+        gather.consume(gather.blocks, consume_block, key)
+
+
+@outside_compile
+def start_gather_of_parts(
+    parts: Sequence[torch.Tensor], *, context: TPContext, num_in_turn: int = 0, num_blocks: int | None = None
+) -> PendingParts:
+    """Starts a gather of each of ``parts`` along dimension 0 by copy engines, beside what the current stream does
+    next. Equivalent: ``dist.all_gather_into_tensor`` of each.
+
+    Args:
+        parts: [rows, ...] each, of any types, the same sizes on all ranks.
+        context: The group's context.
+        num_in_turn: So many of ``parts`` peers get in turn and before the others, for ``PendingParts.consume``.
+        num_blocks: Of ranks whose parts are consumed together: a divisor of the group's size. Default: each rank's
+            by themselves.
+
+    Raises:
+        NotSupportedError: Devices, sizes that are not whole 16 bytes, no ``cuda-bindings`` on a GPU.
+        MismatchError: The ranks' calls differ (at the first call of sizes here, else at the next ``check``).
+        PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
+    """
+    parts = [part.detach().contiguous() for part in parts]
+    sizes = tuple(part.nbytes for part in parts)
+    stream = context.enter("gather_of_parts", sizes)
+    devices = frozenset(part.device for part in parts)
+    gather = context.plan(plan_gather_of_parts, sizes, devices, num_in_turn, num_blocks or context.world_size)
+    return PendingParts(gather, parts, num_in_turn, stream)

@@ -29,9 +29,7 @@ from ditron_train.costs import (
 )
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates, NetworkRates
-from ditron_train.tp.choices import choose
-from ditron_train.tp.cost_model import predict
-from ditron_train.tp.problem import Layout, Op, Problem
+from ditron_train.tp.choices import Layout, Op, Problem, choose, predict
 
 Kind = Literal["column", "row"]
 _ITEMSIZE = 2

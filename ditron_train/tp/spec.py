@@ -13,15 +13,24 @@ from ditron_train.data import load_workloads
 from ditron_train.policy import Cost, Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
-from ditron_train.tp.choices import choose, default_choice, entry_of, modelled_choice, tile_variants, transfer_variants
-from ditron_train.tp.chunked_gemm_ar import gemm_ar_by
-from ditron_train.tp.context import RowPartition, TPContext, get_tp_context
-from ditron_train.tp.cost_model import wire_bytes
-from ditron_train.tp.movement import start_all_gather
-from ditron_train.tp.ops import ag_gemm, gemm_ar, gemm_rs
-from ditron_train.tp.prepared import can_copy, gemm_rs_by
-from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
-from ditron_train.tp.problem import Choice, Layout, Op, Problem
+from ditron_train.tp.ag_gemm import AgGemmPlan, ag_gemm
+from ditron_train.tp.choices import (
+    Choice,
+    Layout,
+    Op,
+    Problem,
+    choose,
+    default_choice,
+    entry_of,
+    modelled_choice,
+    tile_variants,
+    transfer_variants,
+    wire_bytes,
+)
+from ditron_train.tp.context import RowPartition, TPContext, can_copy, get_tp_context
+from ditron_train.tp.gather import start_all_gather
+from ditron_train.tp.gemm_ar import gemm_ar, gemm_ar_by
+from ditron_train.tp.gemm_rs import gemm_rs, gemm_rs_by
 
 
 class GemmCall(NamedTuple):
@@ -217,7 +226,7 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
             if self.op == "gemm_ar":
                 prepared = gemm_ar_by(context, problem, choice, can_copy=can_copy(context))
             else:
-                prepare: Callable[..., Any] = PreparedAgGemm if self.op == "ag_gemm" else gemm_rs_by
+                prepare: Callable[..., Any] = AgGemmPlan if self.op == "ag_gemm" else gemm_rs_by
                 prepared = prepare(context, _even(problem), problem, choice)
             context.prepared[key] = prepared
         return prepared
@@ -229,9 +238,9 @@ class GemmSpec(OpSpec[GemmCall, TPContext]):
             context.enter("tune", problem.table_op, problem.m, problem.n, problem.k)
             prepared = self._prepared(call, context, candidate)
             if self.op != "gemm_rs":
-                return [prepared(x, weight)]
+                return [prepared.run(x, weight)]
             out = x.new_empty(problem.m // problem.world_size, problem.n)
-            prepared(x, weight, out)
+            prepared.run(x, weight, out)
             return [out]
 
         return run

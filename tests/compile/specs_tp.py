@@ -44,7 +44,7 @@ def _unscaled(dtype):
 def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16", has_bias=False):
     return KernelSpec(
         name=name,
-        kernel="ditron_train.tp.ag_gemm_kernel:ag_gemm_kernel",
+        kernel="ditron_train.tp.ag_gemm:ag_gemm_kernel",
         signature={
             **_operands(*block, transpose_b, dtype),
             "own_desc": f"tensordesc<{dtype}[{block[0]},{block[2]}]>",
@@ -78,7 +78,7 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16", has_
 def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8, dtype="bf16"):
     return KernelSpec(
         name=name,
-        kernel="ditron_train.tp.gemm_rs_kernel:gemm_rs_kernel",
+        kernel="ditron_train.tp.gemm_rs:gemm_rs_kernel",
         signature={
             **_operands(*block, transpose_b, dtype),
             **{f"slots{peer}": _store(*block[:2]) for peer in range(8)},
@@ -121,7 +121,7 @@ def _all_reduce(name, kernel, vector, world_size):
     tables = dict.fromkeys(("ends", "order_of_run", "orders", "first_runs"), "*i32")
     return KernelSpec(
         name=name,
-        kernel=f"ditron_train.tp.all_reduce_kernels:{kernel}",
+        kernel=f"ditron_train.tp.all_reduce:{kernel}",
         signature={
             "partial_ptr": "*bf16",
             **slots,
@@ -145,7 +145,7 @@ _SQUARE = ((128, 128, 64), {"default": 4, "hip": 2, "sm_80": 3}, ("sm_80", "sm_9
 SPECS = [
     KernelSpec(
         name="tp_push_shard",
-        kernel="ditron_train.tp.gather_kernels:push_shard_kernel",
+        kernel="ditron_train.tp.gather:push_shard_kernel",
         signature={
             "x_ptr": "*bf16",
             "gathered_addresses": "*i64",
@@ -160,7 +160,7 @@ SPECS = [
     ),
     KernelSpec(
         name="tp_gather_start",
-        kernel="ditron_train.tp.gather_kernels:gather_start_kernel",
+        kernel="ditron_train.tp.gather:gather_start_kernel",
         signature={"epochs_ptr": "*i32", "num_flags": "i32", "channel": _CHANNEL},
         constexprs={"WORLD_SIZE": 8, "BLOCK": 128},
         num_warps=1,
@@ -168,7 +168,7 @@ SPECS = [
     ),
     KernelSpec(
         name="tp_copy_rows",
-        kernel="ditron_train.tp.gather_kernels:copy_rows_kernel",
+        kernel="ditron_train.tp.gather:copy_rows_kernel",
         signature={"source_ptr": "*bf16", "destination_ptr": "*bf16", "num_elements": "i32"},
         aligned=("source_ptr", "destination_ptr"),
         constexprs={"BLOCK": 4096},
@@ -176,7 +176,7 @@ SPECS = [
     ),
     KernelSpec(
         name="tp_gather_wait",
-        kernel="ditron_train.tp.gather_kernels:gather_wait_kernel",
+        kernel="ditron_train.tp.gather:gather_wait_kernel",
         signature={"channel": _CHANNEL, "row_starts_ptr": "*i32", "granule_rows": "i32"},
         constexprs={"FLAGS_PER_RANK": 1024, "WORLD_SIZE": 8},
         num_warps=1,
@@ -184,7 +184,7 @@ SPECS = [
     ),
     KernelSpec(
         name="tp_gather_wait_one",
-        kernel="ditron_train.tp.gather_kernels:gather_wait_one_kernel",
+        kernel="ditron_train.tp.gather:gather_wait_one_kernel",
         signature={"channel": _CHANNEL, "row_starts_ptr": "*i32", "peer": "i32", "granule_rows": "i32"},
         constexprs={"FLAGS_PER_RANK": 1024},
         num_warps=1,
@@ -193,7 +193,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"tp_fold_rows_{'at_once' if first_part == 0 else 'in_parts'}",
-            kernel="ditron_train.tp.scatter_kernels:fold_rows_kernel",
+            kernel="ditron_train.tp.reduce_scatter:fold_rows_kernel",
             signature={
                 **dict.fromkeys(("partial_ptr", "slots_ptr", "out_ptr"), "*bf16"),
                 "channel": _CHANNEL,
@@ -208,7 +208,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"tp_fold_onto_{'sum' if goes_on else 'nothing'}",
-            kernel="ditron_train.tp.scatter_kernels:fold_onto_kernel",
+            kernel="ditron_train.tp.reduce_scatter:fold_onto_kernel",
             signature={
                 **dict.fromkeys(("partial_ptr", "slots_ptr", "total_ptr", "out_ptr"), "*bf16"),
                 "channel": _CHANNEL,
@@ -243,7 +243,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"tp_largest_of_{world_size}",
-            kernel="ditron_train.tp.all_reduce_kernels:push_largest_kernel",
+            kernel="ditron_train.tp.all_reduce:push_largest_kernel",
             signature={"value_ptr": "*fp32", "slots_addresses": "*i64", "channel": _CHANNEL},
             constexprs={"MOST_PROGRAMS": 128, "WORLD_SIZE": world_size},
             num_warps=1,

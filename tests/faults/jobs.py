@@ -52,7 +52,7 @@ def _stepping(context: Any, forward: Callable[..., Sequence[torch.Tensor]], *inp
 
 def _tp(device: torch.device) -> Step:
     from ditron_train.tp import get_tp_context
-    from ditron_train.tp.functions import column_linear, row_linear
+    from ditron_train.tp.linear import column_linear, row_linear
 
     context, unit = get_tp_context(dist.group.WORLD, device), _unit(device)
     x = _values((unit, unit), device, 1)
@@ -244,7 +244,7 @@ PATIENCE: Mapping[str, float] = {"ep": 4.0, QUICKSTART: 4.0, "probe": 2.0}
 
 #: What ranks of a job import, megatron-core included where it is used.
 MODULES: Mapping[str, Sequence[str]] = {
-    "tp": ("ditron_train.tp.functions",),
+    "tp": ("ditron_train.tp.linear",),
     "sp": ("ditron_train.sp",),
     "ep": ("ditron_train.ep",),
     "pp": ("ditron_train.pp",),

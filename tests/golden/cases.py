@@ -136,7 +136,7 @@ def _ar_orders(stack: contextlib.ExitStack, world: int, num_elements: int) -> No
 def _gemm_ar(m, n, k, layout, way, dtype, stack, group) -> Prepared:
     from ditron_train.gemm.configs import GemmConfig
     from ditron_train.tp import gemm_ar, get_tp_context
-    from ditron_train.tp.problem import Choice, GatherPlan
+    from ditron_train.tp.choices import Choice, GatherPlan
 
     tile = GemmConfig(16, 32, 16, 4, 2, 2)
     ways = {
@@ -162,7 +162,7 @@ def _move(name, shape, stack, group) -> Prepared:
 
 def _largest(stack, group) -> Prepared:
     from ditron_train.tp import get_tp_context
-    from ditron_train.tp.movement import largest_of_ranks
+    from ditron_train.tp.all_reduce import largest_of_ranks
 
     context, value = get_tp_context(group, CPU), torch.tensor([2.0 + dist.get_rank()])
 
@@ -176,7 +176,7 @@ def _largest(stack, group) -> Prepared:
 
 def _linear(kind, shape, n, k, has_bias, dtype, stack, group) -> Prepared:
     from ditron_train.tp import column_linear, get_tp_context, row_linear
-    from ditron_train.tp.all_reduce_functions import row_linear_ar
+    from ditron_train.tp.linear import row_linear_ar
 
     context, world = get_tp_context(group, CPU), dist.get_world_size()
     _ar_orders(stack, world, 0)

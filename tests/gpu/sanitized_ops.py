@@ -122,10 +122,10 @@ def _seldom(device: torch.device):
     from ditron_train.sp import gather_sequence, get_sp_context, output_layout
     from ditron_train.symm import Channel, get_arena
     from ditron_train.tp import all_reduce, gemm_ar, get_tp_context
-    from ditron_train.tp.gather_parts import start_gather_of_parts
-    from ditron_train.tp.movement import largest_of_ranks
-    from ditron_train.tp.nodes_gemm_rs import _NodeSumCall
-    from ditron_train.tp.problem import Choice, GatherPlan
+    from ditron_train.tp.all_reduce import largest_of_ranks
+    from ditron_train.tp.choices import Choice, GatherPlan
+    from ditron_train.tp.gather import start_gather_of_parts
+    from ditron_train.tp.nodes import _NodeSum
 
     world, rank = dist.get_world_size(), dist.get_rank()
     tp, sp = get_tp_context(dist.group.WORLD, device), get_sp_context(dist.group.WORLD, device)
@@ -141,7 +141,7 @@ def _seldom(device: torch.device):
     heads = torch.full((8 * world, 1, 1, 64), float(rank), device=device, dtype=dtype)
     layout = gathered.GatheredLayout(torch.arange(2 * world * 64, device=device).view(world * 64, 2) % 3 > 0, world)
     partial, onto = x.new_ones(world * 64, columns), x.new_ones(64, columns)
-    node_sum = _NodeSumCall(len(partial), columns, dtype, 1).prepare(tp)  # as of a node between two others
+    node_sum = _NodeSum(tp, len(partial), columns, dtype, 1)  # as of a node between two others
     tokens = torch.arange(world * 64 * 128, device=device).view(world * 64, 128).remainder(7).to(dtype)
     assert self_check._launch_failure(device) is None
     assert self_check._handover_failure(dist.group.WORLD, device) is None

@@ -15,9 +15,8 @@ from ditron_train.gemm import matmul_nn, matmul_nt
 from ditron_train.policy.all_reduce_order import all_reduce_orders
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import gemm_ar, get_tp_context
-from ditron_train.tp.all_reduce_functions import row_linear_ar
-from ditron_train.tp.choices import default_choice, transfer_variants
-from ditron_train.tp.problem import Problem
+from ditron_train.tp.choices import Problem, default_choice, transfer_variants
+from ditron_train.tp.linear import row_linear_ar
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tp"))
 from bodies_all_reduce import fold, gathered, poison  # noqa: E402

@@ -22,7 +22,7 @@ from test_megatron_tp import (  # noqa: F401  (fixtures)
 )
 
 from ditron_train.stream.op_context import OpContext
-from ditron_train.tp.scatter import PreparedScatter
+from ditron_train.tp.reduce_scatter import ReduceScatter
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -130,7 +130,7 @@ def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, m
 
     def repeat(*args, **kwargs):
         is_repeated = repeat_op(*args, **kwargs)
-        repeated.append(is_repeated and isinstance(args[1][0], PreparedScatter))
+        repeated.append(is_repeated and isinstance(args[1][0], ReduceScatter))
         return is_repeated
 
     monkeypatch.setattr(OpContext, "repeat_op", repeat)
@@ -158,7 +158,7 @@ def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, m
 def test_the_largest_amax_of_all_ranks(device, all_equal):
     """Against NCCL's, called and replayed from a graph in turn; with gloo in its place numbers alone."""
     from ditron_train.tp import get_tp_context
-    from ditron_train.tp.movement import largest_of_ranks
+    from ditron_train.tp.all_reduce import largest_of_ranks
 
     rank, world_size, nan, inf = dist.get_rank(), dist.get_world_size(), float("nan"), float("inf")
     context, value = get_tp_context(None, device), torch.zeros(1, device=device)

@@ -362,7 +362,7 @@ def test_gathered_inputs_kept_for_backward(tensor_parallel, all_equal, monkeypat
     """Four microbatches as under 1F1B with places for two of them, three steps; another layer's gather in between."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-    from ditron_train.tp import functions, get_tp_context, start_all_gather
+    from ditron_train.tp import get_tp_context, linear, start_all_gather
     from ditron_train.tp.kept import KeptInputs
 
     m, n, k = shape
@@ -375,7 +375,7 @@ def test_gathered_inputs_kept_for_backward(tensor_parallel, all_equal, monkeypat
             _forward_backward(kind, layer, m, k, torch.bfloat16, 0)  # decides
             layer.zero_grad()
             counted = lambda *a, **o: (gathers.append(1), start_all_gather(*a, **o))[1]  # noqa: E731
-            monkeypatch.setattr(functions, "start_all_gather", counted)
+            monkeypatch.setattr(linear, "start_all_gather", counted)
         for step in range(3):
             waiting = []
             for microbatch in range(4):

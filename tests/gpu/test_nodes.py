@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.symm.nodes import NodeGroups, forget_nodes
-from ditron_train.tp.functions import column_linear, row_linear
-from ditron_train.tp.nodes_context import get_nodes_tp_context
+from ditron_train.tp.linear import column_linear, row_linear
+from ditron_train.tp.nodes import get_nodes_tp_context
 
 ROWS, K, N = 256, 512, 384  # of a rank; K and N of the layer's part
 

@@ -35,9 +35,9 @@ from ditron_train.tp import (
     start_all_gather,
     start_reduce_scatter,
 )
-from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
-from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
-from ditron_train.tp.scatter import PreparedScatter
+from ditron_train.tp.ag_gemm import AgGemmPlan
+from ditron_train.tp.gemm_rs import GemmRsCopyPlan
+from ditron_train.tp.reduce_scatter import ReduceScatter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tp"))
 from bodies_tp import gather_rows  # noqa: E402
@@ -132,13 +132,13 @@ def test_gemm_rs_at_published_shapes(context, all_equal, shape):
 
 def test_gemm_rs_whose_first_rows_go_in_halves(context, all_equal, monkeypatch):
     """A chunk of two waves, whose bytes take longer than its products: the links are last."""
-    sent, send = [], PreparedScatter.send
+    sent, send = [], ReduceScatter.send
 
     def seen(self, partial, position, rows, *, signals):
         sent.append((position, rows.stop - rows.start, signals))
         send(self, partial, position, rows, signals=signals)
 
-    monkeypatch.setattr(PreparedScatter, "send", seen)
+    monkeypatch.setattr(ReduceScatter, "send", seen)
     rows, n, k = 2048, 4096, 1024
     x, weight = normals(context.world_size * rows, k, seed=13), normals(n, k, seed=14)
     expected = scattered(x @ weight.t())
@@ -371,7 +371,7 @@ def test_memory_that_is_given_back_and_had_again(device, all_equal, monkeypatch,
         pytest.skip("equal bits, but the driver gave this process no address twice")
 
 
-_OPS = {"ag_gemm": PreparedAgGemm, "gemm_rs": PreparedChunkedGemmRs}
+_OPS = {"ag_gemm": AgGemmPlan, "gemm_rs": GemmRsCopyPlan}
 
 
 @pytest.mark.parametrize("op", _OPS)

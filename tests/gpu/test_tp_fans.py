@@ -3,6 +3,7 @@ memory is given back."""
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import pytest
@@ -13,10 +14,9 @@ from test_tp import gathered, normals, poison, scattered
 from ditron_train.gemm import matmul_nt
 from ditron_train.stream import driver
 from ditron_train.tp import TPContext, gemm_rs, start_all_gather, start_reduce_scatter
-from ditron_train.tp import chunked_gemm_rs as chunked
-from ditron_train.tp.chunked_gemm_rs import PreparedChunkedGemmRs
-from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.scatter import PreparedScatter
+from ditron_train.tp.gather import Gather
+from ditron_train.tp.gemm_rs import GemmRsCopyPlan
+from ditron_train.tp.reduce_scatter import ReduceScatter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 
@@ -38,8 +38,8 @@ def _prepared(context, kind):
 
 def _with_fans(context):
     """Kinds of prepared ops whose flags are one command."""
-    gathers = {PreparedGather for p in _prepared(context, PreparedGather) if p._flags is not None}
-    return gathers | {PreparedScatter for p in _prepared(context, PreparedScatter) if p._all_flags is not None}
+    gathers = {Gather for p in _prepared(context, Gather) if p._flags is not None}
+    return gathers | {ReduceScatter for p in _prepared(context, ReduceScatter) if p._all_flags is not None}
 
 
 def _captured(context, op):
@@ -63,7 +63,7 @@ def test_late_ranks_and_poison(context, all_equal, rows, columns):
         return total, start_reduce_scatter(partial, context=context).wait()
 
     both()
-    assert _with_fans(context) == {PreparedGather, PreparedScatter}
+    assert _with_fans(context) == {Gather, ReduceScatter}
     graph, captured = _captured(context, both)
     for repeat in range(12):
         x.copy_(normals(rows, columns, seed=100 + repeat))
@@ -85,14 +85,14 @@ def test_late_ranks_and_poison(context, all_equal, rows, columns):
 def test_flags_of_a_gemm_rs_that_wait_for_each_other(context, all_equal, monkeypatch):
     """New inputs each time and poison in between; the recorded op, and a captured one."""
     world, rank = context.world_size, context.rank
-    monkeypatch.setattr(chunked, "sums_in_parts", lambda *_: True)
+    monkeypatch.setattr(importlib.import_module("ditron_train.tp.gemm_rs"), "sums_in_parts", lambda *_: True)
     x, weight = normals(256 * world, 512, seed=1), normals(1024, 512, seed=2)
 
     def op():
         return gemm_rs(x, weight, context=context, scatter="copy")
 
     op()
-    (prepared,) = _prepared(context, PreparedChunkedGemmRs)
+    (prepared,) = _prepared(context, GemmRsCopyPlan)
     assert (prepared._scatter._first_flags is not None) == (world > 4)
     graph, captured = _captured(context, op)
     for repeat in range(12):

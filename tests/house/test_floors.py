@@ -88,7 +88,7 @@ def test_imports_go_down() -> None:
     [
         ("runtime", "from ditron_train.symm import get_arena"),
         ("tp", "def f():\n    from ditron_train.optim import muon"),
-        ("gemm", "import ditron_train.tp.ops"),
+        ("gemm", "import ditron_train.tp.ag_gemm"),
         ("lang", "from ditron_train.stream.waits import x"),
         ("symm", "from ditron_train.cpu import interpreter"),
         ("tp", "import megatron.core"),

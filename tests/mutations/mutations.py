@@ -68,7 +68,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rs-ring-reversed",
         "reduction order",
-        "ditron_train/tp/scatter_kernels.py",
+        "ditron_train/tp/reduce_scatter.py",
         "source = (sources.rank + step) % WORLD_SIZE",
         "source = (sources.rank + WORLD_SIZE - step) % WORLD_SIZE",
         (f"{TP_OPS}::test_reduce_scatter_adds_in_ring_order[4-shape1-bfloat16]",),
@@ -76,7 +76,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rs-starts-at-own-rank",
         "reduction order",
-        "ditron_train/tp/scatter_kernels.py",
+        "ditron_train/tp/reduce_scatter.py",
         "            if step == WORLD_SIZE:",
         "            if step == FIRST:",
         (f"{TP_OPS}::test_reduce_scatter_adds_in_ring_order[4-shape1-bfloat16]",),
@@ -84,7 +84,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rs-no-rounding-between-hops",
         "rounding skipped",
-        "ditron_train/tp/scatter_kernels.py",
+        "ditron_train/tp/reduce_scatter.py",
         "total = (total + values).to(sources.slots.dtype.element_ty).to(tl.float32)",
         "total = total + values",
         (f"{TP_OPS}::test_reduce_scatter_adds_in_ring_order[4-shape1-bfloat16]",),
@@ -92,7 +92,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rs-last-block-left-out",
         "mask of the last tile",
-        "ditron_train/tp/scatter_kernels.py",
+        "ditron_train/tp/reduce_scatter.py",
         "range(tl.program_id(0), tl.cdiv(sources.num_elements, BLOCK), tl.num_programs(0))",
         "range(tl.program_id(0), sources.num_elements // BLOCK, tl.num_programs(0))",
         (f"{TP_OPS}::test_reduce_scatter_adds_in_ring_order[2-shape0-bfloat16]",),
@@ -100,7 +100,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rs-waits-for-one-source-less",
         "dropped wait in a kernel",
-        "ditron_train/tp/scatter_kernels.py",
+        "ditron_train/tp/reduce_scatter.py",
         "        LAST: tl.constexpr = WORLD_SIZE - 1",
         "        LAST: tl.constexpr = WORLD_SIZE - 2",
         (f"{LATE}::test_partial_sums_that_arrive_late_are_waited_for",),
@@ -108,7 +108,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gemm-rs-epilogue-ring-reversed",
         "reduction order",
-        "ditron_train/tp/gemm_rs_kernel.py",
+        "ditron_train/tp/gemm_rs.py",
         "source = (rank + step) % OP.world_size",
         "source = (rank + OP.world_size + 2 - step) % OP.world_size",
         (f"{TP_OPS}::test_four_ranks",),
@@ -116,7 +116,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gemm-ar-orders-ignored",
         "reduction order",
-        "ditron_train/tp/all_reduce_kernels.py",
+        "ditron_train/tp/all_reduce.py",
         "values = _load(partials, tl.load(order + step), offsets, mask, SKIPS_OWN, WORLD_SIZE)",
         "values = _load(partials, (tl.load(order) + step) % WORLD_SIZE, offsets, mask, SKIPS_OWN, WORLD_SIZE)",
         ("tests/tp/test_all_reduce.py::test_gemm_ar_equals_matmul_then_the_posed_orders",),
@@ -124,7 +124,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "all-reduce-slots-without-parity",
         "buffer reused too early",
-        "ditron_train/tp/all_reduce_kernels.py",
+        "ditron_train/tp/all_reduce.py",
         "area = tl.cast((epoch & 1) * WORLD_SIZE, tl.int64) * AREA",
         "area = tl.cast(0 * WORLD_SIZE, tl.int64) * AREA",
         (f"{LATE}::test_what_a_late_rank_still_adds_up_is_not_overwritten",),
@@ -132,7 +132,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "largest-slots-without-parity",
         "buffer reused too early",
-        "ditron_train/tp/all_reduce_kernels.py",
+        "ditron_train/tp/all_reduce.py",
         "area = (epoch & 1) * WORLD_SIZE",
         "area = epoch * 0",
         (f"{LATE}::test_what_a_late_rank_still_compares_is_not_overwritten",),
@@ -140,7 +140,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ag-gemm-tile-waits-for-one-flag-less",
         "dropped wait in a kernel",
-        "ditron_train/tp/ag_gemm_kernel.py",
+        "ditron_train/tp/ag_gemm.py",
         "range(first // granule_rows, last // granule_rows + 1)",
         "range(first // granule_rows, last // granule_rows)",
         (f"{LATE}::test_rows_that_arrive_late_are_waited_for[ag_gemm copy-128]",),
@@ -148,7 +148,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ag-gemm-straddling-tile-waits-for-its-first-rank",
         "dropped wait in a kernel",
-        "ditron_train/tp/ag_gemm_kernel.py",
+        "ditron_train/tp/ag_gemm.py",
         "high = tl.minimum(last_row, tl.load(gathered.tables.starts + owner + 1) - 1)",
         "high = tl.minimum(row, tl.load(gathered.tables.starts + owner + 1) - 1)",
         (f"{LATE}::test_rows_that_arrive_late_are_waited_for[ag_gemm push-40]",),
@@ -156,7 +156,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gather-waits-for-one-peer-less",
         "dropped wait in a kernel",
-        "ditron_train/tp/gather_kernels.py",
+        "ditron_train/tp/gather.py",
         "        _await_rows((rank + step) % WORLD_SIZE, epoch, channel, row_starts_ptr,",
         "        _await_rows((rank + 1) % WORLD_SIZE, epoch, channel, row_starts_ptr,",
         (f"{LATE}::test_rows_that_arrive_late_are_waited_for[all_gather-40]",),
@@ -164,7 +164,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gather-awaits-the-epoch-before",
         "epoch - 1",
-        "ditron_train/tp/gather_kernels.py",
+        "ditron_train/tp/gather.py",
         "epoch = dl.last_epoch(channel.tickets + 1) + 1",
         "epoch = dl.last_epoch(channel.tickets + 1)",
         (f"{LATE}::test_rows_that_arrive_late_are_waited_for[consume-40]",),
@@ -172,7 +172,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gather-flags-of-the-wrong-rank",
         "wrong rank in an exchange",
-        "ditron_train/tp/gather_kernels.py",
+        "ditron_train/tp/gather.py",
         "dl.symm_at(channel.signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK",
         "dl.symm_at(channel.signals_addresses, peer, tl.int32) + peer * FLAGS_PER_RANK",
         (f"{TP_OPS}::test_ag_gemm_equals_gather_then_matmul[counts1-48-40-nn-bfloat16-push]",),
@@ -180,7 +180,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "scatter-into-the-peers-own-slot",
         "wrong rank in an exchange",
-        "ditron_train/tp/scatter.py",
+        "ditron_train/tp/reduce_scatter.py",
         "        slot = rank * partition.max_count * row_bytes",
         "        slot = (context.world_size - 1 - rank) * partition.max_count * row_bytes",
         (f"{TP_OPS}::test_reduce_scatter_adds_in_ring_order[2-shape0-bfloat16]",),
@@ -196,7 +196,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "bias-inside-added-twice",
         "bias added twice",
-        "ditron_train/tp/functions.py",
+        "ditron_train/tp/linear.py",
         "y = y if bias is None or rounds_once else y + bias",
         "y = y if bias is None else y + bias",
         (f"{TP_OPS}::test_a_bias_inside_the_product_is_rounded_with_it[24]",),
@@ -212,7 +212,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "row-wgrad-transposed",
         "swapped operand",
-        "ditron_train/tp/functions.py",
+        "ditron_train/tp/linear.py",
         "            grad_weight = ctx.wgrad(total_grad, as_rows(x))",
         "            grad_weight = ctx.wgrad(as_rows(x), total_grad)",
         (f"{TP_OPS}::test_linear_layers_and_all_gradients",),

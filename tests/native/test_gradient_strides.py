@@ -3,6 +3,7 @@ layers hand them over, since cuBLAS chooses its kernel by how they lie."""
 
 from __future__ import annotations
 
+import importlib
 from unittest import mock
 
 import pytest
@@ -87,13 +88,13 @@ def _passes(layer, x, layout):
 def _compare(kind, frozen, batch, sequence_parallel=False):
     """By layout: whether the products of backward had the same operands; the results always have the same bits."""
     from ditron_train.policy import gate
-    from ditron_train.tp import chunked_gemm_ar
     from tests.support.model_parallel import model_parallel
 
     found, world_size = {}, dist.get_world_size()
     forget_decisions()
+    gemm_ar = importlib.import_module("ditron_train.tp.gemm_ar")
     # Else cuBLAS multiplies in front of so small an all-reduce.
-    with mock.patch.object(chunked_gemm_ar, "PUSH_BYTES", 0), model_parallel(tensor_model_parallel_size=world_size):
+    with mock.patch.object(gemm_ar, "PUSH_BYTES", 0), model_parallel(tensor_model_parallel_size=world_size):
         native, ours = (_layer(kind, is_ours, frozen, sequence_parallel) for is_ours in (False, True))
         inputs = HIDDEN // (world_size if kind == "row" else 1)
         x = _integers(TOKENS // (world_size if sequence_parallel else 1), batch, inputs, seed=7)
@@ -146,9 +147,9 @@ def test_a_frozen_layer_multiplies_gradients_with_strides_as_natively(batch):
 
 
 def _without_copy_engines(batch):
-    from ditron_train.tp import functions
+    from ditron_train.tp import linear
 
-    with mock.patch.object(functions, "can_copy", lambda context: False):
+    with mock.patch.object(linear, "can_copy", lambda context: False):
         return _compare("column", False, batch, True)
 
 

@@ -151,11 +151,11 @@ def _what_runs(frozen):
     """What of native's layers and of our dgrads the policy had compared, and what training then ran, of a column layer
     whose weight is frozen or deferred."""
     from ditron_train.megatron.tp import spec
-    from ditron_train.tp import functions
+    from ditron_train.tp import linear
     from tests.support.model_parallel import model_parallel
 
     ran, found = [], []
-    names = {functions: ("_column_gradients", "gemm_rs"), spec: ("linear_with_frozen_weight",)}
+    names = {linear: ("_column_gradients", "gemm_rs"), spec: ("linear_with_frozen_weight",)}
     before = {(module, name): getattr(module, name) for module in names for name in names[module]}
     for (module, name), function in before.items():
         setattr(module, name, lambda *a, name=name, function=function, **k: (ran.append(name), function(*a, **k))[1])

@@ -188,7 +188,7 @@ def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> I
     """The layer, forward and backward; its forward alone; its backward alone."""
     from megatron.core import parallel_state
 
-    from ditron_train.tp.nodes_context import NodesTPContext
+    from ditron_train.tp.nodes import NodesTPContext
 
     group = parallel_state.get_tensor_model_parallel_group()
     call = spec.sample(Shape("posed", sizes), _place(session), 0)._replace(group=group)

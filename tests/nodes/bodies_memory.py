@@ -15,9 +15,7 @@ from ditron_train.runtime import logs
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.nodes import NodeGroups
-from ditron_train.tp.nodes import ag_gemm_over_nodes
-from ditron_train.tp.nodes_context import get_nodes_tp_context
-from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
+from ditron_train.tp.nodes import ag_gemm_over_nodes, gemm_rs_over_nodes, get_nodes_tp_context
 
 _CPU = torch.device("cpu")
 _ROWS, _K, _N = 6, 24, 16

@@ -217,7 +217,6 @@ def tp_linears(ranks, batch, dtype):
     from ditron_train.megatron.tp.spec import COLUMN, ROW
     from ditron_train.policy import gate, results
     from ditron_train.tp import nodes as tp_nodes
-    from ditron_train.tp import nodes_gemm_rs
 
     rank, found, local_size = dist.get_rank(), [], int(os.environ["LOCAL_WORLD_SIZE"])
     members = [one for one in range(dist.get_world_size()) if one % local_size < ranks]
@@ -227,7 +226,7 @@ def tp_linears(ranks, batch, dtype):
     def values(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    with workers.groups(), _counting(tp_nodes, "_parts", found), _counting(nodes_gemm_rs._Rail, "send", found):
+    with workers.groups(), _counting(tp_nodes, "_parts", found), _counting(tp_nodes._Rail, "send", found):
         is_member = rank in members
         same = [one for one in range(dist.get_world_size()) if (one in members) == is_member]
         group = make_group(dist.group.WORLD, same, "linears")
@@ -257,6 +256,7 @@ def tp_trials(kind, slower):
     from ditron_train.policy import Decision, gate, results
     from ditron_train.policy import spec as policy_spec
     from ditron_train.policy.probe import comparing_on_cpu
+    from ditron_train.tp import linear
     from ditron_train.tp import nodes as tp_nodes
 
     tried, found, calls = [], [], []
@@ -264,7 +264,7 @@ def tp_trials(kind, slower):
     def decide(words, native, ours, **_):
         tried.append(words.split(" nodes, ")[1])
         is_slower = any(re.fullmatch(one, tried[-1]) for one in slower)
-        with _counting(tp_nodes, "_parts", calls), _counting(tp_nodes, "gemm_rs_over_nodes", calls):
+        with _counting(tp_nodes, "_parts", calls), _counting(linear, "gemm_rs_over_nodes", calls):
             del calls[:]
             expected, in_its_place = native(), sorted(calls)
             is_equal = all(map(torch.equal, expected, ours()))
@@ -284,7 +284,7 @@ def tp_trials(kind, slower):
             context = gate.answer_for(spec, call).context
         if context is None:
             return None, tried
-        with _counting(tp_nodes, "_parts", found), _counting(tp_nodes, "gemm_rs_over_nodes", found):
+        with _counting(tp_nodes, "_parts", found), _counting(linear, "gemm_rs_over_nodes", found):
             with torch.no_grad():
                 (y,) = spec.fused(call, context)(x, weight)
             forward = sorted(found)
@@ -303,8 +303,8 @@ def tp_strides(layout, frozen):
     from ditron_train.megatron.tp.linear_call import LinearCall
     from ditron_train.megatron.tp.spec import COLUMN
     from ditron_train.policy import gate
-    from ditron_train.tp import nodes as tp_nodes
-    from ditron_train.tp.functions import column_linear
+    from ditron_train.tp import linear
+    from ditron_train.tp.linear import column_linear
 
     found, gradients, world = [], [], dist.get_world_size()
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -319,7 +319,7 @@ def tp_strides(layout, frozen):
         context = gate.answer_for(COLUMN, call).context
         for function in (COLUMN.megatron(call), lambda x, weight: (column_linear(x, weight, context=context),)):
             leaf = x.clone().requires_grad_()
-            with _counting(tp_nodes, "gemm_rs_over_nodes", found):
+            with _counting(linear, "gemm_rs_over_nodes", found):
                 (y,) = function(leaf, weight)
                 y.backward(grad_y)
             gradients.append(leaf.grad)
@@ -395,8 +395,7 @@ def sums_along_rings(cases):
     Args:
         cases: ``(ranks of each node, step, rows of a rank, n, k, layout, dtype, seed)``.
     """
-    from ditron_train.tp.nodes_context import get_nodes_tp_context
-    from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
+    from ditron_train.tp.nodes import gemm_rs_over_nodes, get_nodes_tp_context
 
     rank, local_size, found = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"]), []
     groups = {}  # their orders are remembered
@@ -426,9 +425,7 @@ def sums_along_rings(cases):
 
 def _tp_call(group, factor=1):
     """A GEMM-RS over nodes, then an AG-GEMM."""
-    from ditron_train.tp.nodes import ag_gemm_over_nodes
-    from ditron_train.tp.nodes_context import get_nodes_tp_context
-    from ditron_train.tp.nodes_gemm_rs import gemm_rs_over_nodes
+    from ditron_train.tp.nodes import ag_gemm_over_nodes, gemm_rs_over_nodes, get_nodes_tp_context
 
     context = get_nodes_tp_context(group, torch.device("cpu"))
     x, weight = torch.ones(16, 16), torch.ones(8 * factor, 16)

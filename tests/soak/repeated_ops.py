@@ -20,7 +20,7 @@ from ditron_train.pp.messages import Header
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tp import TPContext, ag_gemm, all_gather, gemm_ar, gemm_rs
-from ditron_train.tp.movement import start_reduce_scatter
+from ditron_train.tp.reduce_scatter import start_reduce_scatter
 from tests.faults.jobs import JOBS, muon_job
 from tests.soak.soak import Soak, SoakMeter, last_epoch
 

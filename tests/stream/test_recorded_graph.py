@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ditron_train.runtime.errors import DitronError
-from ditron_train.stream import driver, op_context
+from ditron_train.stream import driver, op_context, plan
 from ditron_train.stream import recorded_graph as recorded
 from ditron_train.stream.op_context import OpContext
+from ditron_train.stream.plan import Exchange
 from ditron_train.stream.recorded_graph import RecordedSequences
 
 STREAM = 7
@@ -295,6 +296,10 @@ def context(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpContex
     context._recorded.clear()
 
 
+def _exchange(context: OpContext) -> Exchange[OpContext]:
+    return Exchange(context, None)  # type: ignore[arg-type]
+
+
 def _op(context: OpContext, fake: _Driver, key: str) -> bool:
     """A send on the communication stream between fork and join; whether it was a repetition."""
 
@@ -375,9 +380,10 @@ def test_what_allocates_is_never_recorded(context: OpContext, fake: _Driver, mon
         counts["allocation"]["all"]["allocated"] += 1
         fake.stream.append("allocates")
 
+    exchange = _exchange(context)
     for _ in range(9):
-        context.run_op_again("a", allocate)
-        context.run_op_again("b", lambda: fake.stream.append("b"))
+        exchange.replay("a", allocate)
+        exchange.replay("b", lambda: fake.stream.append("b"))
     assert fake.calls.count(("record", ASIDE)) == 2 and fake.alive == [["b"]]
     assert fake.stream.count("allocates") == 9
 
@@ -385,10 +391,38 @@ def test_what_allocates_is_never_recorded(context: OpContext, fake: _Driver, mon
 def test_what_does_not_fork_is_repeated_beside_an_op_that_has_been_started(context: OpContext, fake: _Driver) -> None:
     """Products of what arrives: the gather is on its way. Without a key nothing is recorded."""
     context._is_joined = False
+    exchange = _exchange(context)
     for _ in range(5):
-        context.run_op_again("waits and products", lambda: fake.stream.append("product"), forks=False)
-        context.run_op_again("op", lambda: fake.stream.append("op"))
-        context.run_op_again(None, lambda: fake.stream.append("any"), forks=False)
+        exchange.replay("waits and products", lambda: fake.stream.append("product"), forks=False)
+        exchange.replay("op", lambda: fake.stream.append("op"))
+        exchange.replay(None, lambda: fake.stream.append("any"), forks=False)
     assert fake.stream.count("product") == 3 and fake.stream.count("graph of product") == 2
     assert fake.stream.count("op") == fake.stream.count("any") == 5
     assert not context._is_joined
+
+
+def test_what_its_key_does_not_name_is_not_recorded(context: OpContext, fake: _Driver) -> None:
+    """An operand that is copied first is at another address each time."""
+    exchange, was_copied = _exchange(context), [True] * 5 + [False] * 5
+
+    def enqueue() -> bool:
+        fake.stream.append("op")
+        return not was_copied.pop(0)
+
+    for _ in range(5):
+        exchange.replay("a", enqueue)
+    assert not fake.alive and fake.stream == ["op"] * 5
+    for _ in range(4):
+        exchange.replay("a", enqueue)
+    assert fake.alive == [["op"]] and fake.stream[-1] == "graph of op"
+
+
+def test_code_of_others_is_recorded_only_if_its_allocations_are_counted(
+    context: OpContext, fake: _Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "counts_allocations", lambda: False)
+    exchange = _exchange(context)
+    for _ in range(5):
+        exchange.replay("ours", lambda: fake.stream.append("ours"))
+        exchange.replay("theirs", lambda: fake.stream.append("theirs"), allocates=True)
+    assert fake.alive == [["ours"]] and fake.stream.count("theirs") == 5

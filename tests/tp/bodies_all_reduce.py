@@ -15,10 +15,9 @@ from ditron_train.policy.all_reduce_order import SumMap, reveal_orders
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import all_reduce as all_reduce_ops
 from ditron_train.tp import gemm_ar, get_tp_context
-from ditron_train.tp.all_reduce_functions import row_linear_ar
-from ditron_train.tp.functions import PlainWgrad, column_linear
-from ditron_train.tp.movement import largest_of_ranks
-from ditron_train.tp.problem import Choice, GatherPlan
+from ditron_train.tp.all_reduce import largest_of_ranks
+from ditron_train.tp.choices import Choice, GatherPlan
+from ditron_train.tp.linear import PlainWgrad, column_linear, row_linear_ar
 
 TILE = GemmConfig(16, 32, 16, 4, 2, 2)
 WAYS = {
@@ -212,6 +211,8 @@ def nothing_on_one_rank() -> str:
         context.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        context.arena.close()  # else the next one to use the group's context is told, too
     return "no error"
 
 

@@ -14,8 +14,8 @@ from ditron_train.runtime.errors import DitronError
 from ditron_train.stream import shared_mappings
 from ditron_train.stream import window as windows
 from ditron_train.tp import TPContext, start_all_gather, start_reduce_scatter
-from ditron_train.tp.gather import PreparedGather
-from ditron_train.tp.scatter import PreparedScatter
+from ditron_train.tp.gather import Gather
+from ditron_train.tp.reduce_scatter import ReduceScatter
 
 _SHAPES = [(8, 16), (3, 40), (64, 128), (8, 16)]  # rows of a rank, columns: buffers grow, and move
 
@@ -52,7 +52,7 @@ def check_fans(refused_mapping: list[int], refused_copies: list[int]) -> tuple[l
             x = integers((counts[rank], 16), sum(counts) + rank)
             found = start_all_gather(x, context=context, row_counts=counts).wait()
             assert torch.equal(found, gather_rows(x, counts)), counts
-        flags = {PreparedGather: "_flags", PreparedScatter: "_all_flags"}
+        flags = {Gather: "_flags", ReduceScatter: "_all_flags"}
         is_fan = [getattr(p, flags[type(p)]) is not None for p in context.prepared.values() if type(p) in flags]
         context.arena.close()
     assert sorted(mapped) == sorted(unmapped)

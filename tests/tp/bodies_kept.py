@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ditron_train.runtime.errors import MismatchError, NotSupportedError
 from ditron_train.symm.arena import SymmetricArena
-from ditron_train.tp import TPContext, column_linear, functions
-from ditron_train.tp.functions import PlainWgrad
+from ditron_train.tp import TPContext, column_linear, linear
+from ditron_train.tp.linear import PlainWgrad
 
 CPU = torch.device("cpu")
 ROWS, K, N = 96, 4096, 16  # of all ranks: 1.5 MiB of fp32
@@ -54,7 +54,7 @@ class Layer:
 @contextmanager
 def _counted() -> Iterator[Callable[[], int]]:
     """Counts the gathers of column layers' backward; asking starts anew."""
-    with mock.patch.object(functions, "start_all_gather", side_effect=functions.start_all_gather) as gather:
+    with mock.patch.object(linear, "start_all_gather", side_effect=linear.start_all_gather) as gather:
 
         def count() -> int:
             number = gather.call_count

@@ -18,15 +18,15 @@ from ditron_train.tp import (
     GatherPlan,
     TPContext,
     ag_gemm,
-    all_reduce_kernels,
+    all_reduce,
     gather,
     gemm_ar,
     get_tp_context,
-    scatter,
+    reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
-from ditron_train.tp.movement import largest_of_ranks
+from ditron_train.tp.all_reduce import largest_of_ranks
 
 LATE_S = 0.25
 ROWS, COLUMNS, RESULTS = 40, 16, 24
@@ -84,7 +84,7 @@ def check_late_reduce_scatter() -> None:
         partial = torch.randn(ROWS * world, COLUMNS, generator=torch.Generator().manual_seed(10 * late_rank + rank))
         parts = [torch.empty_like(partial) for _ in range(world)]
         dist.all_gather(parts, partial)
-        with late(scatter, "copy_with_flags", late_rank):
+        with late(reduce_scatter, "copy_with_flags", late_rank):
             found = start_reduce_scatter(partial, context=context).wait()
         assert torch.equal(found, ring_fold([part.chunk(world)[rank] for part in parts], rank)), late_rank
 
@@ -95,7 +95,7 @@ def check_late_sums() -> None:
     context, weight = get_tp_context(None, CPU), integers((RESULTS, COLUMNS), 3)
     for repeat in range(2 * world):
         others = [integers((4, COLUMNS), 100 * repeat + peer) for peer in range(world)]
-        with late(all_reduce_kernels, "_fold_block", repeat // 2):
+        with late(all_reduce, "_fold_block", repeat // 2):
             y = gemm_ar(others[rank], weight, context=context, choice=WAYS["stores"])
         assert torch.equal(y, sum(others) @ weight.t()), (rank, repeat)
 

@@ -12,8 +12,8 @@ from bodies_tp import CPU, integers, ring_fold
 
 from ditron_train.runtime.errors import DitronError
 from ditron_train.tp import ag_gemm, get_tp_context, start_all_gather
-from ditron_train.tp.gather_parts import start_gather_of_parts
-from ditron_train.tp.movement import scatter_as_computed
+from ditron_train.tp.gather import start_gather_of_parts
+from ditron_train.tp.reduce_scatter import scatter_as_computed
 
 
 def _parts(rank: int, rows: int, columns: int, seed: int) -> list[torch.Tensor]:

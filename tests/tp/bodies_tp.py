@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
+import importlib
 import random
 import time
 import weakref
@@ -14,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import TensorScales
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.symm.control import TICKET_UNIT_LOG2
@@ -26,20 +29,20 @@ from ditron_train.tp import (
     gemm_ar,
     gemm_rs,
     get_tp_context,
-    prepared_ag_gemm,
-    prepared_gemm_rs,
     row_linear,
     start_all_gather,
     start_reduce_scatter,
 )
-from ditron_train.tp import chunked_gemm_rs as chunked_ops
-from ditron_train.tp import ops as tp_ops
+from ditron_train.tp import gather as tp_gather
+from ditron_train.tp.choices import Choice
 from ditron_train.tp.context import FLAGS_PER_RANK
-from ditron_train.tp.functions import PlainWgrad, _column_gradients
+from ditron_train.tp.linear import PlainWgrad, _column_gradients
 from tests.support.patience import HANG_S, Lateness
 from tests.support.refused_launches import check_refused_launches
 
 CPU = torch.device("cpu")
+ag_gemm_module = importlib.import_module("ditron_train.tp.ag_gemm")
+gemm_rs_module = importlib.import_module("ditron_train.tp.gemm_rs")
 
 
 def integers(shape, seed: int, dtype=torch.float32) -> torch.Tensor:
@@ -102,7 +105,7 @@ def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, scatter: str, 
     rank, world = dist.get_rank(), dist.get_world_size()
     if scatter == "copy in parts":
         links_last = {"sums_in_parts": lambda *problem: True, "links_are_last": lambda *problem: True}
-        with mock.patch.multiple(chunked_ops, **links_last, first_rows=lambda num_rows, *shape: num_rows // 2):
+        with mock.patch.multiple(gemm_rs_module, **links_last, first_rows=lambda num_rows, *shape: num_rows // 2):
             check_gemm_rs(counts, n, k, layout, "copy", dtype_name, repeats)
         get_tp_context(None, CPU).forget_shapes()
         return
@@ -309,7 +312,7 @@ def check_pushed_truth_values(num_columns: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     context = get_tp_context(None, CPU)
     x = [integers((5, num_columns), peer) > 0 for peer in range(world)]
-    with mock.patch.object(tp_ops, "GatherPlan", lambda mode: GatherPlan("push", 1)):
+    with mock.patch.object(tp_gather, "GatherPlan", lambda mode: GatherPlan("push", 1)):
         assert torch.equal(all_gather(x[rank], context=context), torch.cat(x))
 
 
@@ -373,7 +376,7 @@ def check_recorded_ops() -> list[list[int]]:
     context, recorded, counts, calls, memory = get_tp_context(None, CPU), {}, [], {}, {}
     world, rank, new_empty = context.world_size, context.rank, torch.Tensor.new_empty
 
-    def repeat_op(key: Hashable, copied: Sequence[int]) -> bool:
+    def repeat_op(key: Hashable, copied: Sequence[int], *, forks: bool) -> bool:
         assert copied and set(copied) <= set(key), "copies of memory that the key does not name"
         if key not in recorded:
             return False
@@ -571,21 +574,21 @@ def interrupted_in_a_kernel(op: str) -> tuple[str, bool]:
     call is right."""
     context = TPContext(dist.new_group([0, 1]), CPU)
     x, weight, mode = integers((32, 64), 1), integers((48, 64), 7), op.split()[1]
-    aligned = prepared_ag_gemm.aligned_operand
+    aligned = ag_gemm_module.aligned_operand
 
     def interrupted(tensor: torch.Tensor) -> torch.Tensor:
         context.gather_channel.tickets[1] += 1 << TICKET_UNIT_LOG2
         raise KeyboardInterrupt
 
     expected = ag_gemm(x, weight, context=context, plan=GatherPlan(mode, 1))
-    prepared_ag_gemm.aligned_operand = interrupted
+    ag_gemm_module.aligned_operand = interrupted
     try:
         ag_gemm(x, weight, context=context, plan=GatherPlan(mode, 1))
         words = "nothing"
     except BaseException as error:
         words = type(error).__name__
     finally:
-        prepared_ag_gemm.aligned_operand = aligned
+        ag_gemm_module.aligned_operand = aligned
     if words != "KeyboardInterrupt":
         return words, False
     return words, torch.equal(ag_gemm(x, weight, context=context, plan=GatherPlan(mode, 1)), expected)
@@ -640,7 +643,7 @@ def check_interrupted(op: str) -> None:
         refuse()
         return tensor
 
-    modules = (prepared_ag_gemm, prepared_gemm_rs, chunked_ops)
+    modules = (ag_gemm_module, gemm_rs_module)
     aligned = [module.aligned_operand for module in modules]
     try:
         for module in modules:
@@ -671,13 +674,16 @@ def refused(op: str) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     context = TPContext(dist.new_group(list(range(world))), CPU)
     x, weight = integers((32, 64), rank), integers((48, 64), 7)
+    in_chunks = Choice(GemmConfig(16, 32, 16, 4, 2, 2), GatherPlan("copy", num_chunks=2))
+    in_rounds = dataclasses.replace(in_chunks, rounds=2)
     calls = {
         "all_gather": lambda: all_gather(x, context=context),
         "ag_gemm push": lambda: ag_gemm(x, weight, context=context, plan=GatherPlan("push", 1)),
         "ag_gemm copy": lambda: ag_gemm(x, weight, context=context, plan=GatherPlan("copy", 1)),
         "gemm_rs": lambda: gemm_rs(x, weight, context=context, scatter="copy"),
         "reduce_scatter": lambda: start_reduce_scatter(x, context=context).wait(),
-        "gemm_ar": lambda: gemm_ar(x, weight, context=context),
+        "gemm_ar": lambda: gemm_ar(x, weight, context=context, choice=in_chunks),
+        "gemm_ar in rounds": lambda: gemm_ar(x, weight, context=context, choice=in_rounds),
     }
     try:
         return check_refused_launches(context, lambda repeat: [calls[op]()])

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 
 import ditron_train
-from ditron_train.tp import ag_gemm, get_tp_context
-from ditron_train.tp.problem import GatherPlan
+from ditron_train.tp import ag_gemm, column_linear, get_tp_context
+from ditron_train.tp.choices import GatherPlan
 
 PACKAGE = Path(ditron_train.__file__).parent
 
 
-def walks_of_input(mode: str) -> list[list[str]]:
+def walks_of_input(mode: str | None) -> list[list[str]]:
     """Of every call that is given ``ag_gemm``'s input, its address or a view of it: the files from the public function
-    down to it, one after another."""
+    down to it, one after another. ``mode``: how ``ag_gemm`` moves rows; None: the function is ``column_linear``."""
     context = get_tp_context(dist.group.WORLD, torch.device("cpu"))
     x, weight = torch.ones(16, 32), torch.ones(32, 32)
-    options = dict(context=context, plan=GatherPlan(mode, 1))
-    ag_gemm(x, weight, **options)  # the first call of a shape prepares it
+    function, options = (column_linear, {}) if mode is None else (ag_gemm, {"plan": GatherPlan(mode, 1)})
+    function(x, weight, context=context, **options)  # the first call of a shape prepares it
     walks: list[list[str]] = []
 
     def is_input(value: object) -> bool:
@@ -49,7 +49,7 @@ def walks_of_input(mode: str) -> list[list[str]]:
 
     sys.setprofile(watch)
     try:
-        ag_gemm(x, weight, **options)
+        function(x, weight, context=context, **options)
     finally:
         sys.setprofile(None)
     return walks

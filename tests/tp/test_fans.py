@@ -15,10 +15,10 @@ import bodies_fans as bodies  # noqa: E402
 
 from ditron_train.stream import window as windows  # noqa: E402
 from ditron_train.stream.window import Window, flags_of_peers  # noqa: E402
-from ditron_train.tp import gather, scatter  # noqa: E402
+from ditron_train.tp import gather, reduce_scatter  # noqa: E402
 from ditron_train.tp.context import RowPartition  # noqa: E402
-from ditron_train.tp.gather import PreparedGather  # noqa: E402
-from ditron_train.tp.scatter import PreparedScatter  # noqa: E402
+from ditron_train.tp.gather import Gather  # noqa: E402
+from ditron_train.tp.reduce_scatter import ReduceScatter  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 ROW_BYTES, SIZE = 48, 1 << 30
@@ -108,7 +108,7 @@ class _Sends:
         monkeypatch.setattr(module, "copy_with_flags", copies)
         monkeypatch.setattr(module, "copy_in_turn", in_turn)
         monkeypatch.setattr(module, "send_fans", fans)
-        if module is scatter:
+        if module is reduce_scatter:
             monkeypatch.setattr(
                 module, "copy_bytes", lambda to, source, size, stream: self.log.append(("rows", to, source, size))
             )
@@ -148,8 +148,8 @@ def _scatter(counts, rank, *, in_parts: bool):
         peers=[(rank - step) % world for step in range(1, world)],
         _signal_start=lambda: None,
     )
-    prepared._copies = PreparedScatter._list_copies(prepared, ROW_BYTES)
-    flags = PreparedScatter._fan_of_flags(prepared, num_skipped=int(in_parts))
+    prepared._copies = ReduceScatter._list_copies(prepared, ROW_BYTES)
+    flags = ReduceScatter._fan_of_flags(prepared, num_skipped=int(in_parts))
     prepared._all_flags, prepared._first_flags = (None, flags) if in_parts else (flags, None)
     return prepared, signals
 
@@ -159,7 +159,7 @@ def _send_chunks(prepared, partial, *, halves: bool) -> None:
         start, end = prepared.partition.starts[peer : peer + 2]
         middle = (start + end) // 2 if halves and position == 0 else start
         for first, last in [(start, middle), (middle, end)][middle == start :]:
-            PreparedScatter.send(prepared, partial, position, slice(first, last), signals=last == end)
+            ReduceScatter.send(prepared, partial, position, slice(first, last), signals=last == end)
 
 
 _COUNTS = [[4] * 4, [4, 0, 6, 2, 4], [0, 0, 3, 5, 0, 1, 7, 2], [8] * 8, [3, 3], [2, 5, 1]]
@@ -175,7 +175,7 @@ def test_flags_that_wait_are_behind_all_their_rows(rings, monkeypatch, counts, h
         has_fan = prepared._first_flags is not None
         assert has_fan == (len(counts) > 4)
         for _ in range(2):  # one by one from the first refusal on
-            sends = _Sends(monkeypatch, scatter, refuses=refuses)
+            sends = _Sends(monkeypatch, reduce_scatter, refuses=refuses)
             _send_chunks(prepared, partial, halves=halves)
             sends.check(prepared._copies, partial.data_ptr(), signals.real)
             assert (prepared._first_flags is not None) == (has_fan and not refuses)
@@ -190,8 +190,8 @@ def test_scatters_as_a_whole(rings, monkeypatch, counts, refuses):
         has_fan = prepared._all_flags is not None
         assert has_fan == (len(counts) > 3)
         for _ in range(2):
-            sends = _Sends(monkeypatch, scatter, refuses=refuses)
-            PreparedScatter._send_all(prepared, partial)
+            sends = _Sends(monkeypatch, reduce_scatter, refuses=refuses)
+            ReduceScatter._send_all(prepared, partial)
             sends.check(prepared._copies, partial.data_ptr(), signals.real)
             assert (prepared._all_flags is not None) == (has_fan and not refuses)
             assert has_fan is False or refuses or sends.log[-1] == ("fan", prepared._all_flags)
@@ -213,21 +213,21 @@ def test_gathers_that_are_awaited(rings, monkeypatch, counts, refuses):
             granule_rows=partition.max_count,
             _signal_start=lambda num_flags, stream: None,
         )
-        prepared._copies = PreparedGather._list_copies(prepared)
+        prepared._copies = Gather._list_copies(prepared)
         assert len(prepared._copies) == (world - 1) * bool(counts[rank])
-        prepared._flags = PreparedGather._fan_of_flags(prepared)
+        prepared._flags = Gather._fan_of_flags(prepared)
         for _ in range(2):
             sends = _Sends(monkeypatch, gather, refuses=refuses)
-            PreparedGather._send_by_copies(prepared, x, None)
+            Gather._send_by_copies(prepared, x)
             sends.check(prepared._copies, x.data_ptr(), signals.real)
             assert (prepared._flags is not None) == (counts[rank] > 0 and world > 3 and not refuses)
         if counts[rank] > 1:  # several chunks, each with a flag of its own
             prepared.granule_rows = counts[rank] - 1
-            prepared._copies = PreparedGather._list_copies(prepared)
-            prepared._flags = PreparedGather._fan_of_flags(prepared)
+            prepared._copies = Gather._list_copies(prepared)
+            prepared._flags = Gather._fan_of_flags(prepared)
             assert len(prepared._copies) == 2 * (world - 1) and prepared._flags is None
             sends = _Sends(monkeypatch, gather)
-            PreparedGather._send_by_copies(prepared, x, None)
+            Gather._send_by_copies(prepared, x)
             sends.check(prepared._copies, x.data_ptr(), signals.real)
 
 

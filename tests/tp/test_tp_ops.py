@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_tp as bodies  # noqa: E402
 
-from ditron_train.tp.gather_kernels import copy_rows_kernel  # noqa: E402
+from ditron_train.tp.gather import copy_rows_kernel  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 
@@ -112,7 +112,9 @@ def test_an_op_that_all_ranks_give_up_in_the_middle_leaves_the_next_ones_right(o
     run_workers(2, bodies.check_interrupted, op)
 
 
-@pytest.mark.parametrize("op", ["all_gather", "ag_gemm push", "ag_gemm copy", "gemm_rs", "reduce_scatter", "gemm_ar"])
+@pytest.mark.parametrize(
+    "op", ["all_gather", "ag_gemm push", "ag_gemm copy", "gemm_rs", "reduce_scatter", "gemm_ar", "gemm_ar in rounds"]
+)
 def test_a_launch_that_is_refused_leaves_no_fork_and_no_open_epoch(op):
     for launches in run_workers(2, bodies.refused, op, env={"DITRON_TIMEOUT_S": "20"}):
         assert launches >= 2

@@ -33,7 +33,8 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.movement import StartedGather, reduce_scatter_rows, reserve_reduce_scatter, start_all_gather
+from ditron_train.tp.gather import PendingGather, start_all_gather
+from ditron_train.tp.reduce_scatter import reduce_scatter_rows, reserve_reduce_scatter
 
 
 @dataclass
@@ -56,13 +57,13 @@ class GatheredCall:
     context: TPContext
     order: SumOrder
     sum_dtype: torch.dtype
-    started: StartedGather | None = None
+    started: PendingGather | None = None
     wgrad: Wgrad | None = None
     gemm: Gemm | None = None
     fewest_rows: int = 0
     few: FewProduct | None = None
 
-    def take_started(self) -> StartedGather | None:
+    def take_started(self) -> PendingGather | None:
         """The gather, which is the taker's from here on."""
         started, self.started = self.started, None
         return started
@@ -90,7 +91,7 @@ def _check(name: str, x: torch.Tensor, num_rows: int, weights: Sequence[torch.Te
 
 
 @contextmanager
-def given_up_on_error(take: Callable[[], StartedGather | None]) -> Iterator[None]:
+def given_up_on_error(take: Callable[[], PendingGather | None]) -> Iterator[None]:
     """Where something fails inside before it has taken the started gather, that is given up: what comes later would
     take its rows for those of the next one."""
     try:
@@ -98,11 +99,11 @@ def given_up_on_error(take: Callable[[], StartedGather | None]) -> Iterator[None
     except BaseException:
         started = take()
         if started is not None:
-            started.give_up()
+            started.abort()
         raise
 
 
-def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> StartedGather:
+def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> PendingGather:
     """Starts the gather of ``x`` [tokens, hidden]; all memory of the pass and of its backward is there then.
 
     Raises:

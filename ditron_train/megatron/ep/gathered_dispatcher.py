@@ -28,7 +28,7 @@ from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
-from ditron_train.tp.movement import StartedGather
+from ditron_train.tp.gather import PendingGather
 
 _MOST_ASKED = 8  # steps in which it is asked whether GEMMs go beside the movement, each at the cost of some overlap
 
@@ -55,7 +55,7 @@ class DitronMoEAllGatherTokenDispatcher(
         self._asks_policy = True
         self._gathered_context: TPContext | None = None
         self._order: SumOrder | None = None
-        self._started: StartedGather | None = None
+        self._started: PendingGather | None = None
         self._call: GatheredCall | None = None
         self._fuses: bool | None = None
         self._num_asked = 0
@@ -128,7 +128,7 @@ class DitronMoEAllGatherTokenDispatcher(
             return super().token_dispatch(hidden_states, probs)
         own_map, is_open, left_over = self.routing_map, self._fuses is None, self._take_started()
         if left_over is not None:  # of a call that ended before its tokens were asked for
-            left_over.give_up()
+            left_over.abort()
         try:
             if is_open:  # what is tried for it cannot run while tokens are on their way
                 self._gather_routing()
@@ -148,7 +148,7 @@ class DitronMoEAllGatherTokenDispatcher(
                 self._gather_routing()
             return hidden_states, gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
 
-    def _take_started(self) -> StartedGather | None:
+    def _take_started(self) -> PendingGather | None:
         started, self._started = self._started, None
         return started
 

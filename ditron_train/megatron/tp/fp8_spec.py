@@ -31,8 +31,8 @@ from ditron_train.runtime.errors import MismatchError
 from ditron_train.runtime.values import normal_values
 from ditron_train.stream.driver import has_driver
 from ditron_train.symm.exchange import exchange
+from ditron_train.tp.all_reduce import largest_of_ranks
 from ditron_train.tp.context import TPContext, get_tp_context
-from ditron_train.tp.movement import largest_of_ranks
 
 
 class Fp8Call(NamedTuple):

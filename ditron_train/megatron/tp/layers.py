@@ -20,8 +20,7 @@ from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.tp.routing import linear_of, route
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.tp.functions import column_linear
-from ditron_train.tp.strides import is_whole
+from ditron_train.tp.linear import column_linear, is_whole
 
 
 @outside_compile

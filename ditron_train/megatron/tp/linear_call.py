@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ditron_train.tp.nodes_context import NodesTPContext
+from ditron_train.tp.nodes import NodesTPContext
 
 
 class LinearCall(NamedTuple):

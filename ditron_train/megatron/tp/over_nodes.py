@@ -8,7 +8,7 @@ from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.policy import Decision
 from ditron_train.policy.probe import compares
 from ditron_train.runtime.settings import get_settings
-from ditron_train.tp.nodes_context import NodesTPContext
+from ditron_train.tp.nodes import NodesTPContext
 
 _ORDERS = {1: "ascending", -1: "descending", 0: "native"}
 

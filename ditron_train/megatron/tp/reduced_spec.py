@@ -13,10 +13,9 @@ from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.spec import LinearSpec, native_linear
 from ditron_train.policy import Cost, Function, ModelSizes, Pass, Place, Shape
 from ditron_train.runtime.values import make_values
-from ditron_train.tp.all_reduce_functions import row_linear_ar
-from ditron_train.tp.choices import Problem, prefers_native
+from ditron_train.tp.choices import Problem, prefers_native, wire_bytes
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.cost_model import wire_bytes
+from ditron_train.tp.linear import row_linear_ar
 from ditron_train.tp.spec import GEMM_AR, local_shapes, why_not_linear
 
 _BYTES_OF_ORDERS = 10  # of an element: values, what was read, two comparisons

@@ -12,9 +12,8 @@ from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.reduced_spec import ROW_AR
 from ditron_train.megatron.tp.spec import COLUMN, ROW, Kind, LinearSpec
 from ditron_train.policy import OpSpec, gate, log_native
-from ditron_train.tp.all_reduce_functions import row_linear_ar
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.functions import column_linear, row_linear
+from ditron_train.tp.linear import column_linear, row_linear, row_linear_ar
 
 SPECS: Sequence[OpSpec[Any, Any]] = (COLUMN, ROW, ROW_AR)
 

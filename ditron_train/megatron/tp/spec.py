@@ -29,11 +29,10 @@ from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.values import make_values
 from ditron_train.symm.nodes import spans_nodes
-from ditron_train.tp.choices import Op, Problem, choose, prefers_native
+from ditron_train.tp.choices import Op, Problem, choose, prefers_native, wire_bytes
 from ditron_train.tp.context import TPContext, get_tp_context
-from ditron_train.tp.cost_model import wire_bytes
-from ditron_train.tp.functions import column_linear, row_linear
-from ditron_train.tp.nodes_context import NodesTPContext, get_nodes_tp_context
+from ditron_train.tp.linear import column_linear, row_linear
+from ditron_train.tp.nodes import NodesTPContext, get_nodes_tp_context
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS, linear_shapes, local_shapes, traced_linear, why_not_linear
 
 Kind = Literal["column", "row"]

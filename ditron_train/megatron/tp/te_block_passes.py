@@ -28,8 +28,8 @@ from ditron_train.megatron.tp.te_blocks import (
 )
 from ditron_train.megatron.tp.te_passes import Pass, Sharded, like_quantized, product_key
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.gather_parts import StartedParts, start_gather_of_parts
-from ditron_train.tp.movement import scatter_as_computed
+from ditron_train.tp.gather import PendingParts, start_gather_of_parts
+from ditron_train.tp.reduce_scatter import scatter_as_computed
 
 #: Of one that fills the GPU, some 50 us, and of one that is worth the host's time where it may not be recorded.
 _FLOPS_OF_A_PRODUCT, _FLOPS_OF_A_LAUNCH = 5e10, 3e11
@@ -45,7 +45,7 @@ def _num_products(rows: int, n: int, k: int, world_size: int, flops: float = _FL
 
 def _start(
     operand: Any, sides: Sequence[Side], context: TPContext, *, num_in_turn: int, num_columns: int | None = None
-) -> StartedParts:
+) -> PendingParts:
     """A gather of the bytes of each side and their scales; ``num_columns``: of the product of what comes in turn."""
     parts = [part for side in sides for part in sent(operand, side)]
     num_blocks = None
@@ -63,7 +63,7 @@ def _scales_of_block(context: TPContext, own: torch.Tensor, num_blocks: int) -> 
     return context.scratch("scales", (own.shape[0], num_ranks * own.shape[1]), own.dtype)
 
 
-def _total(like: Any, shape: Sequence[int], sides: Sequence[Side], started: StartedParts) -> Any:
+def _total(like: Any, shape: Sequence[int], sides: Sequence[Side], started: PendingParts) -> Any:
     """A quantized tensor of ``shape`` of what all ranks have sent, as it travels."""
     fields: dict[str, Any] = {}
     for side in (ROWS, COLUMNS):
@@ -109,7 +109,7 @@ class ColumnForward(Pass):
 
     def __init__(self, context: TPContext) -> None:
         super().__init__(context)
-        self._started: StartedParts | None = None
+        self._started: PendingParts | None = None
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
         if not is_sendable(inp, (ROWS,)):

@@ -21,8 +21,8 @@ import transformer_engine.pytorch.cpp_extensions as te_ops
 import transformer_engine.pytorch.distributed as te_distributed
 
 from ditron_train.runtime.groups import GroupCache
+from ditron_train.tp.all_reduce import largest_of_ranks
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.movement import largest_of_ranks
 
 
 class Pass:

@@ -21,9 +21,11 @@ from ditron_train.megatron.tp.te_passes import (
     product_key,
     refilled,
 )
+from ditron_train.tp.ag_gemm import ag_gemm
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
-from ditron_train.tp.ops import ag_gemm, gemm_rs
+from ditron_train.tp.gather import start_all_gather
+from ditron_train.tp.gemm_rs import gemm_rs
+from ditron_train.tp.reduce_scatter import start_reduce_scatter
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
@@ -45,7 +47,7 @@ class _Gathering(Pass):
 
     def __init__(self, context: TPContext) -> None:
         super().__init__(context)
-        self._started: Any = None  # a ``StartedGather``; of blocks a ``StartedParts``
+        self._started: Any = None  # a ``PendingGather``; of blocks a ``PendingParts``
 
     def _start(self, rows: Any, quantizer: Any, *, in_turn: bool) -> Any:
         """All ranks' rows, where they will be."""

@@ -22,8 +22,7 @@ from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import OpCalls, add_row, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
-from ditron_train.tp.choices import choose, rates_of
-from ditron_train.tp.cost_model import predict
+from ditron_train.tp.choices import choose, predict, rates_of
 from ditron_train.tp.spec import GemmSpec, linear_shapes
 
 #: Transformer layers by ``--part``: whether they have sequence parallelism.

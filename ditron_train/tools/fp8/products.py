@@ -20,8 +20,7 @@ from ditron_train.runtime.values import make_values
 from ditron_train.tools.fp8.recipes import why_native, why_not_aligned
 from ditron_train.tools.fp8.shaped_spec import Fp8ShapedSpec
 from ditron_train.tp import TPContext, get_tp_context
-from ditron_train.tp.cost_model import wire_bytes
-from ditron_train.tp.problem import Op, Problem
+from ditron_train.tp.choices import Op, Problem, wire_bytes
 from ditron_train.tp.spec import local_shapes
 
 

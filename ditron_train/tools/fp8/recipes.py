@@ -11,7 +11,7 @@ from typing import Any
 from ditron_train.policy import Shape
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.versions import pip_command
-from ditron_train.tp.problem import Op
+from ditron_train.tp.choices import Op
 
 #: Recipes by Megatron's name, and the names of Transformer Engine's classes.
 RECIPES = {"tensorwise": "Float8CurrentScaling", "delayed": "DelayedScaling", "blockwise": "Float8BlockScaling"}

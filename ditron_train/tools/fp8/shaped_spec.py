@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from ditron_train.policy import ModelSizes, OpSpec, Shape
 from ditron_train.tools.fp8.recipes import why_not_aligned
 from ditron_train.tools.results import FP8_PREFIX
-from ditron_train.tp.problem import Op
+from ditron_train.tp.choices import Op
 from ditron_train.tp.spec import AG_GEMM, GEMM_RS
 
 Call = TypeVar("Call")

@@ -46,8 +46,8 @@ from ditron_train.sp.cost_model import (
 from ditron_train.tools.predict.layers import Groups, layer_parts, local_layer_us, total
 from ditron_train.tools.predict.step import committed_step
 from ditron_train.tools.results import TRAINING_STEP, Row
+from ditron_train.tp.choices import Problem
 from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, op_estimate, reduced
-from ditron_train.tp.problem import Problem
 
 Modelled = Callable[[Row, Profile], Estimate]
 _CHANNELS = 128

@@ -23,7 +23,7 @@ from ditron_train.tools.timing import Contender
 from ditron_train.tools.verify.cases import Case
 from ditron_train.tools.verify.outcome import Stress
 from ditron_train.tools.verify.result_table import Report
-from ditron_train.tp.problem import Op
+from ditron_train.tp.choices import Op
 
 
 def parse_rooms(text: str | None) -> list[str]:

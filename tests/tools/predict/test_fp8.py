@@ -19,8 +19,8 @@ from ditron_train.tools.predict.megatron_arguments import Job, parse_job
 from ditron_train.tools.predict.memory import memory_bytes
 from ditron_train.tools.predict.step import predict_step
 from ditron_train.tools.results import read_results
+from ditron_train.tp.choices import Problem
 from ditron_train.tp.linear_costs import linear_backward, linear_forward, op_estimate
-from ditron_train.tp.problem import Problem
 
 ROOT = Path(__file__).parents[3]
 H200 = profile_named("h200")

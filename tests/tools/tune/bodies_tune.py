@@ -23,9 +23,9 @@ from ditron_train.tools.timing import Contender, Timing
 from ditron_train.tools.tune import search
 from ditron_train.tools.tune import tuner as tune
 from ditron_train.tp import ag_gemm, get_tp_context
+from ditron_train.tp.ag_gemm import AgGemmPlan
 from ditron_train.tp.choices import Choice, Problem, choose
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.prepared_ag_gemm import PreparedAgGemm
 from ditron_train.tp.spec import GemmCall, GemmSpec
 
 
@@ -71,7 +71,7 @@ def use_table(path: str, m: int, n: int, k: int) -> tuple[Choice, bool]:
         y = ag_gemm(x, weight, context=context)
         gathered = torch.empty(m, k)
         dist.all_gather_into_tensor(gathered, x)
-        prepared = next(value for value in context.prepared.values() if isinstance(value, PreparedAgGemm))
+        prepared = next(value for value in context.prepared.values() if isinstance(value, AgGemmPlan))
         assert prepared.config == choice.config
         return choice, torch.equal(y, gathered @ weight.t())
     finally:

@@ -11,8 +11,7 @@ import torch
 
 from ditron_train.data import load_workloads
 from ditron_train.runtime.tuning_table import active_table, forget_tables, shape_class, shipped_name
-from ditron_train.tp.choices import Machine, Problem, choose, rates_of
-from ditron_train.tp.cost_model import predict
+from ditron_train.tp.choices import Machine, Problem, choose, predict, rates_of
 
 _FOLDER = resources.files("ditron_train.data").joinpath("tuning")  # not there as long as no table ships
 _FILES = sorted(file.name for file in _FOLDER.iterdir() if file.name.endswith(".json")) if _FOLDER.is_dir() else []

@@ -34,15 +34,19 @@ from ditron_train.tp.choices import (
     GatherPlan,
     Machine,
     Problem,
+    _last_tile_us,
     choose,
+    collective_us,
     default_choice,
     entry_of,
+    first_rows,
     modelled_choice,
+    predict,
     prefers_native,
     tile_variants,
     transfer_variants,
+    wire_bytes,
 )
-from ditron_train.tp.cost_model import _last_tile_us, collective_us, first_rows, predict, wire_bytes
 from ditron_train.tp.spec import GemmSpec
 
 H200 = Machine("NVIDIA H200", "sm_90", 132)

@@ -1,16 +1,32 @@
-"""Column and row linear layers with sequence parallelism, as autograd functions.
+"""Column and row linear layers as autograd functions, with sequence parallelism and without, also of a group that
+spans nodes.
 
 Shapes: s tokens of the sequence (dimension 0 of activations), W ranks, K inputs and N outputs of the whole layer. With
-``AG`` an all-gather over ranks along dimension 0, ``RS`` a reduce-scatter along it:
+``AG`` an all-gather over ranks along dimension 0, ``RS`` a reduce-scatter along it, ``AR`` an all-reduce:
 
     column: Y [s, N/W] = AG(X [s/W, K]) @ Wt^T       Wt [N/W, K]
             dX = RS(dY @ Wt)                          dWt = dY^T @ AG(X)
     row:    Y [s/W, N] = RS(X [s, K/W] @ Wt^T)        Wt [N, K/W]
             dX = AG(dY) @ Wt                          dWt = AG(dY)^T @ X
 
+Without sequence parallelism every rank holds all s tokens:
+
+    row:    Y [s, N] = AR(X [s, K/W] @ Wt^T)          Wt [N, K/W]
+            dX = dY @ Wt                              dWt = dY^T @ X
+
+The column layer is native then: Megatron overlaps the all-reduce of its backward with the weight gradient itself.
+
+Of a group that spans nodes, by rails (``tp.nodes``) if the policy did not find that to be slower:
+
+    column: Y = AG(X) @ Wt^T by rails;  dX = RS(dY @ Wt) by rails, dWt = dY^T @ AG(X) as natively
+    row:    Y = RS(X @ Wt^T) by rails;  dX = AG(dY) @ Wt by rails, which leaves AG(dY) for dWt
+
 Order of roundings as in Megatron's ``LinearWithGradAccumulationAndAsyncCommunication`` and ``RowParallelLinear``:
-GEMMs round once to the activation dtype, partial sums are folded in ring order with a rounding at every hop, bias is a
-separate addition, wgrad is one GEMM over all rows in canonical order.
+GEMMs round once to the activation dtype, partial sums are added in NCCL's order with a rounding at every hop, bias is
+a separate addition, wgrad is one GEMM over all rows in canonical order.
+
+cuBLAS chooses its kernel by the strides of its operands, and so the bits: the plain products get a gradient as the
+native layer hands it over (``Wgrad.operand``).
 """
 
 from __future__ import annotations
@@ -18,18 +34,53 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives, save_operands, saved_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.tp.context import TPContext
+from ditron_train.tp.ag_gemm import ag_gemm
+from ditron_train.tp.context import TPContext, can_copy
+from ditron_train.tp.gather import start_all_gather
+from ditron_train.tp.gemm_ar import gemm_ar
+from ditron_train.tp.gemm_rs import gemm_rs
 from ditron_train.tp.kept import KeptInput
-from ditron_train.tp.movement import start_all_gather, start_reduce_scatter
-from ditron_train.tp.nodes import ColumnOverNodes, RowOverNodes
-from ditron_train.tp.nodes_context import NodesTPContext
-from ditron_train.tp.ops import ag_gemm, gemm_rs
-from ditron_train.tp.prepared import can_copy
-from ditron_train.tp.strides import as_rows, is_whole, product_and_reduce_scatter
+from ditron_train.tp.nodes import NodesTPContext, ag_gemm_over_nodes, gemm_rs_over_nodes
+from ditron_train.tp.reduce_scatter import start_reduce_scatter
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., K] as [rows, K]."""
+    if x.dim() == 0:
+        raise NotSupportedError("a linear layer: the input has no dimensions")
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def is_whole(x: torch.Tensor) -> bool:
+    """Whether ``x`` lies as a new tensor does, in dimensions of size 1, too: of others ``torch.matmul`` may multiply
+    matrix by matrix, though torch calls them contiguous."""
+    shape, strides = x.shape, x.stride()
+    return x.is_contiguous() and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(x.dim() - 2))
+
+
+def product_and_reduce_scatter(
+    grad_output: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, is_frozen: bool
+) -> torch.Tensor:
+    """As Megatron's path: dX of a gradient with strides. Torch multiplies sequence by sequence where rows are no view
+    and the weight is frozen.
+
+    How a gradient lies is known in backward alone, when only the kernel for whole ones was compared with native's
+    product. It stands in where the weight is frozen, or where rows cannot be copied by copy engines.
+    """
+    if is_frozen:
+        log_native("tp column", "a gradient with strides goes back through a frozen weight")
+    else:
+        log_native("tp column", "a gradient with strides goes back without copy engines, which need cuda-bindings")
+    partial = grad_output.matmul(weight).contiguous()
+    out = partial.new_empty(partial.shape[0] // dist.get_world_size(group), *partial.shape[1:])
+    dist.reduce_scatter_tensor(out, partial, group=group)
+    return out
 
 
 class Wgrad(Protocol):
@@ -257,3 +308,136 @@ def row_linear(
         y = RowOverNodes.apply(x, weight, context, wgrad or PlainWgrad())
         return y.view(x.shape[0] // context.world_size, *x.shape[1:-1], weight.shape[0])
     return _RowLinear.apply(x, weight, context, wgrad or PlainWgrad())
+
+
+@outside_compile
+class _RowLinearAr(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, context, wgrad):
+        save_operands(ctx, x, weight)
+        ctx.wgrad = wgrad
+        return gemm_ar(x, weight, context=context)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        refuse_second_derivatives("row_linear_ar")
+        x, weight = saved_operands(ctx)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_output = ctx.wgrad.operand(grad_output)
+        grad_x = grad_output.matmul(weight).view(x.shape) if needs_x else None
+        grad_weight = ctx.wgrad(as_rows(grad_output), as_rows(x)) if needs_weight else None
+        return grad_x, grad_weight, None, None
+
+
+@outside_compile
+def row_linear_ar(
+    x: torch.Tensor, weight: torch.Tensor, *, context: TPContext, wgrad: Wgrad | None = None
+) -> torch.Tensor:
+    """AR(x @ weight^T): the row-parallel linear layer without sequence parallelism (bias is added by the caller).
+
+    Args:
+        x: [s, ..., K / W], all tokens, this rank's share of the inputs.
+        weight: [N, K / W].
+        context: The tensor-parallel group's context.
+        wgrad: Computes the weight gradient (None: ``PlainWgrad``).
+
+    Returns:
+        [s, ..., N].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_ar``.
+    """
+    return _RowLinearAr.apply(x, weight, context, wgrad or PlainWgrad())
+
+
+def _all_gather(rows: torch.Tensor, context: NodesTPContext) -> torch.Tensor:
+    total = rows.new_empty(len(rows) * context.world_size, rows.shape[1])
+    dist.all_gather_into_tensor(total, rows.contiguous(), group=context.group)
+    return total
+
+
+@outside_compile
+class ColumnOverNodes(torch.autograd.Function):
+    """As ``column_linear``: x [s / W, ..., K] and weight [N / W, K] to [s, ..., N / W]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, context, wgrad):
+        save_operands(ctx, x, weight)
+        ctx.context, ctx.wgrad, ctx.has_bias = context, wgrad, bias is not None
+        rows = as_rows(x)
+        if not context.leaves_gather:
+            y, _ = ag_gemm_over_nodes(rows, weight, context=context)
+        else:
+            y = _all_gather(rows, context).matmul(weight.t())
+        y = y if bias is None else y + bias
+        # What a Function returns must not be a view: Megatron's cross entropy edits the logits in place.
+        shape = [x.shape[0] * context.world_size, *x.shape[1:-1], y.shape[-1]]
+        return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, shape)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        refuse_second_derivatives("column_linear")
+        x, weight = saved_operands(ctx)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        group, rows = ctx.context.group, as_rows(x).contiguous()  # on ``meta`` where the weight is frozen
+        if needs_x and not needs_weight and not is_whole(grad_output):
+            grad_x = product_and_reduce_scatter(grad_output, weight, group, is_frozen=True).view_as(x)
+            grad_bias = ctx.wgrad.bias_gradient(as_rows(grad_output)) if ctx.has_bias and needs_bias else None
+            return grad_x, None, grad_bias, None, None
+        whole, grad_output = grad_output.shape, as_rows(grad_output)
+        deferred = needs_weight and ctx.wgrad.defer(grad_output.view(whole))
+        grad_output = ctx.wgrad.operand(grad_output)
+        total = gather = scatter = grad_x = grad_weight = None
+        if needs_weight and not deferred:
+            total = rows.new_empty(len(rows) * ctx.context.world_size, rows.shape[1])
+            gather = dist.all_gather_into_tensor(total, rows, group=group, async_op=True)
+        # Rows with strides are multiplied whole, as natively: cuBLAS chooses its kernel by how they lie.
+        by_rails = needs_x and is_whole(grad_output)
+        by_rails = by_rails and ctx.context.sums_by_rails(len(grad_output), weight.shape[1], rows.dtype)
+        partial = grad_output.matmul(weight) if needs_x and not by_rails else None
+        if by_rails:
+            grad_x = gemm_rs_over_nodes(grad_output, weight, context=ctx.context, layout="nn")
+        if gather is not None:
+            gather.wait()
+        if partial is not None:
+            grad_x = torch.empty_like(rows, device=weight.device)
+            scatter = dist.reduce_scatter_tensor(grad_x, partial, group=group, async_op=True)
+        if total is not None:
+            grad_weight = ctx.wgrad(grad_output, total)
+        elif deferred:
+            grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
+        if scatter is not None:
+            scatter.wait()
+        grad_bias = ctx.wgrad.bias_gradient(grad_output) if ctx.has_bias and needs_bias else None
+        return None if grad_x is None else grad_x.view_as(x), grad_weight, grad_bias, None, None
+
+
+@outside_compile
+class RowOverNodes(torch.autograd.Function):
+    """As ``row_linear`` in rows: x [s, ..., K / W] and weight [N, K / W] to [s / W * ..., N]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, context, wgrad):
+        save_operands(ctx, x, weight)
+        ctx.context, ctx.wgrad = context, wgrad
+        rows = as_rows(x)
+        if context.sums_by_rails(len(rows), weight.shape[0], x.dtype):
+            return gemm_rs_over_nodes(rows, weight, context=context)
+        partial = rows.matmul(weight.t())
+        out = partial.new_empty(len(rows) // context.world_size, weight.shape[0])
+        dist.reduce_scatter_tensor(out, partial, group=context.group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        refuse_second_derivatives("row_linear")
+        x, weight = saved_operands(ctx)
+        grad, grad_weight, needs_weight = as_rows(grad_output), None, ctx.needs_input_grad[1]
+        if ctx.context.leaves_gather:
+            total = _all_gather(grad, ctx.context)
+            grad_x = total.matmul(weight)
+        else:
+            grad_x, total = ag_gemm_over_nodes(grad, weight, context=ctx.context, layout="nn", keeps=needs_weight)
+        if needs_weight:
+            grad_weight = ctx.wgrad(total, as_rows(x))
+        return grad_x.view_as(x), grad_weight, None, None

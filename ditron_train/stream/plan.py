@@ -1,0 +1,114 @@
+"""Plans: an op is prepared once for a call signature, then a call only enqueues.
+
+``OpContext.plan`` makes a plan at the first call with a signature and finds it again at the later ones. Here is what
+all plans share: which calls are replayed as a recorded graph (``Exchange.replay``), and what happens if a part of an
+exchange cannot be enqueued (``Exchange.aborting``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.stream.op_context import Aborting, OpContext
+from ditron_train.stream.recorded_graph import counts_allocations
+from ditron_train.symm.channel import Channel
+
+_Context = TypeVar("_Context", bound=OpContext)
+_Exchange = TypeVar("_Exchange", bound="Exchange[Any]")
+
+
+class Exchange(Generic[_Context]):
+    """What a group exchanges through one channel, prepared for one call signature (collective to make).
+
+    It owns the kernel launches, and the lists of copies, of all calls with this signature.
+
+    Args:
+        context: Whose buffers and streams are used.
+        channel: Through which signals go.
+
+    Attributes:
+        aborting: ``with`` it: ``abort`` if what is inside raises.
+    """
+
+    def __init__(self, context: _Context, channel: Channel) -> None:
+        self.context, self.channel = context, channel
+        self.aborting = Aborting(context, channel)
+
+    def abort(self) -> None:
+        """Instead of what ends the exchange, if something fails after its start. Nothing is waited for, so that no
+        wait hides what failed; the next exchange has an epoch of its own."""
+        self.context.abort(self.channel)
+
+    def replay(
+        self,
+        key: Hashable | None,
+        enqueue: Callable[[], object],
+        copied: Sequence[int] = (),
+        *,
+        forks: bool = True,
+        allocates: bool = False,
+    ) -> None:
+        """Runs what ``enqueue`` puts onto the current stream; what comes often with the same ``key`` is recorded and
+        replayed.
+
+        Args:
+            key: Says all that it does; None: nothing is recorded.
+            enqueue: As for ``OpContext.remember_op``. It returns False if ``key`` does not say all that it did this
+                time: then nothing is recorded.
+            copied: As for ``stream.recorded_graph.RecordedSequences.repeat``.
+            forks: Whether it uses the communication stream as well.
+            allocates: Whether it runs code of others, which may allocate: recorded only if that would be seen.
+        """
+        context = self.context
+        if key is None or (allocates and not counts_allocations()):
+            enqueue()
+        elif not context.repeat_op(key, copied, forks=forks) and enqueue() is not False:
+            context.remember_op(key, enqueue, copied)
+
+
+class Plan(Exchange[_Context]):
+    """An op prepared for one call signature (collective to make): an exchange that runs as a whole.
+
+    Args:
+        context: Whose buffers and streams are used.
+        channel: Through which signals go.
+        is_recorded: Whether the op is so short that a training step may wait for its host: it is replayed as a whole
+            once its operands and results have been at the same addresses a few times, with the same strides.
+    """
+
+    def __init__(self, context: _Context, channel: Channel, *, is_recorded: bool = False) -> None:
+        super().__init__(context, channel)
+        self._is_recorded = is_recorded
+
+    def run(self, *tensors: Any, **options: Any) -> Any:
+        """Enqueues the op on the current stream."""
+        raise NotImplementedError
+
+
+@outside_compile
+class Pending(Generic[_Exchange]):
+    """An exchange that has been started. What ends it is called once, before the next op of its context; it may be on
+    another stream.
+
+    Args:
+        exchange: What was started.
+        started_on: What ``OpContext.enter`` gave.
+        used: Memory that the exchange works on; kept until the stream is behind it.
+    """
+
+    def __init__(self, exchange: _Exchange, started_on: torch.cuda.Stream | None, *used: torch.Tensor) -> None:
+        self._exchange, self._started_on, self._used = exchange, started_on, used
+
+    def _resume(self) -> None:
+        """Orders the current stream behind the last op's, and the next op's behind this one."""
+        self._exchange.context.resume(self._started_on, *self._used)
+
+    def abort(self) -> None:
+        """Instead of what ends the exchange, if something fails before that: the data of the next one comes behind the
+        data of this one, which is for nobody."""
+        self._resume()
+        self._exchange.abort()

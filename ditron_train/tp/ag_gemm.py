@@ -1,0 +1,421 @@
+"""AG-GEMM: an all-gather of rows and the GEMM that consumes them, as one op. Equivalent PyTorch code:
+
+    gathered = x.new_empty(world_size * len(x), x.shape[1])
+    dist.all_gather_into_tensor(gathered, x, group=group)
+    y = gathered @ weight.T
+
+Streams of one rank (own rows are multiplied first, then those of rank + 1, rank + 2, ... as they arrive):
+
+    communication   start signals | rows to rank - 1 | rows to rank - 2 | ...
+    current         GEMM: own tiles | tiles of rank + 1 | tiles of rank + 2 | ...  then joins the communication stream
+
+Who waits for whom: the sends to a peer wait for its start signal of this epoch, since the gathered rows ``[M, K]`` are
+a single buffer of a rank: the signal says that everything the peer's stream had before is done. A tile of the GEMM
+waits for the arrival flags of the rows that it reads. Flags hold the epoch, one for each (source rank, block of rows).
+The gather itself, by copy engines or by multiprocessors that push, is in ``tp.gather``.
+
+What was tried, with its times: ``docs/measurements/tp.md``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import ditron_train.lang as dl
+from ditron_train.gemm.configs import Tile
+from ditron_train.gemm.fp8 import check_bias, check_scaled
+from ditron_train.gemm.kernels import biased, store_tile, tile_product
+from ditron_train.gemm.operands import (
+    TensorScales,
+    aligned_operand,
+    empty_aligned,
+    make_descriptor,
+    padded_columns,
+    result_dtype,
+)
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.schedule.tiles import gather_tile
+from ditron_train.stream.events import current_handle
+from ditron_train.stream.plan import Plan
+from ditron_train.tp.choices import Choice, GatherPlan, Layout, Problem, choose, is_short
+from ditron_train.tp.context import FLAGS_PER_RANK, Operands, RowPartition, TPContext, row_partition
+from ditron_train.tp.gather import Gather, sendable_rows
+
+
+class AgGemmConstants(NamedTuple):
+    """What ``ag_gemm_kernel`` is compiled for; see there."""
+
+    tile: Tile
+    flags_per_rank: int
+    world_size: int
+    even: bool
+    halve_tail: bool
+
+
+class _Gathered(NamedTuple):
+    """Rows of all ranks as a tile reads them: from the buffer by ``desc``, own ones by ``own_desc`` where shares are
+    even."""
+
+    desc: Any
+    own_desc: Any
+    tables: Any
+    num_rows: Any
+    granule_rows: Any
+    epoch: Any
+    rank: Any
+
+
+@triton.jit
+def _rows_token(gathered, channel, row, last_row, OP: tl.constexpr, TARGET: tl.constexpr):
+    """Waits for rows [row, last_row] of the gathered buffer, whichever peers they belong to: a zero, as
+    ``dl.wait_token``.
+
+    The loops stand under conditions that only the running kernel knows to hold: beside a bare loop the compiler would
+    not flatten the loop of tiles.
+    """
+    rank, granule_rows = gathered.rank, gathered.granule_rows
+    token = tl.cast(0, tl.int32)
+    if OP.even:
+        shard_rows = gathered.num_rows // OP.world_size
+        owner = row // shard_rows
+        flags = channel.signals + owner * OP.flags_per_rank
+        first = row % shard_rows
+        last = first + last_row - row
+        if (first <= last) & (owner != rank):
+            for flag in range(first // granule_rows, last // granule_rows + 1):
+                token += dl.wait_token(flags + flag, gathered.epoch, channel.control, owner, flag, TARGET)
+    elif row <= last_row:
+        for owner in range(0, OP.world_size):
+            start = tl.load(gathered.tables.starts + owner)
+            low = tl.maximum(row, start)
+            high = tl.minimum(last_row, tl.load(gathered.tables.starts + owner + 1) - 1)
+            if (low <= high) & (owner != rank):
+                flags = channel.signals + owner * OP.flags_per_rank
+                for flag in range((low - start) // granule_rows, (high - start) // granule_rows + 1):
+                    token += dl.wait_token(flags + flag, gathered.epoch, channel.control, owner, flag, TARGET)
+    return token
+
+
+@triton.jit
+def _gathered_product(
+    tile_id,
+    part,
+    gathered,
+    b_desc,
+    scale,
+    bias,
+    channel,
+    N,
+    K,
+    PART_N: tl.constexpr,
+    OP: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Columns ``part * PART_N`` on, PART_N of them, of tile ``tile_id``, once its rows are there: (product, row,
+    column)."""
+    TILE: tl.constexpr = OP.tile
+    M, rank = gathered.num_rows, gathered.rank
+    tiles_m, tiles_n = tl.cdiv(M, TILE.block_m), tl.cdiv(N, TILE.block_n)
+    tile_m, tile_n = gather_tile(
+        tile_id, gathered.tables.order, rank, tiles_m, tiles_n, TILE.group_m, OP.world_size, OP.even
+    )
+    row = tile_m * TILE.block_m
+    col = tile_n * TILE.block_n + part * PART_N
+    last_row = tl.minimum(row + TILE.block_m, M) - 1
+    source_row = row + _rows_token(gathered, channel, row, last_row, OP, TARGET)
+    desc = gathered.desc
+    if OP.even:
+        shard_rows = M // OP.world_size
+        if row // shard_rows == rank:
+            source_row -= rank * shard_rows
+            desc = gathered.own_desc
+    num_k_tiles = tl.cdiv(K, TILE.block_k)
+    acc = tile_product(
+        desc, b_desc, source_row, col, num_k_tiles, TILE.block_m, PART_N, TILE.block_k, TILE.transpose_b
+    )
+    return biased(acc, scale, bias, col, N, PART_N), row, col
+
+
+@triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_whole_tiles"])
+def ag_gemm_kernel(
+    a_desc,
+    own_desc,
+    b_desc,
+    half_b_desc,
+    c_desc,
+    channel,
+    tables,
+    scales,
+    bias,
+    M,
+    N,
+    K,
+    granule_rows,
+    num_whole_tiles,
+    OP: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """C [M, N] = gathered A [M, K] @ B, persistent; a tile starts when the rows that it reads have arrived.
+
+    It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch,
+    which are enqueued before it and need no SM that this grid could take (the grid leaves theirs free).
+
+    Program p computes tiles p, p + num_programs, ... of the gather's order, own rows first, as one pipelined loop
+    (``flatten``): the wait of a tile stands where its first loads are issued, under the last products of the tile
+    before, and costs nothing where the rows are there (``dl.wait_token``).
+
+    Args:
+        a_desc, own_desc: The gathered rows, and this rank's own where the caller has them.
+        b_desc, half_b_desc, c_desc: B in whole tiles and in halves of them, and the result.
+        channel: ``ChannelPointers``.
+        tables: ``RowTables``.
+        scales: ``TensorScales`` of FP8 operands (of A one for the rows of all ranks), else None.
+        bias: [N], added before the result is rounded, or None.
+        M, N, K, granule_rows, num_whole_tiles: Sizes; a flag stands for ``granule_rows`` rows.
+        OP: ``AgGemmConstants``. ``even``: every rank owns the same whole number of row tiles, and own rows are read
+            through ``own_desc``, so that nobody copies them in front of the GEMM; else the order is a table, a tile
+            may wait for several ranks, and own rows have been copied to their place. ``halve_tail``: the tiles from
+            ``num_whole_tiles`` on, at most half a wave, are computed in halves of columns, as in ``gemm_kernel``.
+        TARGET: See ``runtime.kernel_target``.
+    """
+    TILE: tl.constexpr = OP.tile
+    HALF_N: tl.constexpr = TILE.block_n // 2
+    epoch = dl.next_epoch(channel.tickets + 1)
+    rank = dl.rank(channel.control)
+    scale = None
+    if scales is not None:
+        scale = tl.load(scales.a) * tl.load(scales.b)
+    gathered = _Gathered(a_desc, own_desc, tables, M, granule_rows, epoch, rank)
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    for tile_id in tl.range(program, num_whole_tiles, num_programs, flatten=True):
+        acc, row, col = _gathered_product(
+            tile_id, 0, gathered, b_desc, scale, bias, channel, N, K, TILE.block_n, OP, TARGET
+        )
+        store_tile(c_desc, acc, row, col, TILE.block_m, TILE.block_n, TILE.split_store)
+    if OP.halve_tail:
+        num_halves = 2 * (tl.cdiv(M, TILE.block_m) * tl.cdiv(N, TILE.block_n) - num_whole_tiles)
+        for half_id in range(program, num_halves, num_programs):
+            tile_id = num_whole_tiles + half_id // 2
+            acc, row, col = _gathered_product(
+                tile_id, half_id % 2, gathered, half_b_desc, scale, bias, channel, N, K, HALF_N, OP, TARGET
+            )
+            store_tile(c_desc, acc, row, col, TILE.block_m, HALF_N, False)
+
+
+class AgGemmPlan(Plan[TPContext]):
+    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make. It is recorded if it is
+    short and sends by copy engines.
+
+    Args:
+        context: Whose buffers and streams are used.
+        partition: The rows of all ranks.
+        problem: The op at its shape.
+        choice: Tiles and the way to move rows.
+        keeps_gathered: Whether ``gathered`` must hold all rows after a call, not only the peers'.
+        buffer: As of ``TPContext.gathered``.
+    """
+
+    def __init__(
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        problem: Problem,
+        choice: Choice,
+        keeps_gathered: bool = False,
+        buffer: str | None = None,
+    ) -> None:
+        (n, k), dtype = (problem.n, problem.k), problem.dtype
+        self.m, self.n, self.k, self._out_dtype = problem.m, n, k, result_dtype(dtype)
+        self.config = config = choice.config
+        self._a_block, transpose_b = (config.block_m, config.block_k), problem.layout == "nt"
+        self.gather = gather = Gather(
+            context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m, buffer=buffer
+        )
+        is_recorded = context.is_cuda and not gather.by_push and is_short(problem, choice, context.machine)
+        super().__init__(context, gather.channel, is_recorded=is_recorded)
+        even = partition.is_even(config.block_m)
+        self._tables = context.row_tables("gather", partition, config.block_m)
+        self.gathered = gather.buffer.local[:, :k]
+        self._a = make_descriptor(self.gathered, self._a_block)
+        num_programs = max(1, min(context.num_sms - gather.reserved_sms, config.num_tiles(self.m, n)))
+        self._out_columns = padded_columns(n, self._out_dtype)
+        self._reads_own = even
+        self._keeps_gathered = keeps_gathered
+        self._num_whole_tiles = config.num_whole_tiles(self.m, n, num_programs)
+        halve_tail = self._num_whole_tiles < config.num_tiles(self.m, n)
+        self._b_block, self._half_b_block = config.b_block(transpose_b), config.b_block(transpose_b, halved=halve_tail)
+        self._launch = KernelLaunch(
+            ag_gemm_kernel,
+            num_programs,
+            {
+                "OP": AgGemmConstants(
+                    config.tile(transpose_b=transpose_b), FLAGS_PER_RANK, context.world_size, even, halve_tail
+                ),
+                "TARGET": context.target,
+            },
+            **config.launch_options,
+        )
+
+    @property
+    def identity(self) -> tuple:
+        """Of two with the same one the GEMM's kernel is compiled once."""
+        return self._launch.identity
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: TensorScales | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x``: this rank's rows, contiguous, with ``padded_columns``. Returns [m, n], contiguous."""
+        out = x.new_empty(self.m, self._out_columns, dtype=self._out_dtype)
+        added = 0 if bias is None else bias.data_ptr()
+        scaled_by = scales.addresses if scales else ()
+        key = (x.data_ptr(), weight.data_ptr(), weight.stride(), out.data_ptr(), added, *scaled_by)
+        recorded_as = (self, *key) if self._is_recorded else None
+        self.replay(recorded_as, lambda: self._enqueue(x, weight, scales, bias, out, key), (x.data_ptr(),))
+        return out if self._out_columns == self.n else out[:, : self.n].contiguous()
+
+    def _enqueue(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: TensorScales | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        key: tuple,
+    ) -> bool:
+        """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
+        is_as_given = True
+        self.gather.start(x, copies_own=not self._reads_own)
+        with self.aborting:
+            if not self._launch.repeat(key, current_handle(self.context.device)):
+                operand = aligned_operand(weight)
+                is_as_given = operand is weight
+                arguments = self._arguments(x, operand, scales, bias, out[:, : self.n])
+                self._launch(*arguments, key=key if is_as_given else None)
+            if self._keeps_gathered and self._reads_own:
+                self.gather.copy_own(x)
+        self.gather.finish()
+        return is_as_given
+
+    def _arguments(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: TensorScales | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> tuple:
+        return (
+            self._a,
+            make_descriptor(x[:, : self.k], self._a_block) if self._reads_own else self._a,
+            make_descriptor(weight, self._b_block),
+            make_descriptor(weight, self._half_b_block),
+            make_descriptor(out, self.config.store_block),
+            self.gather.pointers,
+            self._tables,
+            scales,
+            bias,
+            self.m,
+            self.n,
+            self.k,
+            self.gather.granule_rows,
+            self._num_whole_tiles,
+        )
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
+        """Compiles what a call with these would run, without running it; nothing is sent."""
+        out = empty_aligned(self.m, self.n, self._out_dtype, x.device)
+        self._launch.compile(*self._arguments(x, aligned_operand(weight), scales, None, out))
+        self.gather.compile(x)
+
+
+def plan_ag_gemm(
+    context: TPContext,
+    operands: tuple[Any, ...],
+    layout: Layout,
+    counts: tuple[int, ...] | None,
+    gather: GatherPlan | None,
+    keeps_gathered: bool,
+    buffer: str | None,
+) -> AgGemmPlan | None:
+    """What ``ag_gemm`` needs for ``Operands`` (collective); None if no rank has rows."""
+    shapes = Operands(*operands)
+    n, k = shapes.sizes("ag_gemm", context, layout)
+    partition = row_partition("ag_gemm", context, shapes.x_shape, counts, total=False)
+    if partition.num_rows == 0:
+        columns = padded_columns(k, shapes.dtype)
+        context.agree_on_nothing((context.gather_channel,), columns=columns, dtype=shapes.dtype)
+        return None
+    problem = Problem("ag_gemm", partition.num_rows, n, k, layout, shapes.dtype, context.world_size)
+    choice = choose(problem, context.machine)
+    if gather is not None:
+        choice = replace(choice, gather=gather)
+    return AgGemmPlan(context, partition, problem, choice, keeps_gathered, buffer)
+
+
+@outside_compile
+def ag_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    context: TPContext,
+    layout: Layout = "nt",
+    row_counts: Sequence[int] | None = None,
+    return_gathered: bool = False,
+    gathered_in: str | None = None,
+    plan: GatherPlan | None = None,
+    scales: TensorScales | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """All-gather of ``x`` along dimension 0, times ``weight``: Megatron's column-linear forward and row-linear dgrad.
+
+    Args:
+        x: [s / world, ..., K], this rank's rows; bf16, fp16 or, on Hopper, FP8 (on CPU fp32 too), any strides.
+        weight: [N, K] (``nt``: gathered @ weight.T) or [K, N] (``nn``: gathered @ weight; not of FP8).
+        context: The group's context.
+        layout: How ``weight`` lies.
+        row_counts: Rows (all leading dimensions multiplied) of each rank where they differ.
+        return_gathered: Also return the gathered rows [total rows, K]: a view that the next gather of this context
+            overwrites.
+        gathered_in: Name of the symmetric buffer that the rows are gathered into, all of them, until the next call
+            with it; the same on all ranks. None: the one that all gathers share.
+        plan: How to move the rows; chosen by the shape where None (``tp.choices``).
+        scales: Of FP8 operands; that of ``x`` is the same on all ranks.
+        bias: [N], of the result's type: added in fp32 to the (scaled) product, which is rounded then, as cuBLAS's
+            epilogue does.
+
+    Returns:
+        [s, ..., N] ([total rows, N] with ``row_counts``), bf16 of FP8 operands (``gemm.fp8.matmul_fp8`` with fast
+        accumulation), and the gathered rows if asked for.
+
+    Raises:
+        NotSupportedError: What this rank sees alone does not fit.
+        MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
+        PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
+    """
+    counts = None if row_counts is None else tuple(row_counts)
+    check_scaled("ag_gemm", x, scales)
+    if bias is not None:
+        check_bias("ag_gemm", x, bias, weight.shape[0 if layout == "nt" else -1] if weight.dim() else 0)
+    context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
+    operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
+    keeps = return_gathered or gathered_in is not None
+    made = context.plan(plan_ag_gemm, operands, layout, counts, plan, keeps, gathered_in)
+    if made is None:
+        n, k = weight.shape if layout == "nt" else weight.shape[::-1]
+        shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])
+        empty = x.new_empty(*shape, n, dtype=result_dtype(x.dtype))
+        return (empty, x.new_empty(0, k)) if return_gathered else empty
+    y = made.run(sendable_rows(x), weight, scales, bias)
+    if counts is None and x.dim() > 2:
+        y = y.view(x.shape[0] * context.world_size, *x.shape[1:-1], made.n)
+    return (y, made.gathered) if return_gathered else y

@@ -1,0 +1,551 @@
+"""Reduce-scatters along dimension 0 by copy engines, concurrent with GEMMs, of whose multiprocessors they take
+none. Equivalent PyTorch code:
+
+    out = partial.new_empty(len(partial) // world_size, partial.shape[1])
+    work = dist.reduce_scatter_tensor(out, partial, group=group, async_op=True)
+    ...
+    work.wait()
+
+Streams of one rank:
+
+    communication   start signals (one program) | rows of rank - 1 to it, flag | rows of rank - 2 to it, flag | ...
+    current         ... | a kernel that waits for the flags of all sources and adds up
+
+Who waits for whom: nothing is written into a peer's slots before its start signal of this epoch. The sum waits for
+flags that hold the epoch.
+
+If the product to be scattered can be complete before something else long enough to hide the transfer runs (column
+linear's backward: dgrad first, wgrad after it), this beats GEMM-RS: the product is cuBLAS's own, the transfer is
+hidden by the next GEMM, and only the addition at the end is left.
+
+A copy engine takes 2 to 3 us for each command in addition to its bytes: flags of several peers are one command if
+peers' memory can be mapped side by side (``stream.window``). Times: ``docs/measurements/tp.md``.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import ditron_train.lang as dl
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.schedule.orders import chunk_order, order_in_block, rank_blocks
+from ditron_train.stream.copies import Fan, copy_bytes, copy_in_turn, copy_with_flags
+from ditron_train.stream.events import current_handle
+from ditron_train.stream.plan import Exchange, Pending
+from ditron_train.stream.window import flags_of_peers, send_fans
+from ditron_train.symm.channel import Channel, ChannelPointers
+from ditron_train.tp.context import RowPartition, TPContext, check_can_copy, row_partition
+from ditron_train.tp.gather import gather_start_kernel
+
+
+class _Sources(NamedTuple):
+    """Partial sums: this rank's own rows, the slots of all ranks, and what a slot has of them."""
+
+    own: Any
+    slots: Any
+    slot_elements: Any
+    num_elements: Any
+    rank: Any
+
+
+@triton.jit
+def _add_up(
+    sources,
+    out_ptr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    GOES_ON: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+):
+    """Adds the sources ``rank + FIRST`` to ``rank + LAST``, in this order; ``rank + WORLD_SIZE`` is this one's own.
+    The sum so far is read from ``out_ptr`` if it GOES_ON: it has been rounded there as it would be here, and each
+    thread reads what it wrote."""
+    lanes = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), tl.cdiv(sources.num_elements, BLOCK), tl.num_programs(0)):
+        offsets = tl.cast(block, tl.int64) * BLOCK + lanes
+        mask = offsets < sources.num_elements
+        if GOES_ON:
+            total = tl.load(out_ptr + offsets, mask=mask).to(tl.float32)
+        for step in tl.static_range(FIRST, LAST + 1):
+            if step == WORLD_SIZE:
+                values = tl.load(sources.own + offsets, mask=mask).to(tl.float32)
+            else:
+                source = (sources.rank + step) % WORLD_SIZE
+                values = tl.load(sources.slots + source * sources.slot_elements + offsets, mask=mask).to(tl.float32)
+            if step == FIRST and not GOES_ON:
+                total = values
+            else:
+                total = (total + values).to(sources.slots.dtype.element_ty).to(tl.float32)
+        tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["slot_rows"])
+def fold_rows_kernel(
+    partial_ptr,
+    slots_ptr,
+    channel,
+    out_ptr,
+    row_starts_ptr,
+    N,
+    slot_rows,
+    FIRST_PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """out = ((x[rank + 1] + x[rank + 2]) + ...) + x[rank] for this rank's rows, each + in fp32, rounded at every hop.
+
+    ``x[rank]`` is read from ``partial_ptr`` [total rows, N], the others from slots [world, slot_rows, N] in own
+    memory, once the flag of their source holds this epoch (acquire). Elementwise over one contiguous range, since rows
+    of a slot follow each other.
+
+    FIRST_PART: so many sources are added up, into ``out``, while the others are still on their way (0: all when all
+        are there).
+    """
+    epoch = dl.next_epoch(channel.tickets + 1)
+    rank = dl.rank(channel.control)
+    first_row = tl.load(row_starts_ptr + rank)
+    num_elements = (tl.load(row_starts_ptr + rank + 1) - first_row).to(tl.int64) * N
+    own_ptr = partial_ptr + first_row.to(tl.int64) * N
+    slot_elements = tl.cast(slot_rows, tl.int64) * N
+    sources = _Sources(own_ptr, slots_ptr, slot_elements, num_elements, rank)
+    if FIRST_PART > 0:
+        dl.wait_peers(channel.signals, 1, epoch, channel.control, rank, 0, 1, FIRST_PART, WORLD_SIZE, TARGET)
+        _add_up(sources, out_ptr, 1, FIRST_PART, False, BLOCK, WORLD_SIZE)
+    if WORLD_SIZE > 1:
+        LAST: tl.constexpr = WORLD_SIZE - 1
+        dl.wait_peers(channel.signals, 1, epoch, channel.control, rank, 0, FIRST_PART + 1, LAST, WORLD_SIZE, TARGET)
+    _add_up(sources, out_ptr, FIRST_PART + 1, WORLD_SIZE, FIRST_PART > 0, BLOCK, WORLD_SIZE)
+
+
+@triton.jit(do_not_specialize=["slot_rows", "first", "count"])
+def fold_onto_kernel(
+    partial_ptr,
+    slots_ptr,
+    channel,
+    total_ptr,
+    out_ptr,
+    row_starts_ptr,
+    N,
+    slot_rows,
+    first,
+    count,
+    STEP: tl.constexpr,
+    GOES_ON: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """out = ((total + x[first]) + x[first + STEP]) + ... of ``count`` ranks, for this rank's rows, each + in fp32,
+    rounded at every hop: a node's part of a sum that goes from node to node. None: nothing is added or written.
+
+    ``x[rank]`` is read from ``partial_ptr`` [total rows, N], the others from slots [world, slot_rows, N] in own
+    memory, once the flags of all peers hold this epoch (acquire); of ranks that are not added up nothing has come.
+
+    GOES_ON: ``total_ptr`` holds the sum so far; else it begins with ``x[first]``.
+    """
+    epoch = dl.next_epoch(channel.tickets + 1)
+    rank = dl.rank(channel.control)
+    dl.wait_peers(channel.signals, 1, epoch, channel.control, rank, 0, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
+    first_row = tl.load(row_starts_ptr + rank)
+    num_elements = (tl.load(row_starts_ptr + rank + 1) - first_row).to(tl.int64) * N
+    own_ptr = partial_ptr + first_row.to(tl.int64) * N
+    slot_elements = tl.cast(slot_rows, tl.int64) * N
+    dtype = slots_ptr.dtype.element_ty
+    lanes = tl.arange(0, BLOCK)
+    num_blocks = tl.where(count > 0, tl.cdiv(num_elements, BLOCK), 0)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offsets = tl.cast(block, tl.int64) * BLOCK + lanes
+        mask = offsets < num_elements
+        if GOES_ON:
+            total = tl.load(total_ptr + offsets, mask=mask).to(tl.float32)
+        else:
+            total = tl.zeros([BLOCK], tl.float32)
+        for index in range(0, count):
+            source = first + index * STEP
+            if source == rank:
+                values = tl.load(own_ptr + offsets, mask=mask).to(tl.float32)
+            else:
+                values = tl.load(slots_ptr + source * slot_elements + offsets, mask=mask).to(tl.float32)
+            if GOES_ON:
+                total = (total + values).to(dtype).to(tl.float32)
+            else:
+                total = tl.where(index == 0, values, (total + values).to(dtype).to(tl.float32))
+        tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+#: What is added up: in fp32, each sum rounded.
+SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FOLD_BLOCK = 4096  # elements that a program adds up at once
+
+
+class SumOrder(NamedTuple):
+    """An order of sums other than the ring's.
+
+    Attributes:
+        kernel: Adds in this order.
+        tables: Of the order, an argument of the kernel.
+        constants: What the kernel is compiled for.
+    """
+
+    kernel: Any
+    tables: Any
+    constants: dict[str, Any]
+
+
+class SumExchange(Exchange[TPContext]):
+    """What exchanges of partial sums by copy engines share: start signals in front, a kernel behind that adds up.
+
+    Args:
+        context: Whose streams are used.
+        channel: Of the exchange: start signals draw from its first ticket slot, the sum from its second.
+        pointers: The channel as kernels take it.
+        epochs: Words whose epoch copy engines copy onto the peers' flags.
+    """
+
+    def __init__(self, context: TPContext, channel: Channel, pointers: ChannelPointers, epochs: torch.Tensor) -> None:
+        super().__init__(context, channel)
+        self._pointers, self._epochs = pointers, epochs
+        constants = {"WORLD_SIZE": context.world_size, "BLOCK": 128, "TARGET": context.target}
+        self._start = KernelLaunch(gather_start_kernel, 1, constants, num_warps=1)
+
+    def _launch_of_sum(self, kernel: Any, constants: dict[str, Any]) -> KernelLaunch:
+        context = self.context
+        world = {"BLOCK": FOLD_BLOCK, "WORLD_SIZE": context.world_size, "TARGET": context.target}
+        num_programs = 2 * context.num_sms if context.is_cuda else 1
+        return KernelLaunch(kernel, num_programs, {**constants, **world}, num_warps=8)
+
+    def begin(self) -> None:
+        """Start signals, behind what the current stream has done; ``send`` follows, inside ``aborting``."""
+        self.context.start(self.channel, self._signal_start)
+
+    def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
+        """Sends ``rows`` of the partial, those of receiver or chunk number ``position``, after what the communication
+        stream has; it ``signals`` after the last of them."""
+        raise NotImplementedError
+
+    def _signal_start(self) -> None:
+        context = self.context
+        if not self._start.repeat("start", context.comm_handle):
+            arguments = (self._epochs, self._epochs.numel(), self._pointers)
+            self._start(*arguments, stream=context.comm_stream, key="start")
+
+    def finish(self, partial: torch.Tensor, out: torch.Tensor, *, beside: bool = False) -> None:
+        """``out``, contiguous: the sum over ranks, when all have arrived.
+
+        ``beside``: as soon as the own sends are done, beside what the current stream has been given since ``start``
+        (``partial`` must be whole by then).
+        """
+        context, fold = self.context, self._fold
+        key = (partial.data_ptr(), out.data_ptr())
+        with self.aborting:
+            if not fold.repeat(key, context.comm_handle if beside else current_handle(context.device)):
+                fold(*self._fold_arguments(partial, out), stream=context.comm_stream if beside else None, key=key)
+        context.join()
+        context.leave(self.channel)
+
+    _fold: KernelLaunch
+
+    def _fold_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+        """Of the kernel behind ``_fold``."""
+        raise NotImplementedError
+
+
+class ReduceScatter(SumExchange):
+    """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (collective to make).
+
+    ``start`` enqueues the sends behind what the current stream has done, or ``begin`` and then ``send`` for rows as
+    they are done; ``finish`` adds up on the current stream. ``peers``: in the order of delivery, so that rows arrive
+    in the order of the sum.
+
+    Args:
+        context: Whose buffers and streams are used.
+        partition: The rows of all ranks.
+        num_columns: N, with rows of whole 16 bytes.
+        dtype: Of the partial sums.
+        in_parts: Whether ``finish`` comes long before the last rows do, and adds up the others meanwhile.
+        order: Of the sums, where it is not the ring's: an all-reduce's.
+    """
+
+    def __init__(
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        num_columns: int,
+        dtype: torch.dtype,
+        *,
+        in_parts: bool = False,
+        order: SumOrder | None = None,
+    ) -> None:
+        channel = context.reduce_channel
+        self.partition = partition
+        values = (partition.num_rows, partition.fingerprint, num_columns, dtype)
+        pointers = channel.pointers(context.agree(channel, values))
+        super().__init__(context, channel, pointers, context.reduce_epochs)
+        self._slots = context.slots(context.world_size * partition.max_count, num_columns, dtype)
+        self._row_starts = context.table(partition, partition.starts)
+        self._num_columns = num_columns
+        self._order = order
+        if order is None:
+            first_part = {"FIRST_PART": context.world_size - 2 if in_parts else 0}
+            self._fold = self._launch_of_sum(fold_rows_kernel, first_part)
+        else:
+            self._fold = self._launch_of_sum(order.kernel, order.constants)
+        self.peers = chunk_order(context.rank, context.world_size, "sum_push").tolist()
+        self._row_bytes = num_columns * dtype.itemsize
+        self._copies = self._list_copies(self._row_bytes)
+        self._all_flags: Fan | None = None  # of what is sent as a whole, from the first time on
+        self._has_all_flags = False
+        self._first_flags = self._fan_of_flags(num_skipped=1) if in_parts else None
+
+    def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int, int]]:
+        """For each of ``peers`` what ``copy_with_flags`` takes: its rows of the partial to its slot."""
+        context, partition, rank = self.context, self.partition, self.context.rank
+        slot = rank * partition.max_count * row_bytes
+        return [
+            (
+                self._slots.host_addresses[peer] + slot,
+                partition.starts[peer] * row_bytes,
+                partition.count(peer) * row_bytes,
+                self.channel.signals.host_addresses[peer] + 4 * rank,
+                context.reduce_epochs.data_ptr(),
+            )
+            for peer in self.peers
+        ]
+
+    def _fan_of_flags(self, num_skipped: int) -> Fan | None:
+        """The flags of all ``peers`` but the last ``num_skipped``, as one command; None where they are sent one by
+        one."""
+        rank, words = self.context.rank, self.context.reduce_epochs.data_ptr()
+        return flags_of_peers(self.channel.signals, rank, 4 * rank, words, num_skipped=num_skipped)
+
+    def start(self, partial: torch.Tensor) -> None:
+        """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
+        if not self._has_all_flags:
+            self._all_flags, self._has_all_flags = self._fan_of_flags(num_skipped=0), True
+        address = partial.data_ptr()
+        self.context.start(self.channel, lambda: self._send_all(partial), (self, address), (address,))
+
+    def _send_all(self, partial: torch.Tensor) -> None:
+        """Rows peer by peer: in one command for several GPUs they would take four times as long
+        (``docs/measurements/tp.md``). Nobody adds up before all rows are there, so flags come last."""
+        self._signal_start()
+        address, stream = partial.data_ptr(), self.context.comm_stream
+        if self._all_flags is None:
+            copy_with_flags(self._copies, address, stream)
+            return
+        rows = ((to, address + offset, num_bytes) for to, offset, num_bytes, _, _ in self._copies if num_bytes)
+        copy_in_turn(rows, stream)
+        if not send_fans((self._all_flags,), stream):
+            self._all_flags = None
+            copy_in_turn(((flag, word, 4) for _, _, _, flag, word in self._copies), stream)
+
+    def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
+        """Sends ``rows``, of those of ``peers[position]``, behind what the communication stream has; it ``signals``
+        behind the last of them. Peers that add up in parts wait for all sources but one: so long flags can wait, to be
+        one command."""
+        stream = self.context.comm_stream
+        destination, offset, _, flag, word = self._copies[position]
+        skipped = rows.start * self._row_bytes - offset
+        source, num_bytes = rows.start * self._row_bytes, (rows.stop - rows.start) * self._row_bytes
+        num_behind = len(self.peers) - 1 - position
+        if signals and (self._first_flags is None or num_behind == 0):
+            chunk = (destination + skipped, source, num_bytes, flag, word)
+            copy_with_flags((chunk,), partial.data_ptr(), stream)
+            return
+        if num_bytes:
+            copy_bytes(destination + skipped, partial.data_ptr() + source, num_bytes, stream)
+        first_flags = self._first_flags
+        if signals and num_behind == 1 and first_flags is not None and not send_fans((first_flags,), stream):
+            self._first_flags = None
+            copy_in_turn(((flag, word, 4) for _, _, _, flag, word in self._copies[:-1]), stream)
+
+    def _fold_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+        order = () if self._order is None else (self._order.tables,)
+        operands = (partial, self._slots.local, self._pointers, out, self._row_starts, *order)
+        return (*operands, self._num_columns, self.partition.max_count)
+
+
+def plan_reduce_scatter(
+    context: TPContext, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> ReduceScatter:
+    """What a reduce-scatter of partial sums of this shape needs (collective).
+
+    Raises:
+        NotSupportedError: Shape, type or device do not fit, or there are no rows.
+    """
+    is_fitting = device == context.device and len(shape) >= 2
+    if is_fitting and shape.numel() == 0:
+        context.agree_on_nothing((context.reduce_channel,))
+    if not is_fitting or shape.numel() == 0:
+        raise NotSupportedError(f"reduce_scatter: {tuple(shape)} on {device}, context on {context.device}")
+    if dtype not in SUM_DTYPES:
+        raise NotSupportedError(f"reduce_scatter: {dtype}; allowed: {', '.join(map(str, SUM_DTYPES))}")
+    partition = row_partition("reduce_scatter", context, shape, None, total=True)
+    return ReduceScatter(context, partition, shape[-1], dtype)
+
+
+@outside_compile
+class PendingReduceScatter(Pending[ReduceScatter]):
+    """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows. ``out``:
+    where they will be.
+
+    Args:
+        started_on: As of ``PendingGather``.
+    """
+
+    def __init__(
+        self,
+        exchange: ReduceScatter,
+        partial: torch.Tensor,
+        shape: tuple[int, ...],
+        started_on: torch.cuda.Stream | None,
+    ) -> None:
+        # Allocated before the communication stream forks off: memory that the current stream frees later is not free
+        # there.
+        self.out = partial.new_empty(shape)
+        super().__init__(exchange, started_on, partial, self.out)
+        self._partial = partial
+        exchange.start(partial)
+
+    def wait(self) -> torch.Tensor:
+        """The sum over ranks, in NCCL's order."""
+        self._resume()
+        self._exchange.finish(self._partial, self.out, beside=True)
+        return self.out
+
+
+@outside_compile
+def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> PendingReduceScatter:
+    """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current
+    stream does next. One at a time: ``wait()`` before the next op of this context.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
+    """
+    stream = context.enter("reduce_scatter", partial.shape, partial.dtype)
+    check_can_copy("reduce_scatter", context)
+    exchange = context.plan(plan_reduce_scatter, partial.shape, partial.dtype, partial.device)
+    shape = (partial.shape[0] // context.world_size, *partial.shape[1:])
+    return PendingReduceScatter(exchange, partial.contiguous(), shape, stream)
+
+
+def reserve_reduce_scatter(shape: torch.Size, dtype: torch.dtype, *, context: TPContext) -> None:
+    """Makes what ``reduce_scatter_rows`` of this shape and type needs, before anything depends on it.
+
+    Raises:
+        ArenaError, NotSupportedError, MismatchError: It cannot be had; on every rank alike.
+    """
+    check_can_copy("reduce_scatter", context)
+    context.plan(plan_reduce_scatter, shape, dtype, context.device)
+
+
+@outside_compile
+def reduce_scatter_rows(
+    like: torch.Tensor,
+    produce: Callable[[torch.Tensor, int], None],
+    *,
+    context: TPContext,
+    behind: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """The reduce-scatter of partial sums that are made rank by rank: copy engines send the rows of one while those of
+    the next are made.
+
+    Args:
+        like: [s, ..., N] of the partial sums' shape, type and device, contiguous; it is overwritten by them.
+        produce: ``(rows, owner)``: enqueues what writes the rows of ``owner`` [s / world, ..., N] on the current
+            stream; called once for each rank, this one last.
+        context: The group's context.
+        behind: Enqueues what is to run under the last transfer.
+
+    Returns:
+        [s / world, ..., N]: the sum over ranks, in NCCL's ring order.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``start_reduce_scatter``.
+    """
+    context.enter("reduce_scatter", like.shape, like.dtype)
+    check_can_copy("reduce_scatter", context)
+    exchange = context.plan(plan_reduce_scatter, like.shape, like.dtype, like.device)
+    out = like.new_empty(like.shape[0] // context.world_size, *like.shape[1:])
+    partial, starts = like.view(like.shape[0], -1), exchange.partition.starts
+    exchange.begin()
+    with exchange.aborting:
+        for position, owner in enumerate([*exchange.peers, context.rank]):
+            rows = slice(starts[owner], starts[owner + 1])
+            produce(partial[rows], owner)
+            if owner != context.rank:
+                context.fork()
+                exchange.send(partial, position, rows, signals=True)
+        if behind is not None:
+            behind()
+        exchange.finish(partial, out)
+    return out
+
+
+@outside_compile
+def scatter_as_computed(
+    compute: Callable[[slice, torch.Tensor], None],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    context: TPContext,
+    num_products: int | None = None,
+    key: Hashable | None = None,
+    before: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """The reduce-scatter along dimension 0 of a product [s, ..., N] that ``compute`` writes share by share: each is
+    sent by copy engines while the next is computed, that with this rank's own last. Sums are those of ``gemm_rs``.
+
+    Args:
+        compute: Called with rows of [s * ..., N] and where they go, contiguous; enqueues on the current stream.
+        shape: Of the product.
+        dtype: Of the product.
+        context: The group's context.
+        num_products: In how many shares, of as many ranks each: a divisor of the group's size. Default: a share a
+            rank. Fewer take the host less, and leave more to be sent behind the last.
+        key: Says all that ``compute`` does, and that it allocates nothing: what comes often is recorded.
+        before: Enqueues what comes first and is not recorded, behind all that the last op of the context does.
+
+    Returns:
+        [s / world, ..., N].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``start_reduce_scatter``.
+    """
+    context.enter("scatter_as_computed", tuple(shape), dtype)
+    check_can_copy("scatter_as_computed", context)
+    call = (torch.Size(shape), dtype, context.device)
+    starts, rank = context.plan(plan_reduce_scatter, *call).partition.starts, context.rank
+    partial = context.scratch("products", (starts[-1], shape[-1]), dtype)
+    exchange = context.plan(plan_reduce_scatter, *call)  # anew where other memory has moved for these
+    out = partial.new_empty(shape[0] // context.world_size, *shape[1:])
+
+    def enqueue() -> None:
+        exchange.begin()
+        own_block, *others = rank_blocks([rank, *exchange.peers], num_products or context.world_size)
+        for owners in (*others, own_block):
+            rows = slice(starts[owners.start], starts[owners.stop])
+            compute(rows, partial[rows])
+            receivers = [owner for owner in order_in_block(rank, owners) if owner != rank]
+            if receivers:
+                context.fork()
+            for owner in receivers:
+                place = slice(starts[owner], starts[owner + 1])
+                exchange.send(partial, exchange.peers.index(owner), place, signals=True)
+        context.join()  # by ``finish``, too, behind the sum: but what is recorded has to join what it forks
+
+    if before is not None:
+        before()
+    address = partial.data_ptr()
+    recorded_as = None if key is None else (exchange, num_products, address, key)
+    with exchange.aborting:
+        exchange.replay(recorded_as, enqueue, (address,), allocates=True)
+        exchange.finish(partial, out)
+    return out
