@@ -1,14 +1,14 @@
 """Expert parallelism: tokens sent once to a rank and fanned out there, grouped GEMMs, rows returned in the native
 order."""
 
+from ditron_train.ep.combine import SumOrder, combine, index_add_order
 from ditron_train.ep.context import EPContext, get_ep_context
-from ditron_train.ep.expert_functions import PAIRS, ExpertCall, Pair, dispatch_linear, linear_combine
-from ditron_train.ep.functions import combine_rows, dispatch_tokens
-from ditron_train.ep.layout import Layout, LayoutShape
-from ditron_train.ep.ops import combine, dispatch, dispatch_ahead
-from ditron_train.ep.orders import SumOrder, index_add_order
-from ditron_train.ep.planning import PendingLayout, begin_layout, fewest_rows_before
-from ditron_train.ep.rail_context import RailContext, get_rail_context
+from ditron_train.ep.dispatch import dispatch, dispatch_ahead
+from ditron_train.ep.dispatcher import ExpertCall, combine_rows, dispatch_linear, dispatch_tokens, linear_combine
+from ditron_train.ep.handle import Layout, LayoutShape
+from ditron_train.ep.layout import PendingLayout, begin_layout, fewest_rows_before
+from ditron_train.ep.plan import PAIRS, Pair
+from ditron_train.ep.rails import RailContext, get_rail_context
 
 __all__ = [
     "PAIRS",

@@ -1,29 +1,52 @@
-"""``EPContext``: the symmetric memory and the channels of expert parallelism on one group."""
+"""``EPContext``: the symmetric memory and the channels of expert parallelism on one group, and how its ops are
+launched.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep.arguments import LayoutSizes, RowBuffers, TokenBuffers
-from ditron_train.ep.layout import Layout, LayoutShape, Room
+from ditron_train.ep.handle import Layout, LayoutShape, LayoutSizes, Room
 from ditron_train.runtime.device import device_name, is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache, check_member
-from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.launch import KernelLaunch, as_constant, compiled_together
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.tuning_table import class_of_size, tuned_count
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.op_context import OpContext
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
-from ditron_train.symm.channel import Channel
+from ditron_train.symm.channel import Channel, ChannelPointers
+
+
+class TokenBuffers(NamedTuple):
+    """Symmetric buffers of a dispatch: own memory, and the addresses of every rank's."""
+
+    tokens: torch.Tensor
+    token_addresses: torch.Tensor
+    entries: torch.Tensor
+    entry_addresses: torch.Tensor
+
+
+class RowBuffers(NamedTuple):
+    """Symmetric buffers of a combine: own memory, and the addresses of every rank's."""
+
+    rows: torch.Tensor
+    row_addresses: torch.Tensor
+    grads: torch.Tensor
+    grad_addresses: torch.Tensor
+
 
 _NCCL_BLOCKS = 32  # of one collective, a multiprocessor each, unless NCCL_MIN_CTAS asks for more
 _HEADROOM = 1.125  # routing drifts from step to step: what must grow grows by a little more
@@ -335,3 +358,84 @@ def get_ep_context(group: dist.ProcessGroup, device: torch.device, num_experts: 
         with torch.inference_mode(False):  # an evaluation may come before training
             context = _contexts[key] = EPContext(group, device, num_experts, topk)
     return context
+
+
+#: Types of tokens, and their code in a signature.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Kind(IntEnum):
+    """What an op is, in its signature: ranks that disagree raise."""
+
+    COUNTS = 0
+    DISPATCH = 1
+    DISPATCH_GRAD = 2
+    COMBINE = 3
+    COMBINE_GRAD = 4
+    GEMM_COMBINE = 5
+
+
+def pointers(
+    context: EPContext, channel: Channel, hidden: int, dtype: torch.dtype, kind: Kind, row_capacity: int = 0
+) -> ChannelPointers:
+    """The channel for a launch of an op of kind ``kind``, with what travels along with its start signal; every call of
+    an op asks for it once."""
+    shape = context.shape
+    if is_capturing(context.device):
+        context.arena.graph_captured = True  # replays go on to use the buffers of now, whatever grows meanwhile
+    context.record(channel.op_name, kind.name.lower().replace("_", " "), hidden, dtype)
+    return channel.pointers(channel.signature((hidden, dtype, shape.num_experts, shape.topk, int(kind), row_capacity)))
+
+
+def launch(
+    context: EPContext,
+    kernel: Any,
+    num_programs: int,
+    constants: dict[str, Any],
+    num_warps: int,
+    *dtypes: torch.dtype,
+    num_stages: int = 3,
+) -> Callable[..., None]:
+    """The launch of a kernel with these constants and types of arguments; kept, so that only the first one goes all
+    the way through Triton. Inside ``compiling`` it does not launch."""
+    key = (kernel.__name__, num_programs, num_warps, num_stages, dtypes, *constants.values())
+    launch = context.launches.get(key)
+    if launch is None:
+        constants = {name: as_constant(value) for name, value in constants.items()}
+        launch = context.launches[key] = KernelLaunch(
+            kernel, num_programs, constants, num_warps=num_warps, num_stages=num_stages
+        )
+    if context.only_compiles:
+        return lambda *arguments, stream=None: launch.compile(*arguments)
+    return launch
+
+
+@contextmanager
+def compiling(context: EPContext) -> Iterator[None]:
+    """Inside, ops of the context compile their kernels, several at a time, and launch none: their results are not to
+    be used.
+
+    The grouped GEMMs without movement are no ops of a context: they run.
+    """
+    context.only_compiles = True
+    try:
+        with compiled_together(context.device):
+            yield
+    finally:
+        context.only_compiles = False
+
+
+def check_tokens(name: str, tensor: torch.Tensor, context: EPContext) -> None:
+    """Raises ``NotSupportedError`` for rows that no op of the context takes."""
+    if tensor.dim() != 2:
+        raise NotSupportedError(f"{name}: needs [rows, hidden], got {tuple(tensor.shape)}")
+    if tensor.dtype not in DTYPES:
+        raise NotSupportedError(f"{name}: {tensor.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    if tensor.device != context.device:
+        raise NotSupportedError(f"{name}: a tensor on {tensor.device}, the context is on {context.device}")
+
+
+def move_tile(hidden: int, elements: int) -> tuple[int, int]:
+    """Rows and columns of a tile of about ``elements`` elements."""
+    columns = min(1 << max(hidden - 1, 0).bit_length(), 8192)
+    return max(elements // columns, 1), columns

@@ -14,12 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.data import load_workloads
-from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
-from ditron_train.ep.few_rows import RowProduct, fewest_rows_here
-from ditron_train.ep.group_choices import GroupOp, default_group_config, group_class
-from ditron_train.ep.group_gemm import group_gemm, group_wgrad
-from ditron_train.ep.native_products import Product, native_products
-from ditron_train.ep.row_tiles import row_tiles
+from ditron_train.ep.grouped_gemm import GroupOp, default_group_config, group_class, group_gemm, group_wgrad, row_tiles
+from ditron_train.ep.plan import Product, RowProduct, fewest_rows_here, native_products, own_wgrad_has_native_bits
 from ditron_train.gemm.configs import GemmConfig, config_entry, config_variants
 from ditron_train.policy import Function, ModelSizes, OpSpec, Place, Shape
 from ditron_train.policy.spec import Call, Context

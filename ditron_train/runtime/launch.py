@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.runtime.device import is_interpreter
@@ -64,6 +65,12 @@ def _type_of(number: int) -> str:
     if -(1 << 31) <= number < 1 << 31:
         return "i32"
     return "i64" if number < 1 << 63 else "u64"
+
+
+def as_constant(value: Any) -> Any:
+    """A constant as a launch takes it: of a tuple each field for itself, but in the interpreter, which knows no
+    ``tl.constexpr``."""
+    return type(value)(*map(tl.constexpr, value)) if isinstance(value, tuple) and not is_interpreter() else value
 
 
 class KernelLaunch:

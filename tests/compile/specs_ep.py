@@ -85,7 +85,7 @@ _STARTS = fields(("chunk_counts chunk_dests chunk_entries row_base slot_base lis
 SPECS = [
     KernelSpec(
         name="ep_count_chunks",
-        kernel="ditron_train.ep.layout_kernels:count_chunks",
+        kernel="ditron_train.ep.layout:count_chunks",
         signature=fields(
             ("routing_map", "*u8"), ("chunk_counts chunk_dests chunk_widest", _INT), ("num_tokens chunk_tokens", "i32")
         ),
@@ -94,7 +94,7 @@ SPECS = [
     ),
     KernelSpec(
         name="ep_exchange_counts",
-        kernel="ditron_train.ep.layout_kernels:exchange_counts",
+        kernel="ditron_train.ep.layout:exchange_counts",
         signature={
             "tables": _TABLES,
             **fields(("messages", _INT), ("message_addresses", "*i64")),
@@ -111,7 +111,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"ep_list_entries_{name}",
-            kernel="ditron_train.ep.layout_kernels:list_entries",
+            kernel="ditron_train.ep.layout:list_entries",
             signature={
                 **fields(("routing_map", "*u8"), ("probs", "*fp32")),
                 "starts": _STARTS,
@@ -126,7 +126,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"ep_push_tokens_{name}",
-            kernel="ditron_train.ep.kernels:push_tokens",
+            kernel="ditron_train.ep.dispatch:push_tokens",
             signature={
                 "x": "*bf16",
                 "placed": PLACED,
@@ -144,7 +144,7 @@ SPECS = [
     ),
     KernelSpec(
         name="ep_push_ahead",
-        kernel="ditron_train.ep.kernels:push_ahead",
+        kernel="ditron_train.ep.dispatch:push_ahead",
         signature={
             "x": "*bf16",
             "to": TO,
@@ -158,7 +158,7 @@ SPECS = [
     ),
     KernelSpec(
         name="ep_place_arrived",
-        kernel="ditron_train.ep.kernels:place_arrived",
+        kernel="ditron_train.ep.dispatch:place_arrived",
         signature={
             "x": "*bf16",
             "placed": PLACED,
@@ -174,7 +174,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"ep_return_rows_{name}",
-            kernel="ditron_train.ep.return_kernels:return_rows",
+            kernel="ditron_train.ep.combine:return_rows",
             signature={
                 "sent": fields(("rows", "*bf16"), ("grads", "*fp32"), ("entries recv_offsets", _INT)),
                 "sums": SUMS,
@@ -194,7 +194,7 @@ SPECS = [
     ),
     KernelSpec(
         name="ep_sum_returned",
-        kernel="ditron_train.ep.return_kernels:sum_returned",
+        kernel="ditron_train.ep.combine:sum_returned",
         signature={
             "sums": SUMS,
             "inbox": fields(("rows", "*bf16"), ("grads", "*fp32"), ("signals", _INT), ("control", "*i64")),

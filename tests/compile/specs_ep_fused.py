@@ -24,14 +24,14 @@ def descriptors(transpose: bool) -> dict[str, str]:
 SPECS = [
     KernelSpec(
         name="ep_plan_tiles",
-        kernel="ditron_train.ep.fused_kernels:plan_tiles",
+        kernel="ditron_train.ep.gemm_combine:plan_tiles",
         signature=fields(("tiles sources order board", "*i32"), ("control", "*i64"), ("max_tiles tile_count", "i32")),
         constexprs={"WORLD_SIZE": 8, "SLOTS": 16, "BLOCK_M": 128, "FEWEST": 257, "BLOCK": 128},
         num_warps=8,
     ),
     KernelSpec(
         name="ep_gemm_combine_forward",
-        kernel="ditron_train.ep.fused_kernels:gemm_combine_kernel",
+        kernel="ditron_train.ep.gemm_combine:gemm_combine_kernel",
         signature={
             "sent": fields(("rows", "*bf16"), ("grads", "*bf16"), ("origins", "*i32")),
             "sums": SUMS,

@@ -13,7 +13,7 @@ def _gemm(name, transpose_b, m, n, k, stages, targets=("sm_90", "sm_100")):
     half = n // 2 if split else n
     return KernelSpec(
         name=f"ep_group_gemm_{name}",
-        kernel="ditron_train.ep.group_gemm_kernels:group_gemm_kernel",
+        kernel="ditron_train.ep.grouped_gemm:group_gemm_kernel",
         signature={
             "a_desc": f"tensordesc<bf16[{m},{k}]>",
             "b_desc": f"tensordesc<bf16[1,{n},{k}]>" if transpose_b else f"tensordesc<bf16[1,{k},{n}]>",
@@ -35,7 +35,7 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100"), to=0):
     split = n >= 256
     return KernelSpec(
         name=f"ep_group_wgrad_{name}",
-        kernel="ditron_train.ep.group_gemm_kernels:group_wgrad_kernel",
+        kernel="ditron_train.ep.grouped_gemm:group_wgrad_kernel",
         signature={
             "g_desc": f"tensordesc<bf16[1,{k},{m}]>",
             "x_desc": f"tensordesc<bf16[1,{k},{n}]>",
@@ -57,7 +57,7 @@ def _wgrad(name, m, n, k, stages, targets=("sm_90", "sm_100"), to=0):
 SPECS = [
     KernelSpec(
         name="ep_place_tokens",
-        kernel="ditron_train.ep.gathered_kernels:place_tokens",
+        kernel="ditron_train.ep.gather:place_tokens",
         signature={"tokens": "*bf16", "rows": "*bf16", "rows_of_token": "*i32", "num_tokens": "i32", "hidden": "i32"},
         constexprs={"PLACES": 15, "PLACE_LANES": 16, "BLOCK_T": 8, "BLOCK_H": 1024},
         num_warps=8,
@@ -66,7 +66,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"ep_sum_rows_{name}",
-            kernel="ditron_train.ep.gathered_kernels:sum_rows",
+            kernel="ditron_train.ep.gather:sum_rows",
             signature={"rows": "*bf16", "out": out, "rows_of_token": "*i32", "num_tokens": "i32", "hidden": "i32"},
             constexprs={
                 "PLACES": places,
@@ -88,14 +88,14 @@ SPECS = [
     ),
     KernelSpec(
         name="ep_list_tiles",
-        kernel="ditron_train.ep.group_gemm_kernels:list_tiles",
+        kernel="ditron_train.ep.grouped_gemm:list_tiles",
         signature={"tokens_per_expert": "*i64", "tiles": "*i32", "max_tiles": "i32", "num_rows": "i32"},
         constexprs={"NUM_EXPERTS": 15, "EXPERTS": 16, "BLOCK_M": 128, "BLOCK": 128},
         num_warps=4,
     ),
     KernelSpec(
         name="ep_largest_of_experts",
-        kernel="ditron_train.ep.fp8_rows_kernels:largest_of_experts",
+        kernel="ditron_train.ep.grouped_quantization:largest_of_experts",
         signature={"values": "*bf16", "tiles": "*i32", "largest": "*i32", "columns": "i32"},
         constexprs={"PARTS": 4, "BLOCK_M": 128, "BLOCK": 8192},
         num_warps=8,
@@ -103,7 +103,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"ep_cast_rows_{name}",
-            kernel="ditron_train.ep.fp8_rows_kernels:cast_rows",
+            kernel="ditron_train.ep.grouped_quantization:cast_rows",
             signature={
                 "rows": "*bf16",
                 "tiles": "*i32",
@@ -137,7 +137,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"ep_list_tiles_of_groups_{which}",
-            kernel="ditron_train.ep.group_gemm_kernels:list_tiles_of_groups",
+            kernel="ditron_train.ep.grouped_gemm:list_tiles_of_groups",
             signature={"counts": "*i64", "groups": "*i32", "tiles": "*i32", "max_tiles": "i32", "fewest_rows": "i32"},
             constexprs={
                 "NUM_SOURCES": 4,

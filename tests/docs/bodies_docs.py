@@ -133,8 +133,8 @@ def pipeline() -> None:
 
 def gathered_experts() -> None:
     """Both linear layers between the gather and the reduce-scatter."""
-    from ditron_train.ep.gathered import GatheredLayout
-    from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, linear_scatter
+    from ditron_train.ep.gather import GatheredLayout
+    from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, linear_scatter
     from ditron_train.tp import get_tp_context
 
     rank, world, tokens = dist.get_rank(), dist.get_world_size(), 6

@@ -31,8 +31,7 @@ def test_the_op_gives_the_same(body, world_size: int) -> None:
 
 
 def test_grouped_gemm() -> None:
-    from ditron_train.ep.group_gemm import group_gemm, group_wgrad
-    from ditron_train.ep.row_tiles import row_tiles
+    from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad, row_tiles
 
     code = bodies.plain_code("grouped_gemm.md")
     counts = [5, 0, 40, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from unittest import mock
 
@@ -13,21 +14,22 @@ import torch.distributed as dist
 
 from ditron_train.ep import (
     begin_layout,
+    combine,
     combine_rows,
+    dispatch,
+    dispatch_ahead,
     dispatch_tokens,
     fewest_rows_before,
-    fused,
     get_ep_context,
     get_rail_context,
-    kernels,
-    ops,
-    return_kernels,
 )
-from ditron_train.ep.expert_functions import PAIRS, ExpertCall, dispatch_linear, linear_combine
-from ditron_train.ep.group_gemm import group_gemm
-from ditron_train.ep.group_linear import group_linear
-from ditron_train.ep.launch import compiling
-from ditron_train.ep.layout import Room
+from ditron_train.ep.combine import begin_combine
+from ditron_train.ep.context import compiling
+from ditron_train.ep.dispatcher import ExpertCall, dispatch_linear, group_linear, linear_combine
+from ditron_train.ep.gemm_combine import gemm_combine, layout_tiles
+from ditron_train.ep.grouped_gemm import group_gemm
+from ditron_train.ep.handle import Room
+from ditron_train.ep.plan import PAIRS
 from tests.ep.layout_twin import plan_on_host
 
 
@@ -178,11 +180,11 @@ def changing_counts(steps, num_experts, topk, hidden):
         x = torch.randint(-4, 5, (tokens[rank], hidden)).float()
         pending = begin_layout(routed, probs, hidden, torch.float32, context)
         if shared.random() < 0.7:
-            ops.dispatch_ahead(x, pending)
+            dispatch_ahead(x, pending)
         layout = pending.finish()
         ahead[layout.ahead is not None] += 1
-        rows, row_probs = ops.dispatch(x, layout, context)
-        out, grads = ops.combine(rows, layout, context, order="ascending", row_grads=row_probs)
+        rows, row_probs = dispatch(x, layout, context)
+        out, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
         assert torch.equal(out, x * routed.sum(1, keepdim=True)), step
         assert torch.equal(grads, probs), step
         context.rows_buffer(1, 1, hidden, torch.float32).local.fill_(float("nan"))
@@ -224,10 +226,10 @@ def error_of(case):
         elif case == "tokens_dtype":
             begin_layout(torch.zeros(3, 4, dtype=torch.bool), torch.zeros(3, 4), 16, torch.int8, context)
         elif case == "fewer_tokens":
-            ops.dispatch(torch.zeros(2, 16), _layout(context), context)
+            dispatch(torch.zeros(2, 16), _layout(context), context)
         elif case == "fewer_rows":
             layout = _layout(context)
-            ops.combine(torch.zeros(layout.num_rows + 1, 16), layout, context, order="ascending")
+            combine(torch.zeros(layout.num_rows + 1, 16), layout, context, order="ascending")
         elif case == "missing_peer":
             if dist.get_rank() == 0:
                 _layout(context)
@@ -284,11 +286,12 @@ def late_rank(late_s):
         routed = routing("random", rank, 12, 8, 2, late)
         probs, x = torch.rand(routed.shape) * routed, torch.randint(-4, 5, (12, 16)).float()
         with contextlib.ExitStack() as stack:
-            for module, name in ((kernels, "send_tokens"), (return_kernels, "_send_rows")) if rank == late else ():
+            for op, name in (("dispatch", "send_tokens"), ("combine", "_send_rows")) if rank == late else ():
+                module = sys.modules[f"ditron_train.ep.{op}"]  # the package's attribute is the function
                 stack.enter_context(mock.patch.object(module, name, delayed(getattr(module, name))))
             layout = begin_layout(routed, probs, 16, torch.float32, context).finish()
-            rows, row_probs = ops.dispatch(x, layout, context)
-            out, grads = ops.combine(rows, layout, context, order="ascending", row_grads=row_probs)
+            rows, row_probs = dispatch(x, layout, context)
+            out, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
         assert torch.equal(out, x * routed.sum(1, keepdim=True)) and torch.equal(grads, probs), late
         context.rows_buffer(1, 1, 16, torch.float32).local.fill_(float("nan"))
     context.check()
@@ -305,8 +308,8 @@ def overflowing_capacity(topk):
             if topk == 2:
                 routed |= torch.nn.functional.one_hot((experts + 2) % 4 if experts is even else experts - 1, 4).bool()
             layout = begin_layout(routed, routed.float(), 16, torch.float32, context, capacity_factor=1.25).finish()
-            rows, _ = ops.dispatch(torch.randn(8, 16), layout, context)
-            ops.combine(rows, layout, context, order="ascending")
+            rows, _ = dispatch(torch.randn(8, 16), layout, context)
+            combine(rows, layout, context, order="ascending")
         context.check()
     except RuntimeError as error:
         return str(error)
@@ -344,7 +347,7 @@ def wide_token_ahead():
     routed = _routed_to_all()
     with lists_in_used_memory():
         pending = begin_layout(routed, routed.float(), 16, torch.float32, context)
-    ops.dispatch_ahead(x, pending)
+    dispatch_ahead(x, pending)
     try:
         words = repr(pending.finish())
     except NotSupportedError as error:
@@ -353,8 +356,8 @@ def wide_token_ahead():
     came = int((entries != -1).sum())
     routed = routing("random", dist.get_rank(), 8, 8, 2, 1)
     layout = begin_layout(routed, routed.float(), 16, torch.float32, context).finish()
-    rows, _ = ops.dispatch(x, layout, context)
-    out, _ = ops.combine(rows, layout, context, order="ascending")
+    rows, _ = dispatch(x, layout, context)
+    out, _ = combine(rows, layout, context, order="ascending")
     context.check()
     return words, came, torch.equal(out, 2 * x)
 
@@ -376,10 +379,10 @@ def refused_without_a_host_sync(case):
     with lists_in_used_memory(), mock.patch.object(context, "check"):
         layout = begin_layout(routed, routed.float(), 16, torch.float32, context, **sizes).finish()
         with poisoned_memory():
-            rows, _ = ops.dispatch(torch.ones(8, 16), layout, context)
+            rows, _ = dispatch(torch.ones(8, 16), layout, context)
         came = int((~rows.isnan()).sum())
-        fused.gemm_combine(rows, layout, context, [torch.ones(16, 16)] * 4, order="ascending")
-        ops.combine(rows, layout, context, order="ascending")
+        gemm_combine(rows, layout, context, [torch.ones(16, 16)] * 4, order="ascending")
+        combine(rows, layout, context, order="ascending")
     try:
         context.check()
     except DitronError as error:
@@ -413,8 +416,8 @@ def fused_forms(
     layout = begin_layout(
         maps[rank], probs, hidden, dtype, context, capacity_factor=capacity, expert_capacity=expert_capacity
     ).finish()
-    tiles, results = fused.layout_tiles(layout), []
-    rows, row_probs = ops.dispatch(x, layout, context, zero_probs=order == "descending")
+    tiles, results = layout_tiles(layout), []
+    rows, row_probs = dispatch(x, layout, context, zero_probs=order == "descending")
     y = group_gemm(rows, weights, tiles)
     ends = layout.tokens_per_expert.cumsum(0).tolist()
     few = [slice(ends[e] - n, ends[e]) for e, n in enumerate(layout.tokens_per_expert.tolist()) if 0 < n < fewest]
@@ -430,13 +433,13 @@ def fused_forms(
     given = dict(fewest_rows=fewest, few=doubled) if fewest else {}
     for is_fused in (False, True):
         if is_fused:
-            out = fused.gemm_combine(y, layout, context, back, order=order, **given)
+            out = gemm_combine(y, layout, context, back, order=order, **given)
         else:
-            out, none = ops.combine(doubled(y, back, True), layout, context, order=order)
+            out, none = combine(doubled(y, back, True), layout, context, order=order)
             assert none is None
             returned, options = group_gemm(y, weights, tiles, transpose=False), dict(order=order, row_grads=row_probs)
-            at_once = ops.combine(returned, layout, context, **options)
-            in_two_steps = ops.begin_combine(returned, layout, context, **options).finish()
+            at_once = combine(returned, layout, context, **options)
+            in_two_steps = begin_combine(returned, layout, context, **options).finish()
             assert all(torch.equal(a, b) for a, b in zip(in_two_steps, at_once))
         results.append(out)
         context.rows_buffer(1, 1, hidden, dtype).local.fill_(float("nan"))
@@ -448,7 +451,7 @@ def fused_forms(
 def fused_forms_by_one_program(*case):
     """Programs run one after another, the first to its end: the others find no multiprocessor. They are fewer than
     senders should be."""
-    with mock.patch.object(fused, "num_programs", lambda context: 3):
+    with mock.patch("ditron_train.ep.gemm_combine.num_programs", lambda context: 3):
         fused_forms(*case)
 
 
@@ -459,16 +462,16 @@ def compiling_alone():
     generator = torch.Generator().manual_seed(rank)
     back = [torch.randn(16, 24, generator=generator) for _ in range(6 // world_size)]
     layout = begin_layout(maps[rank], probs, 16, torch.float32, context).finish()
-    rows, row_probs = ops.dispatch(x, layout, context)
+    rows, row_probs = dispatch(x, layout, context)
     tickets = [channel.tickets.clone() for channel in (context.dispatch_channel, context.combine_channel)]
     if rank == 0:
         with compiling(context):
-            fused.gemm_combine(torch.zeros(layout.num_rows, 24), layout, context, back, order="ascending")
-            ops.begin_combine(rows, layout, context, order="ascending", row_grads=row_probs).finish()
-            ops.dispatch(x, layout, context)
+            gemm_combine(torch.zeros(layout.num_rows, 24), layout, context, back, order="ascending")
+            begin_combine(rows, layout, context, order="ascending", row_grads=row_probs).finish()
+            dispatch(x, layout, context)
     now = (context.dispatch_channel.tickets, context.combine_channel.tickets)
     assert all(torch.equal(a, b) for a, b in zip(tickets, now))
-    out, grads = ops.combine(rows, layout, context, order="ascending", row_grads=row_probs)
+    out, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
     assert torch.equal(out, x * maps[rank].sum(1, keepdim=True)) and torch.equal(grads, probs)
     context.check()
 
@@ -489,14 +492,14 @@ def expert_functions(tokens_by_rank, dtype, order):
         layout = begin_layout(maps[rank], probs, 16, dtype, context).finish()
         if pairs is None:
             rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
-            y = group_linear(rows, weights, fused.layout_tiles(layout))
-            z = group_linear((torch.tanh(y) * row_probs[:, None]).to(dtype), back, fused.layout_tiles(layout))
+            y = group_linear(rows, weights, layout_tiles(layout))
+            z = group_linear((torch.tanh(y) * row_probs[:, None]).to(dtype), back, layout_tiles(layout))
             out = combine_rows(z, layout, context, order)
         else:
             ends = layout.tokens_per_expert.cumsum(0).tolist()
 
             def few(x, weights, transpose, out, experts, ends=ends, layout=layout):
-                product = group_gemm(x, weights, fused.layout_tiles(layout), transpose=transpose)
+                product = group_gemm(x, weights, layout_tiles(layout), transpose=transpose)
                 for expert in experts:
                     rows = slice(ends[expert] - int(layout.tokens_per_expert[expert]), ends[expert])
                     out[rows] = product[rows]
@@ -536,8 +539,8 @@ def uneven_columns(expert_capacity):
     x = torch.randint(-4, 5, (len(routed), 16)).float()
     probs = torch.rand(routed.shape) * routed
     layout = begin_layout(routed, probs, 16, torch.float32, context, expert_capacity=expert_capacity).finish()
-    rows, row_probs = ops.dispatch(x, layout, context)
-    out, grads = ops.combine(rows, layout, context, order="ascending", row_grads=row_probs)
+    rows, row_probs = dispatch(x, layout, context)
+    out, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
     assert torch.equal(out, x * routed.sum(1, keepdim=True)) and torch.equal(grads, probs)
     assert rows.shape[0] == layout.num_rows == int(layout.tokens_per_expert.sum()) > int(layout.expert_tokens.sum())
     context.check()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ditron_train.ep.layout import LayoutShape
+from ditron_train.ep.handle import LayoutShape
 
 
 @dataclass(frozen=True)

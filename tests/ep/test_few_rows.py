@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ditron_train.ep.few_rows import (
+from ditron_train.ep.plan import (
     MOST_ROWS,
     NEVER,
     RowProduct,
@@ -56,7 +56,7 @@ def test_no_memory_to_measure_in(monkeypatch):
     def refuses(*_, **__):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr("ditron_train.ep.few_rows.revealing_matrix", refuses)
+    monkeypatch.setattr("ditron_train.ep.plan.revealing_matrix", refuses)
     assert fewest_rows_here(RowProduct((24, 24), 1, True), torch.float32, torch.device("cpu")) == NEVER
 
 
@@ -69,8 +69,8 @@ def test_sizes_that_are_tried():
 @pytest.mark.parametrize("transpose", [True, False], ids=["forward", "dgrad"])
 def test_products_that_sum_alike(monkeypatch, transpose):
     """In the interpreter, of few sizes, of small integers: every sum is exact. Then of others than native's."""
-    monkeypatch.setattr("ditron_train.ep.few_rows.tried_rows", lambda: [1, 40])
-    monkeypatch.setattr("ditron_train.ep.few_rows.MOST_ROWS", 40)
+    monkeypatch.setattr("ditron_train.ep.plan.tried_rows", lambda: [1, 40])
+    monkeypatch.setattr("ditron_train.ep.plan.MOST_ROWS", 40)
     product, cpu = RowProduct((16, 16), 3, transpose), torch.device("cpu")
     added = []
 
@@ -81,16 +81,15 @@ def test_products_that_sum_alike(monkeypatch, transpose):
 
         return {"forward": multiply, "dgrad": multiply}
 
-    monkeypatch.setattr("ditron_train.ep.few_rows.native_products", native)
+    monkeypatch.setattr("ditron_train.ep.plan.native_products", native)
     values = torch.randint(-3, 4, (64, 64), generator=torch.Generator().manual_seed(1)).float()
     monkeypatch.setattr(
-        "ditron_train.ep.few_rows.revealing_matrix",
-        lambda shape, *_, **__: values[: shape[0], : shape[1]].contiguous(),
+        "ditron_train.ep.plan.revealing_matrix", lambda shape, *_, **__: values[: shape[0], : shape[1]].contiguous()
     )
     assert fewest_rows_here(product, torch.float32, cpu) == 1 and added == [41]
     assert fewest_rows_here(product, torch.float32, cpu) == 1 and added == [41], "asked once"
     fewest_rows_here.cache_clear()
-    monkeypatch.setattr("ditron_train.ep.few_rows.native_products", lambda *sizes: other(native(*sizes)))
+    monkeypatch.setattr("ditron_train.ep.plan.native_products", lambda *sizes: other(native(*sizes)))
 
     def other(products):
         return {name: lambda *args, one=one: one(*args) + 1 for name, one in products.items()}

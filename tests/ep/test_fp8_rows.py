@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ditron_train.cpu import interpreter
-from ditron_train.ep.fp8_rows import quantised_rows
+from ditron_train.ep.grouped_quantization import quantised_rows
 from ditron_train.runtime.errors import NotSupportedError
 
 UNTOUCHED = 7.0

@@ -14,8 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bodies_ep import compiling_alone, expert_functions, fused_forms, fused_forms_by_one_program  # noqa: E402
 
 from ditron_train.ep.context import EPContext, MoveConfig, usual_senders  # noqa: E402
-from ditron_train.ep.expert_functions import PAIRS, own_wgrad_has_native_bits, pairs_of_step  # noqa: E402
-from ditron_train.ep.few_rows import NEVER  # noqa: E402
+from ditron_train.ep.plan import (  # noqa: E402
+    NEVER,  # noqa: E402
+    PAIRS,
+    own_wgrad_has_native_bits,
+    pairs_of_step,
+)
 from tests.support.processes import run_workers  # noqa: E402
 
 

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditron_train.cpu import interpreter
-from ditron_train.ep import group_gemm as host_side
-from ditron_train.ep.group_gemm import group_gemm, group_wgrad, group_wgrad_into
-from ditron_train.ep.group_linear import group_linear
-from ditron_train.ep.row_tiles import row_tiles
+from ditron_train.ep import grouped_gemm as module
+from ditron_train.ep.dispatcher import group_linear
+from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
@@ -91,8 +90,8 @@ def test_a_last_wave_in_halves(num_programs, counts, n):
     tiles = row_tiles(torch.tensor(counts), rows)
     wide = GemmConfig(tiles.block_m, 256, 16, num_warps=4, num_stages=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_side, "num_sms", lambda device: num_programs)
-        patch.setattr(host_side, "choose_group_config", lambda *arguments: wide)
+        patch.setattr(module, "num_sms", lambda device: num_programs)
+        patch.setattr(module, "choose_group_config", lambda *arguments: wide)
         y = group_gemm(x, weights, tiles)
         dx = group_gemm(y, weights, tiles, transpose=False)
     for weight, part, y_part, dx_part in zip(weights, *(t.split(counts) for t in (x, y, dx))):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditron_train.ep.layout import HostCounts, LayoutShape
+from ditron_train.ep.handle import HostCounts, LayoutShape
 from ditron_train.runtime.errors import NotSupportedError
 from tests.ep.layout_twin import plan_on_host
 

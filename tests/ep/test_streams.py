@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
@@ -16,11 +17,14 @@ from ditron_train.ep import (
     Layout,
     PendingLayout,
     begin_layout,
+    combine,
+    dispatch,
+    dispatch_ahead,
     fewest_rows_before,
-    fused,
     get_ep_context,
-    ops,
 )
+from ditron_train.ep.combine import begin_combine
+from ditron_train.ep.gemm_combine import gemm_combine
 from tests.support.processes import run_workers
 
 _TOKENS, _HIDDEN = 6, 16
@@ -54,19 +58,19 @@ def _ops(context: EPContext, x: torch.Tensor) -> dict[str, Callable[[], object]]
     def keep(name: str, value: object) -> None:
         setattr(made, name, value)
 
-    def begin_combine() -> None:
-        made.combine = ops.begin_combine(made.rows, made.layout, context, order="ascending")
+    def begin_to_combine() -> None:
+        made.combine = begin_combine(made.rows, made.layout, context, order="ascending")
 
     return {
         "begin_layout": lambda: keep("pending", _begin(context)),
         "fewest_rows_before": lambda: fewest_rows_before(context),
-        "dispatch_ahead": lambda: ops.dispatch_ahead(x, made.pending),
+        "dispatch_ahead": lambda: dispatch_ahead(x, made.pending),
         "finish": lambda: keep("layout", made.pending.finish()),
-        "dispatch": lambda: keep("rows", ops.dispatch(x, made.layout, context)[0]),
-        "combine": lambda: ops.combine(made.rows, made.layout, context, order="ascending"),
-        "begin_combine": begin_combine,
+        "dispatch": lambda: keep("rows", dispatch(x, made.layout, context)[0]),
+        "combine": lambda: combine(made.rows, made.layout, context, order="ascending"),
+        "begin_combine": begin_to_combine,
         "finish_combine": lambda: made.combine.finish(),
-        "gemm_combine": lambda: fused.gemm_combine(made.rows, made.layout, context, weights, order="ascending"),
+        "gemm_combine": lambda: gemm_combine(made.rows, made.layout, context, weights, order="ascending"),
     }
 
 
@@ -106,15 +110,15 @@ def _sent_ahead(moves_between: int, here: bool) -> tuple[bool, bool]:
     finally:
         context._calls = kept
     for _ in range(moves_between):
-        ops.dispatch(-x, before, context)
-    ops.dispatch_ahead(x, pending)
+        dispatch(-x, before, context)
+    dispatch_ahead(x, pending)
     layout = pending.finish()
     ahead = layout.ahead is not None
     return ahead, torch.equal(_dispatched(x, layout, context), expected)
 
 
 def _dispatched(x: torch.Tensor, layout: Layout, context: EPContext) -> torch.Tensor:
-    return ops.dispatch(x, layout, context)[0]
+    return dispatch(x, layout, context)[0]
 
 
 def test_nothing_is_sent_ahead_of_a_dispatch_whose_epoch_is_not_known() -> None:
@@ -144,19 +148,19 @@ def _what_ends_with_an_error() -> list[tuple[str, int]]:
         finally:
             torch.empty = empty
 
-    ops.dispatch(x, _begin(context).finish(), context)  # there are buffers now
+    dispatch(x, _begin(context).finish(), context)  # there are buffers now
     for name in ("finish", "dispatch"):
         pending = _begin(context)
-        ops.dispatch_ahead(x, pending)
+        dispatch_ahead(x, pending)
         if name == "finish":
             seen_of(name, pending.finish)
             pending = _begin(context)
-            ops.dispatch_ahead(x, pending)
+            dispatch_ahead(x, pending)
         layout = pending.finish()
         assert layout.ahead is not None
         if name == "dispatch":
-            seen_of(name, lambda: ops.dispatch(x, layout, context))  # noqa: B023
-        ops.dispatch(x, layout, context)
+            seen_of(name, lambda: dispatch(x, layout, context))  # noqa: B023
+        dispatch(x, layout, context)
     return seen
 
 
@@ -189,20 +193,23 @@ def _refused() -> list[tuple[str, bool]]:
 
     def refused(name: str, call: Callable[[], object]) -> None:
         patches = {"fork": note(True), "join": note(False), "rejoin": note(False)}
-        with mock.patch.multiple(context, **patches), mock.patch.object(ops, "launch", refuse):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.multiple(context, **patches))
+            for op in ("dispatch", "combine"):  # the package's attributes are the functions
+                stack.enter_context(mock.patch.object(sys.modules[f"ditron_train.ep.{op}"], "launch", refuse))
             with contextlib.suppress(_Refused):
                 call()
                 raise AssertionError("it was not refused")
         seen.append((name, state.is_forked))
 
     pending = _begin(context, 1)
-    refused("dispatch_ahead", lambda: ops.dispatch_ahead(x, pending))
+    refused("dispatch_ahead", lambda: dispatch_ahead(x, pending))
     layout = pending.finish()
     rows = _dispatched(x, layout, context)
     assert torch.equal(rows, expected)
-    summed = ops.combine(rows, layout, context, order="ascending")[0]
-    refused("begin_combine", lambda: ops.begin_combine(rows, layout, context, order="ascending"))
-    assert torch.equal(ops.combine(rows, layout, context, order="ascending")[0], summed)
+    summed = combine(rows, layout, context, order="ascending")[0]
+    refused("begin_combine", lambda: begin_combine(rows, layout, context, order="ascending"))
+    assert torch.equal(combine(rows, layout, context, order="ascending")[0], summed)
     return seen
 
 

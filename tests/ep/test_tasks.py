@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_train.ep.task_kernels import complete, need, serve
+from ditron_train.ep.gemm_combine import complete, need, serve
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.symm.control import CONTROL_TIMEOUT_NS, CONTROL_WORDS
 

@@ -420,9 +420,9 @@ def _routing(kind: str, tokens: int, num_experts: int, topk: int) -> torch.Tenso
 
 def _experts(kind, tokens, sizes, dtype, order, pairs, options, stack, group) -> Prepared:
     """Dispatch, both linear layers and combine, by fused pairs or each by itself, with all gradients."""
-    from ditron_train.ep import begin_layout, combine_rows, dispatch_tokens, fused, get_ep_context
-    from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
-    from ditron_train.ep.group_linear import group_linear
+    from ditron_train.ep import begin_layout, combine_rows, dispatch_tokens, get_ep_context
+    from ditron_train.ep.dispatcher import ExpertCall, dispatch_linear, group_linear, linear_combine
+    from ditron_train.ep.gemm_combine import layout_tiles
 
     num_experts, topk, hidden, columns = sizes
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -442,9 +442,9 @@ def _experts(kind, tokens, sizes, dtype, order, pairs, options, stack, group) ->
         layout = begin_layout(routed, probs.detach(), hidden, dtype, context, **options).finish()
         if pairs is None:
             rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
-            y = group_linear(rows, ups, fused.layout_tiles(layout))
+            y = group_linear(rows, ups, layout_tiles(layout))
             h = (y.clamp(-4, 4) * row_probs[:, None]).to(dtype)
-            return combine_rows(group_linear(h, downs, fused.layout_tiles(layout)), layout, context, order)
+            return combine_rows(group_linear(h, downs, layout_tiles(layout)), layout, context, order)
         call = ExpertCall(layout, context, order, frozenset(pairs))
         y, row_probs = dispatch_linear(x, probs, ups, call)
         return linear_combine((y.clamp(-4, 4) * row_probs[:, None]).to(dtype), downs, call)
@@ -456,7 +456,8 @@ def _experts(kind, tokens, sizes, dtype, order, pairs, options, stack, group) ->
 
 def _dispatch_ahead(tokens, stack, group) -> Prepared:
     """Tokens that are sent before the layout is known, then a combine in two steps."""
-    from ditron_train.ep import begin_layout, get_ep_context, ops
+    from ditron_train.ep import begin_layout, dispatch, dispatch_ahead, get_ep_context
+    from ditron_train.ep.combine import begin_combine
 
     context, rank = get_ep_context(group, CPU, 4, 2), dist.get_rank()
     routed = _routing("random", tokens[rank], 4, 2)
@@ -465,10 +466,10 @@ def _dispatch_ahead(tokens, stack, group) -> Prepared:
 
     def call() -> Tensors:
         pending = begin_layout(routed, probs, 16, torch.float32, context)
-        ops.dispatch_ahead(x, pending)
+        dispatch_ahead(x, pending)
         layout = pending.finish()
-        rows, row_probs = ops.dispatch(x, layout, context)
-        return ops.begin_combine(rows, layout, context, order="ascending", row_grads=row_probs).finish()
+        rows, row_probs = dispatch(x, layout, context)
+        return begin_combine(rows, layout, context, order="ascending", row_grads=row_probs).finish()
 
     return dict(x=x, probs=probs, routed=routed), call
 

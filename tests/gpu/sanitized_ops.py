@@ -78,9 +78,10 @@ def _every_way(room: str, device: torch.device) -> Iterator[str]:
 
 def _fused(device: torch.device):
     """Tokens that travel ahead of the host, grouped GEMMs, and the one that combines."""
-    from ditron_train.ep import begin_layout, dispatch, dispatch_ahead, fused, get_ep_context
-    from ditron_train.ep.group_gemm import group_gemm, group_wgrad
-    from ditron_train.ep.ops import begin_combine
+    from ditron_train.ep import begin_layout, dispatch, dispatch_ahead, get_ep_context
+    from ditron_train.ep.combine import begin_combine
+    from ditron_train.ep.gemm_combine import gemm_combine, layout_tiles
+    from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad
 
     world, tokens, hidden, ffn = dist.get_world_size(), 64, 256, 128
     context = get_ep_context(dist.group.WORLD, device, 2 * world, 2)
@@ -98,9 +99,9 @@ def _fused(device: torch.device):
         dispatch_ahead(x, pending)
         layout = pending.finish()
         rows, _ = dispatch(x, layout, context)
-        tiles = fused.layout_tiles(layout)
+        tiles = layout_tiles(layout)
         y = group_gemm(rows, weights, tiles)
-        out = fused.gemm_combine(y, layout, context, back, order="descending")
+        out = gemm_combine(y, layout, context, back, order="descending")
         wgrad = group_wgrad(y, rows, tiles)
         returning = begin_combine(group_gemm(y, back, tiles), layout, context, order="descending")
         context.check()
@@ -112,7 +113,7 @@ def _fused(device: torch.device):
 def _seldom(device: torch.device):
     """What runs in few jobs: sums in two rounds, parts in turn, gathers under other work, experts' tokens by gathers,
     messages with their header on the device, the self-check beside new libraries."""
-    from ditron_train.ep import gathered
+    from ditron_train.ep import gather
     from ditron_train.gemm.configs import GemmConfig
     from ditron_train.policy import self_check
     from ditron_train.policy.all_reduce_order import SumMap
@@ -139,7 +140,7 @@ def _seldom(device: torch.device):
     in_two_rounds = Choice(GemmConfig(128, 128, 64, 8, 4), GatherPlan("copy"), rounds=2)
     parts = (torch.full((64, 32), float(rank), device=device), torch.full((16,), rank, device=device))
     heads = torch.full((8 * world, 1, 1, 64), float(rank), device=device, dtype=dtype)
-    layout = gathered.GatheredLayout(torch.arange(2 * world * 64, device=device).view(world * 64, 2) % 3 > 0, world)
+    layout = gather.GatheredLayout(torch.arange(2 * world * 64, device=device).view(world * 64, 2) % 3 > 0, world)
     partial, onto = x.new_ones(world * 64, columns), x.new_ones(64, columns)
     node_sum = _NodeSum(tp, len(partial), columns, dtype, 1)  # as of a node between two others
     tokens = torch.arange(world * 64 * 128, device=device).view(world * 64, 128).remainder(7).to(dtype)
@@ -163,10 +164,10 @@ def _seldom(device: torch.device):
         placed = tokens.new_zeros(layout.num_rows, tokens.shape[1])
         sums = torch.empty_like(tokens)
         for source in range(world):
-            gathered.place(tokens[layout.tokens_of(source)], placed, layout, source)
+            gather.place(tokens[layout.tokens_of(source)], placed, layout, source)
         for source in range(world):
             part = layout.tokens_of(source)
-            gathered.sum_to_tokens(placed, sums[part], layout, source, "descending")
+            gather.sum_to_tokens(placed, sums[part], layout, source, "descending")
         largest = torch.full((1,), float(rank), device=device)
         largest_of_ranks(largest, context=tp)
         for context in (tp, sp):
@@ -183,8 +184,7 @@ def _seldom(device: torch.device):
 
 
 def _alone() -> None:
-    from ditron_train.ep.group_gemm import group_gemm, group_wgrad
-    from ditron_train.ep.row_tiles import row_tiles
+    from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad, row_tiles
     from ditron_train.gemm import matmul_nn, matmul_nt, matmul_tn
     from ditron_train.optim import Muon
     from ditron_train.optim.products import addmm, gram, scaled_square

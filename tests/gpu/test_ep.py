@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.activations import squared_relu  # noqa: E402
 
-from ditron_train.ep.expert_functions import own_wgrad_has_native_bits  # noqa: E402
+from ditron_train.ep.plan import own_wgrad_has_native_bits  # noqa: E402
 from ditron_train.ep.spec import zipf_routing  # noqa: E402
 from ditron_train.megatron.ep.movement_spec import DispatcherPair, moe_config  # noqa: E402
 from ditron_train.tools.bench.megatron_ep import HAVE_TE, expert_parallel_world, layer_pair  # noqa: E402
@@ -504,9 +504,9 @@ def assert_equal_layers(options):
 def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused, in_any_place):
     """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by copy engines,
     or by megatron-core where places matter."""
-    from ditron_train.megatron.ep import expert_tensor as ep_tensor
+    from ditron_train.megatron.ep import gather
 
-    monkeypatch.setattr(ep_tensor, "_RANKS_IN_ANY_PLACE", in_any_place)  # of more, rows lie where native's do
+    monkeypatch.setattr(gather, "_RANKS_IN_ANY_PLACE", in_any_place)  # of more, rows lie where native's do
     monkeypatch.setenv("DITRON_POLICY", "bits")
     sizes = dict(expert_model_parallel_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
     with groups_of(**sizes):

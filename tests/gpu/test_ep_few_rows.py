@@ -8,10 +8,8 @@ import random
 import pytest
 import torch
 
-from ditron_train.ep.few_rows import MOST_ROWS, NEVER, RowProduct, fewest_rows_here
-from ditron_train.ep.group_gemm import group_gemm
-from ditron_train.ep.native_products import native_products
-from ditron_train.ep.row_tiles import row_tiles
+from ditron_train.ep.grouped_gemm import group_gemm, row_tiles
+from ditron_train.ep.plan import MOST_ROWS, NEVER, RowProduct, fewest_rows_here, native_products
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -9,9 +9,11 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 
-from ditron_train.ep import begin_layout, fused, get_ep_context, ops  # noqa: E402
-from ditron_train.ep.group_gemm import group_gemm  # noqa: E402
-from ditron_train.ep.launch import compiling  # noqa: E402
+from ditron_train.ep import begin_layout, combine, dispatch, get_ep_context  # noqa: E402
+from ditron_train.ep.combine import begin_combine  # noqa: E402
+from ditron_train.ep.context import compiling  # noqa: E402
+from ditron_train.ep.gemm_combine import gemm_combine, layout_tiles  # noqa: E402
+from ditron_train.ep.grouped_gemm import group_gemm  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,21 +41,21 @@ def routing(tokens, experts, topk, seed, popular=0.0):
 def one_form(x, layout, context, weights, back, order, form):
     """Forward and backward products and movements: "apart" one after the other, "combine" with the grouped GEMM
     and combine in one kernel."""
-    zero, tiles = order == "descending", fused.layout_tiles(layout)
-    rows, row_probs = ops.dispatch(x, layout, context, zero_probs=zero)
+    zero, tiles = order == "descending", layout_tiles(layout)
+    rows, row_probs = dispatch(x, layout, context, zero_probs=zero)
     y = group_gemm(rows, weights, tiles)
     if form == "apart":
-        out, _ = ops.combine(group_gemm(y, back, tiles), layout, context, order=order)
+        out, _ = combine(group_gemm(y, back, tiles), layout, context, order=order)
     else:
-        out = fused.gemm_combine(y, layout, context, back, order=order)
-    again, _ = ops.dispatch(out, layout, context)
+        out = gemm_combine(y, layout, context, back, order=order)
+    again, _ = dispatch(out, layout, context)
     dy = group_gemm(again, back, tiles, transpose=False)
     options = dict(order=order, row_grads=row_probs)
     drows = group_gemm(dy, weights, tiles, transpose=False)
     if form == "apart":
-        dx, grads = ops.combine(drows, layout, context, **options)
+        dx, grads = combine(drows, layout, context, **options)
     else:
-        dx, grads = ops.begin_combine(drows, layout, context, **options).finish()
+        dx, grads = begin_combine(drows, layout, context, **options).finish()
     return [rows, row_probs, y, again, dy], [out, dx, grads]
 
 
@@ -110,9 +112,9 @@ def test_replays_in_a_graph_with_other_tokens():
 
     def forward():
         layout = begin_layout(routed, probs, hidden, x.dtype, context, capacity_factor=3.0).finish()
-        rows, _ = ops.dispatch(x, layout, context)
-        y = group_gemm(rows, weights, fused.layout_tiles(layout))
-        return fused.gemm_combine(y, layout, context, back, order="ascending")
+        rows, _ = dispatch(x, layout, context)
+        y = group_gemm(rows, weights, layout_tiles(layout))
+        return gemm_combine(y, layout, context, back, order="ascending")
 
     forward()
     torch.cuda.synchronize()
@@ -135,7 +137,7 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
     """Experts of fewer than 257 rows are Transformer Engine's, the others ours, in the same kernel: out is
     that of Transformer Engine's products of all experts, and it multiplies some experts as it does among all."""
     pytest.importorskip("transformer_engine")
-    from ditron_train.ep.expert_functions import pairs_of_step
+    from ditron_train.ep.plan import pairs_of_step
     from ditron_train.megatron.ep.experts import TEGemm
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -162,7 +164,7 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
         dist.all_reduce(total)
         assert 0 < int(total) < local * world, "some experts, not all"
         assert not pairs or fewest == needed
-        rows, _ = ops.dispatch(x, layout, context)
+        rows, _ = dispatch(x, layout, context)
         gemm = TEGemm(layout.tokens_per_expert.tolist())
         y = gemm(rows, weights, True)
         z, dx = gemm(y, back, True), gemm(y, weights, False)
@@ -172,7 +174,7 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
                 part.fill_(float("nan")) if expert in few else None
             gemm.some(*args, again, few)
             assert torch.equal(again, product), (kind, step)
-        expected, _ = ops.combine(z, layout, context, order="descending")
-        seen = fused.gemm_combine(y, layout, context, back, order="descending", fewest_rows=needed, few=gemm.some)
+        expected, _ = combine(z, layout, context, order="descending")
+        seen = gemm_combine(y, layout, context, back, order="descending", fewest_rows=needed, few=gemm.some)
         assert torch.equal(expected, seen), (kind, step, len(few))
     context.check()

@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from ditron_train.ep import group_gemm as host_side
-from ditron_train.ep.group_gemm import group_gemm, group_wgrad, group_wgrad_into
-from ditron_train.ep.group_linear import group_linear
-from ditron_train.ep.row_tiles import row_tiles
+from ditron_train.ep import grouped_gemm as module
+from ditron_train.ep.dispatcher import group_linear
+from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
 from ditron_train.gemm.configs import GemmConfig
 
 pytestmark = [
@@ -55,7 +54,7 @@ def test_any_counts_are_exact_on_integers(monkeypatch, dtype, wide):
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("such tiles are for Hopper and newer")
         monkeypatch.setattr(
-            host_side, "choose_group_config", lambda *arguments: GemmConfig(128, 256, 64, num_warps=8, num_stages=4)
+            module, "choose_group_config", lambda *arguments: GemmConfig(128, 256, 64, num_warps=8, num_stages=4)
         )
     draw = random.Random(1)
     for index in range(25):

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 from test_ep import FUSED, HAVE_TE, NEEDS_TE, deterministic, normals, world  # noqa: E402, F401
 
 from ditron_train.ep.spec import moe_layer  # noqa: E402
-from ditron_train.megatron.ep import gathered_product  # noqa: E402
+from ditron_train.megatron.ep import gather  # noqa: E402
 from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS, GatheredExpertsSpec  # noqa: E402
 from ditron_train.megatron.ep.movement_spec import moe_config, repeating  # noqa: E402
 from ditron_train.policy import Place, results  # noqa: E402
@@ -34,7 +34,7 @@ def parts(monkeypatch):
         found.append(1 + len(ends))
         return [list(order[first:end]) for first, end in zip([0, *ends], [*ends, len(order)])]
 
-    monkeypatch.setattr(gathered_product, "groups_in_turn", drawn)
+    monkeypatch.setattr(gather, "groups_in_turn", drawn)
     return found
 
 

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from ditron_train.ep.group_gemm import group_gemm
-from ditron_train.ep.row_tiles import row_tiles
+from ditron_train.ep.grouped_gemm import group_gemm, row_tiles
 from ditron_train.gemm import GemmConfig, matmul_nn, matmul_nt, matmul_tn
 
 pytestmark = [

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep import EPContext, begin_layout, combine, dispatch, dispatch_ahead
-from ditron_train.ep.ops import begin_combine
+from ditron_train.ep.combine import begin_combine
 from ditron_train.pp import PipelineContext, exchange
 from ditron_train.pp.messages import FORWARD, Header
 from ditron_train.runtime.errors import NotSupportedError

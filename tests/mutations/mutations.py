@@ -408,7 +408,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "combine-adds-in-ascending-order",
         "reduction order",
-        "ditron_train/ep/return_kernels.py",
+        "ditron_train/ep/combine.py",
         "nth = SUM.TOPK - 1 - step if SUM.DESCENDING else step",
         "nth = step",
         (f"{MOVEMENT}::test_two_ranks[random-(9, 6)-e8k5-descending]",),
@@ -416,7 +416,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "combine-rounds-only-at-the-end",
         "rounding skipped",
-        "ditron_train/ep/return_kernels.py",
+        "ditron_train/ep/combine.py",
         "                    if SUM.ROUND_EACH:\n                        total = total.to(dtype).to(tl.float32)\n",
         "",
         (f"{MOVEMENT}::test_two_ranks[random-(6, 3)-e8k6-ascending_rounded]",),
@@ -425,7 +425,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rows-counted-with-own-ones",
         "missing dispatch count",
-        "ditron_train/ep/layout_kernels.py",
+        "ditron_train/ep/layout.py",
         "before = tl.sum(tl.where((ranks < rank)[:, None], counts, 0), axis=0)",
         "before = tl.sum(tl.where((ranks <= rank)[:, None], counts, 0), axis=0)",
         (f"{MOVEMENT}::test_two_ranks[random-(12, 12)-e8k2-ascending_rounded]",),
@@ -433,7 +433,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rows-without-a-probability-copied",
         "probs not applied",
-        "ditron_train/ep/kernels.py",
+        "ditron_train/ep/dispatch.py",
         "            read = held & (prob != 0.0)",
         "            read = held",
         (f"{MOVEMENT}::test_two_ranks[padded-(7, 7)-e10k1-descending]",),
@@ -441,7 +441,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "probs-without-their-dispatch",
         "probs not applied",
-        "ditron_train/ep/kernels.py",
+        "ditron_train/ep/dispatch.py",
         "            tl.store(placed.probs + row, prob.to(placed.probs.dtype.element_ty), mask=held)\n",
         "            tl.store(placed.probs + row, (prob != 0.0).to(placed.probs.dtype.element_ty), mask=held)\n",
         (f"{MOVEMENT}::test_two_ranks[random-(12, 12)-e8k2-ascending_rounded]",),
@@ -449,7 +449,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "overflow-of-rows-not-recorded",
         "error swallowed",
-        "ditron_train/ep/layout_kernels.py",
+        "ditron_train/ep/layout.py",
         "            if rows > row_capacity:\n",
         "            if slots > row_capacity:\n",
         (f"{MOVEMENT}::test_overflow_is_an_error_that_names_expert_rank_and_setting[2-32 rows for slot 0]",),
@@ -457,7 +457,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "chunks-placed-before-they-arrive",
         "dropped wait in a kernel",
-        "ditron_train/ep/kernels.py",
+        "ditron_train/ep/dispatch.py",
         "            dl.wait(flag, epoch, inbox.control, source, chunk, MOVE.TARGET)",
         "            dl.wait(flag, epoch - 1, inbox.control, source, chunk, MOVE.TARGET)",
         (f"{MOVEMENT}::test_rows_that_arrive_late_are_waited_for",),
@@ -465,7 +465,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rows-summed-before-they-return",
         "dropped wait in a kernel",
-        "ditron_train/ep/return_kernels.py",
+        "ditron_train/ep/combine.py",
         "                dl.wait(flag, epoch, inbox.control, peer, chunk, SUM.TARGET)",
         "                dl.wait(flag, epoch - 1, inbox.control, peer, chunk, SUM.TARGET)",
         (f"{MOVEMENT}::test_rows_that_arrive_late_are_waited_for",),
@@ -473,7 +473,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "expert-wgrad-transposed",
         "transposed gradient",
-        "ditron_train/ep/expert_functions.py",
+        "ditron_train/ep/dispatcher.py",
         "grads = ctx.call.weight_grads(grad_rows, h, weights)",
         "grads = ctx.call.weight_grads(h, grad_rows, weights)",
         ("tests/ep/test_fused.py::test_expert_functions_and_their_gradients",),
@@ -481,7 +481,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "expert-wgrad-reads-the-next-experts-rows",
         "mask of the last tile",
-        "ditron_train/ep/group_gemm_kernels.py",
+        "ditron_train/ep/grouped_gemm.py",
         "        valid = tl.minimum(end - k, GEMM.BLOCK_K)",
         "        valid = tl.minimum(end - first, GEMM.BLOCK_K)",
         ("tests/ep/test_group_gemm.py::test_forward_and_all_gradients_are_exact",),

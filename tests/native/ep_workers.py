@@ -161,14 +161,14 @@ def uneven_collectives():
 def sliced_layers_agree(options, tokens_by_rank, dtype, in_any_place=2):
     """``layers_agree`` where experts are split over tensor parallel ranks; of more than ``in_any_place`` rows lie as
     natively."""
-    from ditron_train.megatron.ep import expert_tensor as ep_tensor
+    from ditron_train.megatron.ep import gather as ep_gather
 
-    before, ep_tensor._RANKS_IN_ANY_PLACE = ep_tensor._RANKS_IN_ANY_PLACE, in_any_place
+    before, ep_gather._RANKS_IN_ANY_PLACE = ep_gather._RANKS_IN_ANY_PLACE, in_any_place
     try:
         with uneven_collectives():
             layers_agree(options, tokens_by_rank, dtype)
     finally:
-        ep_tensor._RANKS_IN_ANY_PLACE = before
+        ep_gather._RANKS_IN_ANY_PLACE = before
 
 
 @contextlib.contextmanager
@@ -209,11 +209,11 @@ def two_nodes():
 
 def layers_agree_over_two_nodes(options, tokens_by_rank, dtype):
     """``layers_agree`` over two nodes; how many of them the contexts know."""
-    from ditron_train.ep import rail_context
+    from ditron_train.ep import rails
 
     with two_nodes():
         layers_agree(options, tokens_by_rank, dtype)
-        return {context.num_nodes for context in rail_context._contexts.values() if context is not None}
+        return {context.num_nodes for context in rails._contexts.values() if context is not None}
 
 
 def native_over_two_nodes(function, *arguments):
@@ -538,21 +538,21 @@ def combined_schedule(num_microbatches, **options):
 
 def slices_without_room(options, tokens_by_rank):
     """``sliced_layers_agree`` where no buffer of the slices fits; how often one was asked for, and what was logged."""
-    from ditron_train.megatron.ep import expert_tensor
+    from ditron_train.megatron.ep import gather
     from ditron_train.runtime.errors import ArenaError
 
-    asked, before = [], expert_tensor.start
+    asked, before = [], gather.start
 
     def refused(rows, context, sum_dtype):
         asked.append(len(rows))
         raise ArenaError(f"no room for {len(rows)} rows")
 
-    expert_tensor.start = refused
+    gather.start = refused
     try:
         with lines_logged() as lines:
             sliced_layers_agree(options, tokens_by_rank, torch.bfloat16)
     finally:
-        expert_tensor.start = before
+        gather.start = before
     return len(asked), [line for line in lines if "ep slices" in line]
 
 
@@ -582,17 +582,17 @@ def gathered_layers_agree(options, num_tokens, dtype, steps=2):
 
 def slices_of_experts(options, tokens_by_rank):
     """``sliced_layers_agree``; how often copy engines moved slices' rows."""
-    from ditron_train.megatron.ep import expert_tensor
+    from ditron_train.megatron.ep import gather
 
-    calls, before = [], expert_tensor.scatter_rows
+    calls, before = [], gather.scatter_rows
 
     def counted(rows, call):
         calls.append(call)
         return before(rows, call)
 
-    expert_tensor.scatter_rows = counted
+    gather.scatter_rows = counted
     try:
         sliced_layers_agree(options, tokens_by_rank, torch.bfloat16)
     finally:
-        expert_tensor.scatter_rows = before
+        gather.scatter_rows = before
     return len(calls)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ditron_train.cpu.megatron_shim import megatron_on_cpu
-from ditron_train.ep.gathered import GatheredLayout
+from ditron_train.ep.gather import GatheredLayout
 from ditron_train.ep.spec import moe_layer
-from ditron_train.megatron.ep import gathered, gathered_product, gathered_spec
-from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, gather_to_rows, linear_scatter
+from ditron_train.megatron.ep import gather as ep_gather
+from ditron_train.megatron.ep import gathered_spec
+from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, gather_to_rows, linear_scatter
 from ditron_train.policy import Place, results
 from ditron_train.tp import gather
 from ditron_train.tp.context import get_tp_context
@@ -60,7 +61,7 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
 
     world, rank, dtype = dist.get_world_size(), dist.get_rank(), torch.float32
     context, experts = get_tp_context(None, torch.device("cpu")), local_experts * dist.get_world_size()
-    empty, groups_in_turn, draw = torch.empty, gathered_product.groups_in_turn, random.Random(rank)
+    empty, groups_in_turn, draw = torch.empty, ep_gather.groups_in_turn, random.Random(rank)
     equal = True
 
     def drawn_groups(order, product_us, transfer_us, lost_us):
@@ -69,7 +70,7 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
         return [list(order[first:end]) for first, end in zip([0, *ends], [*ends, world])]
 
     for turn in range(calls):
-        gathered_product.groups_in_turn = groups_in_turn if turn == 0 else drawn_groups
+        ep_gather.groups_in_turn = groups_in_turn if turn == 0 else drawn_groups
         generator = torch.Generator().manual_seed(turn)
         routed = torch.rand(world * num_tokens, experts, generator=generator) < density
         all_x, all_grads = ([_integers(num_tokens, hidden, seed=9 * turn + r + s, dtype=dtype) for r in range(world)]
@@ -101,7 +102,7 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
         pairs += list(zip([w.grad for w in first], grads[own]))
         pairs += list(zip([w.grad for w in second], grads[experts:][own]))
         equal &= all(torch.equal(one.double(), two) for one, two in pairs)
-    gathered_product.groups_in_turn = groups_in_turn
+    ep_gather.groups_in_turn = groups_in_turn
     return equal and len(asked) == (4 if fewest else 0)
 
 
@@ -115,7 +116,7 @@ def a_gather_that_nobody_consumes(where) -> bool:
     def fail(*args, **options):
         raise torch.OutOfMemoryError("no room")
 
-    owner, name = {"layout": (gathered_spec, "GatheredLayout"), "product": (gathered, "GatheredProduct")}[where]
+    owner, name = {"layout": (gathered_spec, "GatheredLayout"), "product": (ep_gather, "GatheredProduct")}[where]
     with megatron_on_cpu(), spec.surroundings(shape):
         context = spec.context(spec.sample(shape, place, 1))
         first, second = (spec.sample(shape, place, seed) for seed in (1, 2))

@@ -214,7 +214,7 @@ def rows_spec_on_cpu():
     """The trials of how rows are quantised: equal, and found out where they are not; what is not covered, and what is
     not multiplied on one of the ranks."""
     install()
-    from ditron_train.ep import fp8_rows
+    from ditron_train.ep import grouped_quantization
     from ditron_train.megatron.ep import fp8_rows_spec, te_quantise
     from ditron_train.megatron.ep.fp8_rows_spec import FP8_ROWS, Fp8RowsCall
     from ditron_train.policy.probe import same_bits
@@ -241,7 +241,7 @@ def rows_spec_on_cpu():
         pairs = [(trial.megatron, trial.fused), *trial.also]
         assert trial.host_counts and all(same_bits(native(), ours()) for native, ours in pairs)
         said[-1] = trial.words
-        with mock.patch.dict(fp8_rows._LARGEST, {one: 100.0 for one in fp8_rows._LARGEST}):
+        with mock.patch.dict(grouped_quantization._LARGEST, {one: 100.0 for one in grouped_quantization._LARGEST}):
             assert not any(same_bits(native(), ours()) for native, ours in pairs)
             with pytest.raises(NotSupportedError, match="are not multiplied: products differ"):
                 FP8_ROWS.context(call)
@@ -262,7 +262,7 @@ def rows_in_tools():
     """What ``verify --fp8`` walks: the experts' rows at a layer's four shapes, equal, and found out where they are
     not."""
     install()
-    from ditron_train.ep import fp8_rows
+    from ditron_train.ep import grouped_quantization
     from ditron_train.policy import Place, results
     from ditron_train.policy.probe import same_bits
     from ditron_train.tools.catalog import specs_of
@@ -278,7 +278,7 @@ def rows_in_tools():
         context = spec.context(call)
         native, ours = results(spec, call), results(spec, call, context)
         assert spec.why_no_row(call) is None and same_bits(native, ours) and len(native) == len(ours) > 0
-        with mock.patch.dict(fp8_rows._LARGEST, {one: 100.0 for one in fp8_rows._LARGEST}):
+        with mock.patch.dict(grouped_quantization._LARGEST, {one: 100.0 for one in grouped_quantization._LARGEST}):
             assert not same_bits(native, results(spec, call, context))
         seen.append((tuple(call.x.shape), call.kind.columns, call.width, call.kind.fp8_format))
     return seen

@@ -25,10 +25,10 @@ from gathered_workers import (  # noqa: E402
 )
 
 from ditron_train.cpu import interpreter  # noqa: E402
-from ditron_train.ep import row_tiles  # noqa: E402
-from ditron_train.ep.gathered import GatheredLayout, place, sum_to_tokens  # noqa: E402
-from ditron_train.megatron.ep import gathered_dispatcher, gathered_experts  # noqa: E402
-from ditron_train.megatron.ep.gathered import GatheredCall, given_up_on_error  # noqa: E402
+from ditron_train.ep import grouped_gemm  # noqa: E402
+from ditron_train.ep.gather import GatheredLayout, place, sum_to_tokens  # noqa: E402
+from ditron_train.megatron.ep import gathered_dispatcher  # noqa: E402
+from ditron_train.megatron.ep.gather import GatheredCall, given_up_on_error  # noqa: E402
 from ditron_train.runtime.errors import NotSupportedError  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
@@ -141,14 +141,14 @@ def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, last, dra
         groups.append(order[:number])
         order = order[number:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_tiles, "_LIST_BLOCK", 4)  # several blocks of tiles, as of many experts
+        patch.setattr(grouped_gemm, "_LIST_BLOCK", 4)  # several blocks of tiles, as of many experts
         patch.setattr(torch, "empty", lambda *size, **options: torch.full(size, 77, **options))
         found = layout.tiles_of_groups(groups, last=last, fewest_rows=fewest)
     assert len(found) == len(groups)
     covered = []
     for number, tiles in enumerate(found):
         table = tiles.tiles.tolist()
-        behind = table[4 * (table[0] + 1) :][: row_tiles._SLACK_WORDS]
+        behind = table[4 * (table[0] + 1) :][: grouped_gemm._SLACK_WORDS]
         assert not any(behind[::4]), "a loop that runs ahead finds an expert"
         for index in range(table[0]):
             expert, first, end = table[4 * (index + 1) :][:3]
@@ -171,13 +171,13 @@ def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, last, dra
 )  # fmt: skip
 def test_below_how_many_rows_products_are_native(monkeypatch, rows, fewest, expected):
     """Where experts of few rows have a quarter of all at most."""
-    monkeypatch.setattr(gathered_experts, "why_not_called", lambda experts: None)
-    monkeypatch.setattr(gathered_experts, "_fewest_rows", lambda experts, like: fewest)
+    monkeypatch.setattr(gathered_dispatcher, "why_not_called", lambda experts: None)
+    monkeypatch.setattr(gathered_dispatcher, "_fewest_rows", lambda experts, like: fewest)
     local_map = torch.stack([torch.arange(700) < have for have in rows], dim=1)
     layout = GatheredLayout(local_map, 1)
-    assert gathered_experts.fewest_rows_of_call(None, layout, torch.empty(0)) == expected
-    monkeypatch.setattr(gathered_experts, "why_not_called", lambda experts: "an adapter")
-    assert gathered_experts.fewest_rows_of_call(None, layout, torch.empty(0)) is None
+    assert gathered_dispatcher.fewest_rows_of_call(None, layout, torch.empty(0)) == expected
+    monkeypatch.setattr(gathered_dispatcher, "why_not_called", lambda experts: "an adapter")
+    assert gathered_dispatcher.fewest_rows_of_call(None, layout, torch.empty(0)) is None
 
 
 def test_gathered_experts_are_tried_in_an_evaluation_before_training():

@@ -193,16 +193,16 @@ def test_few_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
 
 def test_a_capacity_whose_products_never_have_native_bits(monkeypatch, caplog):
     """``strict`` and ``bits`` go back to exact sizes; ``fast`` and ``force`` keep it, and say so at once."""
-    from ditron_train.ep.few_rows import NEVER
-    from ditron_train.megatron.ep import capacity
+    from ditron_train.ep.plan import NEVER
+    from ditron_train.megatron.ep import dispatcher
 
     monkeypatch.setattr(logs, "_seen", {})
-    monkeypatch.setattr(capacity, "fewest_rows_of_layer", lambda *_: NEVER)
-    monkeypatch.setattr(capacity, "exchange", lambda group, mine: [mine])
+    monkeypatch.setattr(dispatcher, "fewest_rows_of_layer", lambda *_: NEVER)
+    monkeypatch.setattr(dispatcher, "exchange", lambda group, mine: [mine])
     monkeypatch.setattr("ditron_train.megatron.ep.spec.fewest_rows_before", lambda context: None)
     caplog.set_level(logging.INFO, logger="ditron_train")
     for policy, factor in (("strict", None), ("bits", None), ("fast", 2.0), ("force", 2.0)):
-        room = capacity.FixedCapacity(2.0)
+        room = dispatcher.FixedCapacity(2.0)
         with under_policy(policy):
             room.measure(None, None, None)
         room.warn(None)
@@ -214,8 +214,9 @@ def test_a_capacity_whose_products_never_have_native_bits(monkeypatch, caplog):
 
 def _limits_of_pairs():
     """Of ranks that measured differently: of fc2's forward 100 and 300 rows, of fc1's never and 1."""
-    from ditron_train.ep.few_rows import NEVER
-    from ditron_train.megatron.ep import few_rows, pair_spec
+    from ditron_train.ep import plan
+    from ditron_train.ep.plan import NEVER
+    from ditron_train.megatron.ep import pair_spec
 
     rank, asked = torch.distributed.get_rank(), []
 
@@ -223,7 +224,7 @@ def _limits_of_pairs():
         asked.append(tuple(product))
         return (100, 300)[rank] if product.weight == (16, 24) else (NEVER, 1)[rank]
 
-    few_rows.fewest_rows_here = measured
+    plan.fewest_rows_here = measured
     layers = [SimpleNamespace(weight0=torch.empty(shape)) for shape in ((48, 16), (16, 24))]
     experts = SimpleNamespace(num_local_experts=2, linear_fc1=layers[0], linear_fc2=layers[1])
     like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -239,7 +240,7 @@ def _limits_of_pairs():
 
 
 def test_ranks_agree_from_how_many_rows_on_products_are_ours():
-    from ditron_train.ep.few_rows import NEVER
+    from ditron_train.ep.plan import NEVER
 
     for found, never in run_workers(2, _limits_of_pairs):
         assert found == ({"gemm_combine", "beside_wgrad"}, 300) and never == ({"beside_wgrad"}, NEVER)

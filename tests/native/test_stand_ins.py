@@ -120,7 +120,7 @@ def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(m
 def test_our_grouped_gemm_adds_to_main_grad_as_the_layer_would(counts_microbatches, odd):
     """Three microbatches of exact sums; the first is written over what is there, where the layer counts them."""
     from ditron_train.cpu import interpreter
-    from ditron_train.ep.row_tiles import row_tiles
+    from ditron_train.ep.grouped_gemm import row_tiles
     from ditron_train.megatron.ep.experts import own_wgrad_into
     from ditron_train.runtime.device import is_interpreter
 
@@ -167,8 +167,7 @@ def test_experts_with_adapters_are_not_fused():
 def test_experts_of_few_rows_keep_their_native_product_alone(monkeypatch, rows, fewest):
     """``rows`` of this rank's two experts; None: more than a quarter of them are too few, so no pair is one kernel."""
     from ditron_train.megatron.ep import experts as ep_experts
-    from ditron_train.megatron.ep.capacity import FixedCapacity
-    from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
+    from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher, FixedCapacity
 
     def multiplied(weights, parts, out, dtype, layout, m_splits, **options):
         for weight, part, into, count in zip(weights, parts, out, m_splits):
@@ -205,8 +204,7 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     """What was decided for them stands: were it still followed, a wrapper would get tokens for rows and an ExpertCall
     for counts."""
     from ditron_train.ep import ExpertCall
-    from ditron_train.megatron.ep.capacity import FixedCapacity
-    from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
+    from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher, FixedCapacity
 
     layer, dispatcher = torch.nn.Module(), DitronMoEAlltoAllTokenDispatcher.__new__(DitronMoEAlltoAllTokenDispatcher)
     layer.experts = _experts()
@@ -246,7 +244,7 @@ def test_experts_are_fused_again_behind_a_step_with_hooks(monkeypatch, caplog):
     else, which one rank alone may have, changes nothing behind the first step."""
     from ditron_train.ep import ExpertCall
     from ditron_train.megatron.ep import dispatcher as module
-    from ditron_train.megatron.ep.capacity import FixedCapacity
+    from ditron_train.megatron.ep.dispatcher import FixedCapacity
     from ditron_train.runtime import logs
 
     layer = torch.nn.Module()
@@ -274,7 +272,7 @@ def _wrapped_on_one_rank():
     import torch.distributed as dist
 
     from ditron_train.megatron.ep import experts as ep_experts
-    from ditron_train.megatron.ep.capacity import FixedCapacity
+    from ditron_train.megatron.ep.dispatcher import FixedCapacity
 
     experts, capacity = _experts(), FixedCapacity(2.0)
     ep_experts.why_not_fused = lambda experts, device: ep_experts.why_not_called(experts)

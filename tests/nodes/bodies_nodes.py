@@ -129,7 +129,7 @@ def link_chokes(op, folder, timeout_s):
 
 def _ep_call(group, factor=1):
     """Dispatch and combine over nodes by rails; ``factor``: how many times as much is sent, as of the other calls."""
-    from ditron_train.ep import get_rail_context, rail_layout, rails
+    from ditron_train.ep import get_rail_context, rails
 
     context = get_rail_context(group, torch.device("cpu"), 8, 2)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -137,7 +137,7 @@ def _ep_call(group, factor=1):
     routed = torch.zeros(12, 8, dtype=torch.bool).scatter_(1, scores.topk(2).indices, True)
 
     def call():
-        layout = rail_layout.begin_layout(routed, scores * routed, x.shape[1], torch.float32, context).finish()
+        layout = rails.begin_layout(routed, scores * routed, x.shape[1], torch.float32, context).finish()
         rows, _ = rails.dispatch(x, layout, context)
         rails.combine(rows, layout, context, order="ascending")
 

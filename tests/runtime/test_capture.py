@@ -38,7 +38,7 @@ def test_tables_that_launches_read_are_kept_for_good():
 
 
 def test_tables_of_experts_are_kept_where_a_capture_has_met_them_else_the_last(captured, monkeypatch):
-    from ditron_train.ep import tables as module
+    from ditron_train.stream import device_tables as module
 
     monkeypatch.setattr(module, "_MOST_TABLES", 4)
     tables = module.DeviceTables(torch.int32)
@@ -54,7 +54,7 @@ def test_tables_of_experts_are_kept_where_a_capture_has_met_them_else_the_last(c
 
 
 def test_a_captured_op_of_experts_keeps_the_buffers_that_grow_later(captured):
-    from ditron_train.ep import launch as launching
+    from ditron_train.ep import context as launching
 
     channel = SimpleNamespace(
         op_name="ep", signature=lambda values: torch.zeros(1), pointers=lambda signature: signature

@@ -1,21 +1,49 @@
 """Why a dispatcher of tokens runs natively (part of feature ``ep``): by its configuration, by a call's tensors, in a
-capture, for want of a context."""
+capture, for want of a context.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 
 from ditron_train.ep import EPContext, RailContext, get_ep_context, get_rail_context
-from ditron_train.ep.launch import DTYPES
+from ditron_train.ep.context import DTYPES
 from ditron_train.megatron.compat import captures_dispatch, why_not_dispatcher
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
+
+_running = threading.local()
+_run_native = ScheduleNode._forward
+
+
+@functools.wraps(_run_native)
+def _run(self: Any, *inputs: Any) -> Any:
+    outer = in_schedule_node()
+    _running.node = True
+    try:
+        return _run_native(self, *inputs)
+    finally:
+        _running.node = outer
+
+
+def watch_schedule_nodes() -> None:
+    """From now on nodes say when they run; for good, since layers that exist outlive `restore`."""
+    ScheduleNode._forward = _run
+
+
+def in_schedule_node() -> bool:
+    """Whether the forward of a node of a schedule plan is running in this thread."""
+    return getattr(_running, "node", False)
+
 
 #: Of a dispatcher that the policy compares with ours.
 COMPARED = "it is what ours is compared with"

@@ -21,11 +21,10 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-from ditron_train.ep.expert_functions import ExpertCall, dispatch_linear, linear_combine
-from ditron_train.ep.group_gemm import group_wgrad_into
-from ditron_train.ep.row_tiles import RowTiles
+from ditron_train.ep.dispatcher import ExpertCall, dispatch_linear, linear_combine
+from ditron_train.ep.grouped_gemm import RowTiles, group_wgrad_into
 from ditron_train.megatron.compat import activate_experts, why_not_experts
-from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, given_up_on_error, linear_scatter
+from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, given_up_on_error, linear_scatter
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
 from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.module_hooks import has_hooks

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import transformer_engine_torch as tex
 
-from ditron_train.ep.few_rows import giving_memory_back
+from ditron_train.ep.plan import giving_memory_back
 from ditron_train.ep.spec import MoeSpec
 from ditron_train.megatron.ep.coverage import why_not_fp8_rows
 from ditron_train.megatron.ep.te_quantise import RowsKind, new_quantizer, quantise, why_not_quantizers

@@ -17,13 +17,11 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-from ditron_train.ep.expert_functions import MOST_FEW
-from ditron_train.ep.gathered import GatheredLayout
-from ditron_train.ep.native_products import Product, native_products
-from ditron_train.ep.orders import SumOrder, deterministic, index_add_order
+from ditron_train.ep.combine import SumOrder, deterministic, index_add_order
+from ditron_train.ep.gather import GatheredLayout
+from ditron_train.ep.plan import MOST_FEW, Product, agreed_fewest_rows, native_products, products_of
 from ditron_train.ep.spec import MoeSpec, routing_of
-from ditron_train.megatron.ep.few_rows import agreed_fewest_rows, products_of
-from ditron_train.megatron.ep.gathered import GatheredCall, gather_linear, given_up_on_error, linear_scatter, start
+from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, given_up_on_error, linear_scatter, start
 from ditron_train.megatron.ep.movement_spec import repeating
 from ditron_train.megatron.ep.spec import MovementCall, MovementSpec
 from ditron_train.policy import Cost, Function, OpSpec, Place, Shape, Trial

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder, begin_layout, dispatch
-from ditron_train.ep import expert_functions as pairs_of
-from ditron_train.ep.few_rows import NEVER, OTHER_BITS, RowProduct
-from ditron_train.ep.launch import compiling
-from ditron_train.megatron.ep.few_rows import agreed_fewest_rows, products_of
+from ditron_train.ep.context import compiling
+from ditron_train.ep.dispatcher import backward_in, forward_out
+from ditron_train.ep.plan import NEVER, OTHER_BITS, PAIRS, RowProduct, agreed_fewest_rows, pairs_of_step, products_of
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.megatron.shared.values import own_or_normal
 from ditron_train.policy import Function, OpSpec, gate
@@ -79,7 +78,7 @@ class PairSpec(OpSpec[PairCall, Any]):
         return functools.partial(call.runs.run, self.pair, frozenset({self.pair}))
 
 
-_PAIRS: dict[Pair, PairSpec] = {pair: PairSpec(pair) for pair in pairs_of.PAIRS}
+_PAIRS: dict[Pair, PairSpec] = {pair: PairSpec(pair) for pair in PAIRS}
 SPECS: Sequence[OpSpec[Any, Any]] = tuple(_PAIRS.values())
 
 
@@ -147,7 +146,7 @@ def logged_pairs_of_step(
     pairs: frozenset[Pair], expert_rows: np.ndarray | None, limit: int
 ) -> tuple[frozenset[Pair], int]:
     """``pairs_of_step``, which the log says the first time that it leaves something native."""
-    left, fewest = pairs_of.pairs_of_step(pairs, expert_rows, limit)
+    left, fewest = pairs_of_step(pairs, expert_rows, limit)
     if fewest or left != pairs:
         assert expert_rows is not None, "all pairs stay"
         few = expert_rows[(expert_rows > 0) & (expert_rows < limit)]
@@ -228,10 +227,8 @@ class _PairRuns:
             for columns in (back[0].shape[1], weights[0].shape[0])
         )
         bodies: dict[Pair, Callable[[ExpertCall], list[Any]]] = {
-            "gemm_combine": lambda call: [pairs_of.forward_out(narrow, back, call)],
-            "beside_wgrad": lambda call: list(
-                pairs_of.backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]
-            ),
+            "gemm_combine": lambda call: [forward_out(narrow, back, call)],
+            "beside_wgrad": lambda call: list(backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]),
         }
         words = (
             f"{fresh.num_tokens} tokens x {hidden}, top-{shape.topk} of {shape.num_experts}, experts "

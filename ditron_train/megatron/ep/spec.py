@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from ditron_train.ep import EPContext, fewest_rows_before
-from ditron_train.ep.few_rows import NEVER
-from ditron_train.ep.orders import deterministic
+from ditron_train.ep.combine import deterministic
+from ditron_train.ep.plan import NEVER
 from ditron_train.policy import Function, OpSpec, Trial
 from ditron_train.runtime.logs import log_once
 from ditron_train.symm.nodes import num_nodes

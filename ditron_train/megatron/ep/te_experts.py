@@ -19,11 +19,10 @@ from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from ditron_train.ep import Layout
-from ditron_train.ep.expert_functions import own_wgrad_has_native_bits
-from ditron_train.ep.fused import layout_tiles
-from ditron_train.ep.group_gemm import are_whole
-from ditron_train.ep.group_linear import group_linear
-from ditron_train.ep.row_tiles import RowTiles
+from ditron_train.ep.dispatcher import group_linear
+from ditron_train.ep.gemm_combine import layout_tiles
+from ditron_train.ep.grouped_gemm import RowTiles, are_whole
+from ditron_train.ep.plan import own_wgrad_has_native_bits
 from ditron_train.megatron.compat import why_not_grouped_layer
 from ditron_train.megatron.ep.coverage import why_not_fp8_options, why_not_fp8_recipe
 from ditron_train.megatron.ep.experts import (

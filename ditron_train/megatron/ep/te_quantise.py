@@ -22,7 +22,7 @@ import torch
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor
 
-from ditron_train.ep.fp8_rows import quantised_rows
+from ditron_train.ep.grouped_quantization import quantised_rows
 from ditron_train.megatron.shared.other_names import called, with_names
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError

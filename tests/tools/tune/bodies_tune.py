@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep import get_ep_context
-from ditron_train.ep.group_choices import choose_group_config
+from ditron_train.ep.grouped_gemm import choose_group_config
 from ditron_train.ep.spec import GroupGemmSpec
 from ditron_train.policy import OpSpec, Place, results
 from ditron_train.runtime.errors import SettingError

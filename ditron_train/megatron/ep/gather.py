@@ -19,22 +19,120 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 
-from ditron_train.ep.expert_functions import Gemm, Wgrad
-from ditron_train.ep.fused import FewProduct
-from ditron_train.ep.gathered import RowLayout, place, sum_to_tokens
-from ditron_train.ep.group_gemm import group_wgrad
-from ditron_train.ep.orders import SumOrder
-from ditron_train.megatron.ep.gathered_product import GatheredProduct
+from ditron_train.ep.combine import SumOrder
+from ditron_train.ep.dispatcher import Gemm, Wgrad
+from ditron_train.ep.gather import RowLayout, SlicedLayout, place, sum_to_tokens
+from ditron_train.ep.gemm_combine import FewProduct
+from ditron_train.ep.grouped_gemm import GemmOperands, RowTiles, block_rows, gemm_operands, group_wgrad, multiply
+from ditron_train.policy import log_native
 from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.errors import ArenaError, NotSupportedError
+from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.tp.context import TPContext
+from ditron_train.runtime.profiles import known_rates
+from ditron_train.schedule import arrival_order, chunk_order, groups_in_turn
+from ditron_train.tp.context import TPContext, get_tp_context
 from ditron_train.tp.gather import PendingGather, start_all_gather
 from ditron_train.tp.reduce_scatter import reduce_scatter_rows, reserve_reduce_scatter
+
+
+@lru_cache(maxsize=256)
+def _order(rank: int, world_size: int, comes: bool) -> tuple[int, ...]:
+    """Ranks as their rows come; as sums of theirs leave, the last one first."""
+    if comes:
+        return tuple(arrival_order(rank, world_size).tolist())
+    return (rank, *chunk_order(rank, world_size, "sum_push")[::-1].tolist())
+
+
+class GatheredProduct:
+    """A grouped GEMM of the rows of all sources in parts: those of one or several sources at a time.
+
+    What the device does first, placing rows, needs nothing of it: so all is made at the first part.
+
+    Args:
+        rows: [num_rows, K], written as they come.
+        weights: Of each expert.
+        layout: Of the rows.
+        context: Of the group of all ranks that hold experts.
+        transpose: As of ``group_gemm``.
+        travels: What a source's transfer moves: features of a token, and their type.
+        comes: Whether rows come, so that a part is multiplied behind the last source that has rows in it; else sums of
+            them leave, and it is multiplied before the first.
+        few: Who multiplies experts of few rows; None: all are ours.
+        fewest_rows: Of experts that are not few.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        layout: RowLayout,
+        context: TPContext,
+        *,
+        transpose: bool,
+        travels: tuple[int, torch.dtype],
+        comes: bool,
+        few: FewProduct | None = None,
+        fewest_rows: int = 0,
+    ) -> None:
+        self._rows, self._weights, self._layout, self._context = rows, weights, layout, context
+        self._transpose, self._travels, self._comes = transpose, travels, comes
+        self._few, self._fewest_rows = few, 0 if few is None else fewest_rows
+        order = _order(context.rank, context.world_size, comes)
+        self._turns = iter(order if comes else order[::-1])
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        """Sources whose rows are multiplied together, in the order of their parts."""
+        layout, (features, dtype) = self._layout, self._travels
+        rates = known_rates(self._context.machine)
+        transfer_us = layout.num_tokens * features * dtype.itemsize / (1e3 * rates.link_gbps)
+        row_us = 2 * self._weights[0].numel() / (1e6 * rates.gemm_tflops)
+        # Where a group's rows begin and end, half a tile of an expert is another group's on average.
+        lost_us = row_us * layout.num_experts * block_rows(self._rows.device)
+        order = _order(self._context.rank, self._context.world_size, self._comes)
+        groups = groups_in_turn(order, row_us * layout.num_rows / layout.world_size, transfer_us, lost_us)
+        return groups if self._comes else [group[::-1] for group in reversed(groups)]  # the same backward in time
+
+    @cached_property
+    def _parts(self) -> dict[int, RowTiles]:
+        """By the source behind whose rows, or before whose sums, a part is due."""
+        tiles = self._layout.tiles_of_groups(self._groups, last=self._comes, fewest_rows=self._fewest_rows)
+        return {group[-1 if self._comes else 0]: part for group, part in zip(self._groups, tiles, strict=True)}
+
+    @cached_property
+    def _operands(self) -> GemmOperands:
+        any_part = next(iter(self._parts.values()))
+        return gemm_operands("group_gemm", self._rows, self._weights, any_part, transpose=self._transpose)
+
+    @property
+    def result(self) -> torch.Tensor:
+        """[num_rows, N], which parts are written to."""
+        return self._operands.y
+
+    def compute(self, source: int) -> None:
+        """The part that is due behind the rows of this source, or before its sums, if one is."""
+        assert next(self._turns) == source, "parts are due in the order in which rows travel"
+        operands, part = self._operands, self._parts.get(source)
+        if part is not None:
+            multiply(operands, part)
+
+    def compute_few(self) -> None:
+        """The experts of few rows, of all sources."""
+        experts = self._layout.experts_below(self._fewest_rows)
+        if experts and self._few is not None:
+            self._few(self._rows, self._weights, self._transpose, self.result, experts)
 
 
 @dataclass
@@ -286,3 +384,125 @@ def linear_scatter(h: torch.Tensor, weights: Sequence[torch.Tensor], call: Gathe
     """The experts' second linear layer ([hidden, K] each) of ``h`` [num_rows, K] with ``scatter_rows``."""
     _check("linear_scatter", h, call.layout.num_rows, weights, call)
     return _LinearScatter.apply(h, call, *weights)
+
+
+#: A sum of two is the same in either order. Of more ranks NCCL may add in an order that depends on where in the buffer
+#: a row lies.
+_RANKS_IN_ANY_PLACE = 2
+#: Why rows of that width and these types, of a group's slices, are left to megatron-core for good. All its ranks met
+#: it alike; to ask again would cost each forward exchanges between hosts, and the buffer that was to grow.
+_refused: GroupCache[tuple[dist.ProcessGroup, torch.device, int, torch.dtype, torch.dtype], str] = GroupCache()
+
+
+def all_true(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``flag`` is true on every rank of ``group`` (collective)."""
+    least = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return bool(least.item())
+
+
+def exchange_counts(
+    sources: torch.Tensor | None, shape: tuple[int, int], group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor | None:
+    """The rows of every tensor parallel rank by source rank and local expert (collective, with a host sync).
+
+    Args:
+        sources: ``[source ranks, num_local_experts]`` rows of this rank, or None where it has no room for them.
+        shape: Of ``sources``.
+        group: Over which the experts are split.
+        device: Of the group's messages.
+
+    Returns:
+        int64 ``[ranks, *shape]`` on the CPU, or None on every rank if any had none to tell.
+    """
+    mine = torch.full(shape, -1, device=device) if sources is None else sources
+    told = [torch.empty(shape, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, mine.to(device, torch.int64).contiguous(), group=group)
+    counts = torch.stack(told).cpu()
+    return None if bool((counts < 0).any()) else counts
+
+
+def _padded(rows: torch.Tensor, room: int) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, room - len(rows)))
+
+
+class ExpertSlices:
+    """Gathers the rows of one step over the tensor parallel group, and returns the experts' results.
+
+    Of two ranks rows travel by copy engines, each placed once it is there, and results leave rank by rank.
+
+    Args:
+        counts: int64 ``[ranks, source ranks, num_local_experts]`` on the CPU, of ``exchange_counts``.
+        group: Over which the experts are split.
+        fused: Whether ``moe_permute_fusion`` is on; rows then change places on the device.
+        device: Of the rows.
+    """
+
+    def __init__(self, counts: torch.Tensor, group: dist.ProcessGroup, *, fused: bool, device: torch.device) -> None:
+        self._group, self._fused, self._device = group, fused, device
+        self._rows_of_ranks = counts.sum((1, 2)).tolist()
+        self.tokens_per_expert = counts.sum((0, 1))
+        mine = counts[dist.get_rank(group)].T  # [expert, source rank]
+        self._mine = mine if len(counts) > _RANKS_IN_ANY_PLACE and 1 not in mine.shape else None
+        self._chunks = counts if self._mine is not None else counts.sum(1, keepdim=True)
+        self._call: GatheredCall | None = None
+
+    def _begin(self, rows: torch.Tensor, sum_dtype: torch.dtype) -> GatheredCall | None:
+        """The rows on their way, or None where megatron-core moves them; the same on every rank of the group."""
+        of_experts = self._chunks.sum(1)
+        kind = (self._group, self._device, rows.shape[1], rows.dtype, sum_dtype)
+        if len(of_experts) > _RANKS_IN_ANY_PLACE or int(of_experts.sum()) == 0 or kind in _refused:
+            return None
+        try:
+            context = get_tp_context(self._group, self._device)
+            layout = SlicedLayout(of_experts, self._device)
+            started = start(_padded(rows.detach(), layout.num_tokens), context, sum_dtype)
+        except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
+            _refused[kind] = str(error)
+            log_native("ep slices", _refused[kind])
+            return None
+        return GatheredCall(layout, context, "ascending", sum_dtype, started)
+
+    def _move(
+        self, rows: torch.Tensor, sizes: torch.Tensor, order: tuple[int, ...], probs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Chunks of ``sizes``, an array of them, in the order of that array with its axes permuted."""
+        numbers = torch.arange(sizes.numel(), device=sizes.device).view(sizes.shape).permute(order).ravel()
+        if self._fused:
+            sizes, numbers = sizes.to(self._device), numbers.to(self._device)
+        return sort_chunks_by_idxs(rows, sizes.ravel(), numbers, probs=probs, fused=self._fused)
+
+    def gather(self, rows: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows ``[this rank's, hidden]`` in [expert, source rank, token] order and their ``probs`` become those of the
+        whole group in [expert, tensor parallel rank, source rank, token] order."""
+        call = self._call = self._begin(rows, probs.dtype)
+        if call is not None:
+            with given_up_on_error(call.take_started):
+                probs = gather_from_sequence_parallel_region(
+                    probs, group=self._group, output_split_sizes=self._rows_of_ranks
+                )
+                if len(self.tokens_per_expert) > 1:
+                    probs = self._move(probs[:, None], self._chunks, (2, 0, 1))[0][:, 0]
+                return gather_to_rows(_padded(rows, call.layout.num_tokens), call), probs
+        if self._mine is not None:
+            rows, probs = self._move(rows, self._mine, (1, 0), probs)
+        rows, probs = (
+            gather_from_sequence_parallel_region(part, group=self._group, output_split_sizes=self._rows_of_ranks)
+            for part in (rows, probs)
+        )
+        if len(self.tokens_per_expert) == 1:
+            return rows, probs
+        return self._move(rows, self._chunks, (2, 0, 1), probs)
+
+    def scatter(self, rows: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
+        """The experts' partial results in the order of ``gather`` become this rank's rows, added up in
+        ``sum_dtype``."""
+        call, self._call = self._call, None
+        if call is not None:
+            return scatter_rows(rows, call)[: self._rows_of_ranks[dist.get_rank(self._group)]]
+        if len(self.tokens_per_expert) > 1:
+            rows, _ = self._move(rows, self._chunks.permute(2, 0, 1), (1, 2, 0))
+        summed = reduce_scatter_to_sequence_parallel_region(
+            rows.to(sum_dtype), group=self._group, input_split_sizes=self._rows_of_ranks
+        ).to(rows.dtype)
+        return summed if self._mine is None else self._move(summed, self._mine.T, (1, 0))[0]

@@ -1,67 +1,121 @@
-"""Autograd functions of the experts' two linear layers with the movement at their outer side.
+"""Autograd functions of dispatch and combine, each of which is the other's backward: alone, or with the experts' two
+linear layers inside.
+
+    rows[row(t, e)] = x[t]                      dx[t] = sum over e of drows[row(t, e)]
+    row_probs[row(t, e)] = probs[t, e]          dprobs[t, e] = drow_probs[row(t, e)], 0 where not routed
+    out[t] = sum over e of y[row(t, e)]         dy[row(t, e)] = dout[t]
 
     rows = dispatch(x)             dx  = combine(drows), drows = dy W1[e]
     y    = rows W1[e].T            dW1[e] = dy.T rows over the expert's rows
     z    = h W2[e].T               dh  = drows2 W2[e], drows2 = dispatch(dout)
     out  = combine(z)              dW2[e] = drows2.T h
 
-In forward fc2's GEMM and the combine are one kernel (``fused``) or two, as ``ExpertCall.fused`` says; bits are the
-same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can send its rows
-beside dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up behind it: it
-depends on the same dgrad, and nothing waits for dW1. Times: docs/measurements/ep.md.
+In forward fc2's GEMM and the combine are one kernel (``gemm_combine``) or two, as ``ExpertCall.fused`` says; bits
+are the same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can send its
+rows concurrently with dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up after
+it: it depends on the same dgrad, and nothing waits for dW1. Times: docs/measurements/ep.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple, Union
 
-import numpy as np
 import torch
 
-from ditron_train.ep import fused, ops
+from ditron_train.ep import rails
+from ditron_train.ep.combine import SumOrder, begin_combine, combine
 from ditron_train.ep.context import EPContext
-from ditron_train.ep.fused import FewProduct
-from ditron_train.ep.group_gemm import group_gemm, group_wgrad
-from ditron_train.ep.layout import Layout
-from ditron_train.ep.orders import SumOrder
-from ditron_train.ep.row_tiles import RowTiles
+from ditron_train.ep.dispatch import dispatch
+from ditron_train.ep.gemm_combine import FewProduct, gemm_combine, layout_tiles
+from ditron_train.ep.grouped_gemm import RowTiles, group_gemm, group_wgrad
+from ditron_train.ep.handle import Layout
+from ditron_train.ep.plan import PAIRS, Pair
+from ditron_train.ep.rails import RailContext, RailLayout
 from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.outside_compile import outside_compile
 
-#: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine beside dW1.
-Pair = Literal["gemm_combine", "beside_wgrad"]
-PAIRS: tuple[Pair, ...] = ("gemm_combine", "beside_wgrad")
-
-# Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
-_WAVE_TILES = 132
-#: Part of all rows that may belong to such experts: their products stand in front of the kernel, where nothing is
-#: returned yet.
-MOST_FEW = 0.25
+AnyLayout = Union[Layout, RailLayout]
+AnyContext = Union[EPContext, RailContext]
 
 
-def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest: int) -> tuple[frozenset[Pair], int]:
-    """The pairs of a step, and below how many rows an expert is multiplied natively in ``gemm_combine`` (0: none is):
-    at all ranks alike.
+class _Movement(NamedTuple):
+    dispatch: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    combine: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+_PEER_MEMORY, _RAILS = _Movement(dispatch, combine), _Movement(rails.dispatch, rails.combine)
+
+
+def _mover(layout: AnyLayout) -> _Movement:
+    """What moves the tokens of a layout: inside one node, or over several."""
+    return _RAILS if isinstance(layout, RailLayout) else _PEER_MEMORY
+
+
+@outside_compile
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder
+    ):
+        ctx.layout, ctx.context, ctx.order = layout, context, order
+        ctx.probs_dtype = probs.dtype
+        rows, row_probs = _mover(layout).dispatch(
+            x, layout, context, probs_dtype=probs.dtype, zero_probs=order == "descending"
+        )
+        return rows, row_probs
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor):
+        refuse_second_derivatives("dispatch")
+        grad_x, grad_probs = _mover(ctx.layout).combine(
+            grad_rows,
+            ctx.layout,
+            ctx.context,
+            order=ctx.order,
+            row_grads=grad_row_probs if ctx.needs_input_grad[1] else None,
+            probs_dtype=ctx.probs_dtype,
+        )
+        return grad_x, grad_probs, None, None, None
+
+
+@outside_compile
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder) -> torch.Tensor:
+        ctx.layout, ctx.context = layout, context
+        return _mover(layout).combine(y, layout, context, order=order)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor):
+        refuse_second_derivatives("combine")
+        return _mover(ctx.layout).dispatch(grad_out, ctx.layout, ctx.context)[0], None, None, None
+
+
+@outside_compile
+def dispatch_tokens(
+    x: torch.Tensor, probs: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Differentiable ``dispatch`` of a fresh layout.
 
     Args:
-        pairs: That were chosen for the layer.
-        expert_rows: Of each expert of any rank; None where the host does not know (a fixed capacity): all pairs stay,
-            and the user is warned afterwards.
-        fewest: Rows that an expert must have for our GEMM to add up as native's does (``few_rows``).
+        x: [num_tokens, hidden].
+        probs: [num_tokens, num_experts], as given to ``begin_layout``.
+        layout: Not dispatched yet.
+        context: Of the group.
+        order: Which native permutation is in force; decides how gradients of a token are added up.
+
+    Returns:
+        rows [num_rows, hidden] and their probabilities [num_rows] (type of ``probs``).
     """
-    if expert_rows is None or "gemm_combine" not in pairs:
-        return pairs, 0
-    few = expert_rows[expert_rows < fewest]
-    if few.sum() > MOST_FEW * expert_rows.sum():
-        return pairs - {"gemm_combine"}, 0
-    return pairs, fewest if few.any() else 0
+    return _Dispatch.apply(x, probs, layout, context, order)
 
 
-def own_wgrad_has_native_bits(rows: int, columns: int) -> bool:
-    """Whether our gradient of a weight ``[rows, columns]`` adds up as native's does, whatever an expert's rows."""
-    return -(-rows // 128) * -(-columns // 256) >= _WAVE_TILES
+@outside_compile
+def combine_rows(y: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder) -> torch.Tensor:
+    """Differentiable ``combine``: y [num_rows, hidden] to [num_tokens, hidden]."""
+    return _Combine.apply(y, layout, context, order)
 
 
 #: (rows, weights, transpose) -> rows @ weights[e].T, or rows @ weights[e] where not ``transpose``.
@@ -102,7 +156,7 @@ class ExpertCall:
         """The grouped GEMM alone."""
         if self.gemm is not None:
             return self.gemm(rows, weights, transpose)
-        return group_gemm(rows, weights, fused.layout_tiles(self.layout), transpose=transpose)
+        return group_gemm(rows, weights, layout_tiles(self.layout), transpose=transpose)
 
     def weight_grads(
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor], *, spare_sms: int = 0
@@ -110,7 +164,7 @@ class ExpertCall:
         """The weight gradients; our GEMM leaves ``spare_sms`` to others."""
         if self.wgrad is not None:
             return self.wgrad(grad, rows, weights)
-        tiles = fused.layout_tiles(self.layout)
+        tiles = layout_tiles(self.layout)
         if self.into is not None:
             return self.into(grad, rows, tiles, spare_sms)
         return group_wgrad(grad, rows, tiles, spare_sms=spare_sms).unbind(0)
@@ -121,7 +175,7 @@ def forward_in(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """y, rows and row_probs of ``dispatch_linear``, without autograd."""
     zero_probs = call.order == "descending"
-    rows, row_probs = ops.dispatch(x, call.layout, call.context, probs_dtype=probs_dtype, zero_probs=zero_probs)
+    rows, row_probs = dispatch(x, call.layout, call.context, probs_dtype=probs_dtype, zero_probs=zero_probs)
     return call.product(rows, weights, True), rows, row_probs
 
 
@@ -137,30 +191,30 @@ def backward_in(
     """dx, dprobs and the weights' gradients of ``dispatch_linear``."""
     options: dict[str, Any] = dict(order=call.order, row_grads=row_grads, probs_dtype=probs_dtype)
     if with_wgrad and "beside_wgrad" in call.fused:
-        pending = ops.begin_combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
+        pending = begin_combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
         try:
             weight_grads = call.weight_grads(grad_y, rows, weights, spare_sms=call.context.senders_beside)
         finally:
             grads = pending.finish()  # in any case: the side stream must not outlive its tensors
         return (*grads, weight_grads)
-    grads = ops.combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
+    grads = combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
     return (*grads, call.weight_grads(grad_y, rows, weights) if with_wgrad else [None] * len(weights))
 
 
 def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
     """out of ``linear_combine``, without autograd."""
     if "gemm_combine" in call.fused:
-        return fused.gemm_combine(
+        return gemm_combine(
             h, call.layout, call.context, weights, order=call.order, fewest_rows=call.fewest_rows, few=call.few
         )
-    return ops.combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
+    return combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
 
 
 def backward_out(
     grad_out: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dh and the dispatched gradient rows of ``linear_combine``."""
-    rows, _ = ops.dispatch(grad_out, call.layout, call.context)
+    rows, _ = dispatch(grad_out, call.layout, call.context)
     return call.product(rows, weights, False), rows
 
 
@@ -225,3 +279,41 @@ def linear_combine(h: torch.Tensor, weights: Sequence[torch.Tensor], call: Exper
     """h [num_rows, K] through the experts' second linear layer ([hidden, K] each) and back to tokens [num_tokens,
     hidden]."""
     return _LinearCombine.apply(h, call, *weights)
+
+
+#: Where the gradients of weights go: (grad of the output rows, input rows, their tiles) -> gradient of each weight, or
+#: None where it has gone elsewhere.
+GroupWgrad = Callable[[torch.Tensor, torch.Tensor, RowTiles], Sequence["torch.Tensor | None"]]
+
+
+@outside_compile
+class _GroupLinear(torch.autograd.Function):
+    """y = x W[e].T; dx = dy W[e]; dW[e] = dy.T x over the expert's rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, tiles: RowTiles, wgrad: GroupWgrad | None, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows_to_save(x, weights), *weights)
+        ctx.tiles, ctx.wgrad = tiles, wgrad
+        return group_gemm(x, weights, tiles)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("group_linear")
+        x, *weights = ctx.saved_tensors
+        dx = group_gemm(grad, weights, ctx.tiles, transpose=False) if ctx.needs_input_grad[0] else None
+        dw: Sequence[torch.Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[3:]):
+            own = ctx.wgrad is None
+            dw = group_wgrad(grad, x, ctx.tiles).unbind(0) if own else ctx.wgrad(grad, x, ctx.tiles)
+        return (dx, None, None, *dw)
+
+
+@outside_compile
+def group_linear(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles, wgrad: GroupWgrad | None = None
+) -> torch.Tensor:
+    """Differentiable ``group_gemm`` forward: x [num_rows, K] times each expert's [N, K] transposed; ``wgrad`` takes
+    the place of ``group_wgrad``."""
+    return _GroupLinear.apply(x, tiles, wgrad, *weights)

@@ -1,6 +1,14 @@
-"""Kernels that move tokens to the experts: ``push_tokens``, or its halves ``push_ahead`` and ``place_arrived``.
+"""Dispatch: tokens to their experts. The kernel ``push_tokens``, or its halves ``push_ahead`` and ``place_arrived``,
+and their host side.
 
-As in ``return_kernels``, one launch has two roles. Programs below ``NUM_SENDERS`` push over the links; the others,
+    # equivalent, with the native order [local expert, source rank, token] of rows
+    rows = all_to_all(x[token_of_row], input_split_sizes, output_split_sizes)
+    rows = rows[by_expert_then_source]
+
+    senders:    wait for start signals -> push slots and entries of chunk 0, 1, ... to every rank, flag each chunk
+    receivers:                            wait for a chunk's flag -> copy each slot to its rows, probabilities too
+
+As in ``combine``, one launch has two roles. Programs below ``NUM_SENDERS`` push over the links; the others,
 which start beside them, work on what has arrived, chunk by chunk. Senders have the lower program ids, so they are
 placed first, and wait for nobody but start signals. In the interpreter one program plays both roles (``SHARED``): it
 sends everything, then receives.
@@ -11,11 +19,54 @@ that came from a peer are bounded before they are used, so that a call that fail
 Time is that of the links, the start and the last chunk: docs/measurements/ep.md.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
-from ditron_train.ep.arguments import Inbox
+from ditron_train.ep.context import EPContext, Kind, TokenBuffers, check_tokens, launch, move_tile, pointers
+from ditron_train.ep.handle import Layout
+from ditron_train.ep.layout import PendingLayout, SentAhead
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.outside_compile import outside_compile
+
+
+class Placed(NamedTuple):
+    """Rows of this rank's experts, their probabilities, and what is kept of the entries, by arrival and by row."""
+
+    rows: torch.Tensor
+    probs: torch.Tensor
+    entries: torch.Tensor
+    origins: torch.Tensor
+
+
+class Inbox(NamedTuple):
+    """What a rank's receivers read: where each chunk's entries begin, slots, entries, flags."""
+
+    recv_offsets: torch.Tensor
+    tokens: torch.Tensor
+    entries: torch.Tensor
+    signals: torch.Tensor
+    control: torch.Tensor
+
+
+class MoveSizes(NamedTuple):
+    """Constants of the kernels that move tokens to the experts."""
+
+    WITH_ENTRIES: bool
+    ZERO_PROBS: bool
+    WORLD_SIZE: int
+    RANKS: int
+    NUM_CHUNKS: int
+    ROWS: int
+    BLOCK_H: int
+    TARGET: str
+    NUM_SENDERS: int
+    SHARED: bool = False
 
 
 @triton.jit
@@ -212,3 +263,150 @@ def place_arrived(x, placed, inbox, limits, num_tokens, hidden, MOVE: tl.constex
     rank = dl.rank(inbox.control)
     epoch = tl.load(limits + 4)
     _place_chunks(program, num_programs, x, placed, inbox, rank, epoch, limits, num_tokens, hidden, MOVE)
+
+
+def move_sizes(
+    context: EPContext, hidden: int, elements: int, *, with_entries: bool = True, zero_probs: bool = False
+) -> MoveSizes:
+    """Constants of a kernel that moves tokens of ``hidden`` elements, about ``elements`` at a time."""
+    shape, (rows, columns) = context.shape, move_tile(hidden, elements)
+    is_shared = context.target == "interpreter"
+    return MoveSizes(
+        with_entries,
+        zero_probs,
+        shape.world_size,
+        shape.ranks,
+        shape.num_chunks,
+        rows,
+        columns,
+        context.target,
+        context.senders("dispatch", hidden),
+        is_shared,
+    )
+
+
+@outside_compile
+def dispatch(
+    x: torch.Tensor,
+    layout: Layout,
+    context: EPContext,
+    *,
+    probs_dtype: torch.dtype = torch.float32,
+    zero_probs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sends tokens to their experts: each once to a rank, fanned out there.
+
+    Args:
+        x: [num_tokens, hidden].
+        layout: Of the routing; the first dispatch of a layout carries the probabilities, later ones only rows.
+        context: Of the group.
+        probs_dtype: Type of the returned probabilities.
+        zero_probs: Whether rows of probability 0 are zero (the fused native permutation writes them so).
+
+    Returns:
+        rows [num_rows, hidden] by local expert, source rank, token; their probabilities [num_rows], or None where it
+        is not the layout's first dispatch.
+
+    Raises:
+        NotSupportedError: Shape, type or device does not fit.
+        PeerTimeoutError, MismatchError: Of an earlier call.
+    """
+    try:
+        return _dispatch(x, layout, context, probs_dtype, zero_probs)
+    except BaseException:  # no memory for the rows, say: the side stream must not outlive what it sends ahead
+        context.rejoin()
+        raise
+
+
+def _dispatch(
+    x: torch.Tensor, layout: Layout, context: EPContext, probs_dtype: torch.dtype, zero_probs: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_tokens("dispatch", x, context)
+    if x.shape[0] != layout.num_tokens:
+        raise NotSupportedError(f"dispatch: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
+    channel, tables = context.dispatch_channel, layout.tables
+    context.enter_move(channel, layout)
+    hidden, first = x.shape[1], layout.send_list is not None
+    x = x.contiguous()
+    out = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)
+    out_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
+    buffers = context.token_buffers(layout.slot_capacity, layout.entry_capacity, hidden, x.dtype)
+    placed = Placed(out, out_probs, layout.entries, layout.origins)
+    if layout.ahead is not None:
+        assert layout.ahead.data_ptr() == x.data_ptr() and layout.ahead.shape == x.shape, (
+            "other tokens were sent ahead"
+        )
+        _place_ahead(x, layout, context, placed, buffers, zero_probs=zero_probs)
+    else:
+        kind = Kind.DISPATCH if first else Kind.DISPATCH_GRAD
+        sizes = move_sizes(context, hidden, context.move.push_elements, with_entries=first, zero_probs=zero_probs)
+        given = pointers(context, channel, hidden, x.dtype, kind)
+        sizes_of_call = (layout.num_tokens, layout.chunk_tokens, hidden)
+        launch(
+            context,
+            push_tokens,
+            context.move.num_programs,
+            {"MOVE": sizes},
+            context.move.num_warps,
+            x.dtype,
+            probs_dtype,
+        )(x, placed, layout.destinations, tables.recv_offsets, buffers, given, tables.limits, *sizes_of_call)
+    layout.send_list = layout.ahead = None
+    return out, out_probs if first else None
+
+
+def _place_ahead(
+    x: torch.Tensor, layout: Layout, context: EPContext, placed: Placed, buffers: TokenBuffers, *, zero_probs: bool
+) -> None:
+    """Moves tokens that were sent ahead, and those of this rank, to their rows; the senders still run beside it."""
+    channel, tables, hidden, move = context.dispatch_channel, layout.tables, x.shape[1], context.move
+    sizes = move_sizes(context, hidden, move.push_elements, zero_probs=zero_probs)
+    inbox = Inbox(tables.recv_offsets, buffers.tokens, buffers.entries, channel.signals.local, channel.control)
+    num_programs, dtypes = max(move.num_programs - sizes.NUM_SENDERS, 1), (x.dtype, placed.probs.dtype)
+    launch(context, place_arrived, num_programs, {"MOVE": sizes}, move.num_warps, *dtypes)(
+        x, placed, inbox, tables.limits, layout.num_tokens, hidden
+    )
+    context.rejoin()
+
+
+@outside_compile
+def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
+    """Sends the tokens of a layout before the host knows its sizes, on the side stream; ``dispatch`` then only places
+    them.
+
+    They travel while the host waits for the counts and prepares what follows (docs/measurements/ep.md). Where
+    the buffers turn out too small nothing is sent, and ``dispatch`` does it all. So it does where rows were moved
+    since ``begin_layout``, or last on another stream: the layout may hold another epoch than that of the next
+    dispatch. The layout must be finished, and dispatched with the same `x`, before any other op of the context.
+
+    Args:
+        x: [num_tokens, hidden] of the routing; nothing happens unless it is contiguous, or before the buffers exist.
+        pending: With exact sizes.
+
+    Raises:
+        NotSupportedError: As ``dispatch``.
+        PeerTimeoutError, MismatchError: Of an earlier call.
+    """
+    context, tables = pending.context, pending.tables
+    check_tokens("dispatch_ahead", x, context)
+    if x.shape != (pending.num_tokens, pending.hidden) or x.dtype != pending.dtype:
+        raise NotSupportedError(f"dispatch_ahead: {x.dtype} {tuple(x.shape)} are not the layout's tokens")
+    slot_room, entry_room = context.room_now(pending.hidden, x.dtype)
+    if pending.room is not None or not x.is_contiguous() or not slot_room or not entry_room:
+        return
+    if pending.moves_before != context.num_moves:
+        return
+    channel, move, hidden = context.dispatch_channel, context.move, pending.hidden
+    context.enter_move(channel)
+    buffers = context.token_buffers(slot_room, entry_room, hidden, x.dtype)
+    sizes = move_sizes(context, hidden, move.push_elements)
+    given = pointers(context, channel, hidden, x.dtype, Kind.DISPATCH)
+    sizes_of_call = (pending.num_tokens, pending.chunk_tokens, hidden, slot_room, entry_room)
+    push = launch(context, push_ahead, sizes.NUM_SENDERS, {"MOVE": sizes}, move.num_warps, x.dtype)
+    stream = context.fork()
+    try:
+        push(x, pending.destinations, buffers, given, tables.limits, *sizes_of_call, stream=stream)
+    except BaseException:  # no memory, a kernel that does not compile
+        context.join()
+        raise
+    pending.ahead = SentAhead(x, slot_room, entry_room)

@@ -1,4 +1,5 @@
-"""From how many rows on an expert's product adds up as native's does, measured.
+"""What a layer of experts runs: pairs of a movement and a GEMM that are fused, the experts' native products, and the
+minimum rows of an expert from which on our products add up as the native ones do, measured.
 
 cuBLAS splits the sum of a product of few tiles over several programs, and then adds up in another order than our
 kernels. From how many rows on it no longer does depends on the shape: sums of 28672 terms into 4096 columns were seen
@@ -12,15 +13,107 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from ditron_train.ep.group_gemm import group_gemm
-from ditron_train.ep.native_products import native_products
-from ditron_train.ep.row_tiles import row_tiles
+from ditron_train.ep.grouped_gemm import group_gemm, row_tiles
 from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.transformer_engine import grouped_gemm
+
+#: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine beside dW1.
+Pair = Literal["gemm_combine", "beside_wgrad"]
+PAIRS: tuple[Pair, ...] = ("gemm_combine", "beside_wgrad")
+# Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
+_WAVE_TILES = 132
+#: Part of all rows that may belong to such experts: their products stand in front of the kernel, where nothing is
+#: returned yet.
+MOST_FEW = 0.25
+
+
+def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest: int) -> tuple[frozenset[Pair], int]:
+    """The pairs of a step, and below how many rows an expert is multiplied natively in ``gemm_combine`` (0: none is):
+    at all ranks alike.
+
+    Args:
+        pairs: That were chosen for the layer.
+        expert_rows: Of each expert of any rank; None where the host does not know (a fixed capacity): all pairs stay,
+            and the user is warned afterwards.
+        fewest: Rows that an expert must have for our GEMM to add up as native's does.
+    """
+    if expert_rows is None or "gemm_combine" not in pairs:
+        return pairs, 0
+    few = expert_rows[expert_rows < fewest]
+    if few.sum() > MOST_FEW * expert_rows.sum():
+        return pairs - {"gemm_combine"}, 0
+    return pairs, fewest if few.any() else 0
+
+
+def own_wgrad_has_native_bits(rows: int, columns: int) -> bool:
+    """Whether our gradient of a weight ``[rows, columns]`` adds up as native's does, whatever an expert's rows."""
+    return -(-rows // 128) * -(-columns // 256) >= _WAVE_TILES
+
+
+Product = Literal["forward", "dgrad", "wgrad"]
+
+
+def native_products(
+    counts: list[int], n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> dict[Product, Callable]:
+    """Forward, dgrad and wgrad of experts ``[n, k]`` as the native layer runs them: functions of (rows, gradient,
+    weights), written into outputs of their own."""
+    y, dx = (
+        cache(lambda columns=columns: torch.empty(sum(counts), columns, dtype=dtype, device=device))
+        for columns in (n, k)
+    )
+    dw = cache(lambda: [torch.empty(n, k, dtype=dtype, device=device) for _ in counts])
+    if find_spec("transformer_engine") is None:
+        return _loops(counts, y, dx, dw)
+
+    def run(
+        layout: str,
+        grad: bool,
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        out: list[torch.Tensor],
+        single: bool,
+    ) -> Any:
+        grouped_gemm(a, b, out, dtype, layout=layout, m_splits=counts, grad=grad, single_output=single)
+
+    return {
+        "forward": lambda x, g, ws: (run("TN", False, ws, x.split(counts), [y()], True), y())[1],
+        "dgrad": lambda x, g, ws: (run("NN", True, ws, g.split(counts), [dx()], True), dx())[1],
+        "wgrad": lambda x, g, ws: (run("NT", True, x.split(counts), g.split(counts), dw(), False), dw())[1],
+    }
+
+
+def _loops(
+    counts: list[int],
+    y: Callable[[], torch.Tensor],
+    dx: Callable[[], torch.Tensor],
+    dw: Callable[[], list[torch.Tensor]],
+) -> dict[Product, Callable]:
+    def forward(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
+        for part, out, w in zip(x.split(counts), y().split(counts), ws):
+            torch.matmul(part, w.t(), out=out)
+        return y()
+
+    def dgrad(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
+        for part, out, w in zip(g.split(counts), dx().split(counts), ws):
+            torch.matmul(part, w, out=out)
+        return dx()
+
+    def wgrad(x: torch.Tensor, g: torch.Tensor, ws: list[torch.Tensor]) -> list[torch.Tensor]:
+        for g_part, x_part, out in zip(g.split(counts), x.split(counts), dw()):
+            torch.matmul(g_part.t(), x_part, out=out)
+        return dw()
+
+    return {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+
 
 #: More rows than any expert has: the products have other bits at all sizes that count.
 NEVER = 1 << 30
@@ -31,7 +124,6 @@ MOST_ROWS = 4096
 _EACH_TO, _STEP_BEYOND = 512, 9
 _TILE = 128
 _ROWS_OF_A_CALL, _BYTES_OF_A_CALL = 16384, 1 << 28  # the latter of its largest tensor, if MOST_ROWS are not more
-
 #: (rows of several experts [sum(splits), K], splits) -> their products with one weight [sum(splits), N]. The last ones
 #: may have none.
 SplitProduct = Callable[[torch.Tensor, list[int]], torch.Tensor]
@@ -139,3 +231,25 @@ def _batches(tried: Sequence[int], most_sizes: int, most_rows: int) -> Iterator[
             batch = []
         batch.append(size)
     yield batch
+
+
+_agreed: GroupCache[tuple[Any, ...], int] = GroupCache()
+
+
+def products_of(num_experts: int, *weights: Any) -> frozenset[RowProduct]:
+    """All products of rows with such weights of each expert, forward and for gradients."""
+    shapes = [tuple(weight.shape) for weight in weights]
+    return frozenset(RowProduct(shape, num_experts, transpose) for shape in shapes for transpose in (True, False))
+
+
+def agreed_fewest_rows(
+    products: frozenset[RowProduct], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> int:
+    """Of several products the most of any rank, so that all ranks choose alike (collective the first time)."""
+    key = (products, dtype, device, group)
+    if key not in _agreed:
+        here = max(fewest_rows_here(product, dtype, device) for product in products)
+        most = torch.tensor([here], device=device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        _agreed[key] = int(most)
+    return _agreed[key]

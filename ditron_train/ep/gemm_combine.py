@@ -1,18 +1,148 @@
-"""A grouped GEMM with combine behind it, as one launch of queues (``task_kernels``).
+"""The experts' second grouped GEMM fused with combine: one persistent kernel whose finished row tiles leave at once.
 
-Rows, bits and the use of buffers and flags are those of ``return_kernels`` and ``group_gemm_kernels``: only when a
-piece of work begins is different. A combine waits for links, so it hides under a GEMM for few of the multiprocessors;
-a dispatch does not (docs/measurements/ep.md, dead ends).
+    # equivalent
+    y = group_gemm(h, weights, tiles)              # [num_rows, hidden]
+    out = combine(y, layout, context, order=order)[0]
+
+    most programs:  tile 0 | tile 1 | tile 2 | ...           | return rows | add up tokens
+    NUM_SENDERS:    return the rows of each finished row tile ............ | add up tokens
+
+Rows, bits and the use of buffers and flags are those of ``combine`` and ``grouped_gemm``: only when a piece of work
+begins is different. A combine waits for links, so it hides under a GEMM for few of the multiprocessors; a dispatch
+does not (docs/measurements/ep.md, dead ends).
+
+The task level: a layer as queues of tasks in one persistent kernel, held together by a scoreboard.
+
+A *queue* is a tile function, the number of its tasks and their order. A kernel is a sequence of queues: each of its
+programs serves one after the other (``serve``), drawing tasks until the queue is empty; which programs skip a queue,
+or serve it first, decides how many multiprocessors a kind of work gets. A *dependency* is a counter of the scoreboard:
+the task that produces adds to it (``complete``), the task that consumes waits for an amount (``need``). Counters only
+grow; the board is filled anew before every launch.
+
+    @triton.jit
+    def _add_tile(task, x, y, board, control, TARGET: tl.constexpr):
+        need(board + COUNTERS + task, 1, control, task, TARGET)  # what the queue in front has made
+        ...
+
+    serve(board, num_tasks, _make_tile, (x, board, TARGET))      # every program makes tiles until there are none left,
+    serve(board + 32, num_tasks, _add_tile, (x, y, board, control, TARGET))  # then adds
+
+The arguments stand in the call itself: a tuple with a name would lose its constants.
+
+It cannot deadlock as long as a task waits only for tasks of earlier queues, for earlier tasks of its own queue, or for
+what another rank's tasks do under the same rule: whichever programs are resident draw all tasks, in order. So nothing
+waits for a program that finds no multiprocessor. In the interpreter one program serves all queues.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
-from ditron_train.ep.group_gemm_kernels import group_product, store_block, tile_at
-from ditron_train.ep.return_kernels import sum_tokens
-from ditron_train.ep.task_kernels import complete, complete_stored, draw, need, serve
+from ditron_train.ep.combine import SumOrder, Sums, sum_sizes, sum_tokens
+from ditron_train.ep.context import EPContext, Kind, check_tokens, launch, pointers
+from ditron_train.ep.grouped_gemm import RowTiles, gemm_operands, group_product, row_tiles, store_block, tile_at
+from ditron_train.ep.handle import Layout
 from ditron_train.schedule.tiles import ordered_tile
+
+
+class Produced(NamedTuple):
+    """Rows that a grouped GEMM makes to be returned and one gradient each, and where each row came from."""
+
+    rows: torch.Tensor
+    grads: torch.Tensor
+    origins: torch.Tensor
+
+
+class TileTasks(NamedTuple):
+    """Tiles of a grouped GEMM as tasks: each expert's weight, the row tiles, their order, the board."""
+
+    places: torch.Tensor
+    tiles: torch.Tensor
+    order: torch.Tensor
+    board: torch.Tensor
+
+
+@triton.jit
+def draw(head):
+    """The next task of a queue (int32); ``head`` is its word, 0 before the launch."""
+    return tl.atomic_add(head, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def serve(head, num_tasks, TASK: tl.constexpr, args):
+    """Calls ``TASK(task, *args)`` for tasks drawn from the queue until ``num_tasks`` have been; the next one is drawn
+    while this one runs."""
+    task = draw(head)
+    while task < num_tasks:
+        following = draw(head)
+        TASK(task, *args)
+        task = following
+
+
+@triton.jit
+def need(counter, amount, control, task, TARGET: tl.constexpr):
+    """Waits (acquire, bounded) until ``*counter >= amount``; before descriptor loads add ``dl.fence_async_proxy``.
+
+    ``task`` names what was waited for in the record of a wait that ends at its deadline.
+    """
+    dl.wait(counter, amount, control, dl.rank(control), task, TARGET)
+
+
+@triton.jit
+def complete(counter, amount, TARGET: tl.constexpr):
+    """Adds to a counter of the board what this task has finished; all stores of the program before it are released.
+
+    Descriptor stores need ``dl.bulk_store_wait`` before. Returns what the counter held before.
+    """
+    tl.debug_barrier()
+    return tl.atomic_add(counter, amount, sem="acq_rel", scope="sys")
+
+
+@triton.constexpr_function
+def _is_cuda(target):
+    return target.startswith("sm_")
+
+
+@triton.jit
+def complete_stored(counter_address, TARGET: tl.constexpr):
+    """Counts a tile whose descriptor stores were issued a while ago; nothing for address 0 (an int64).
+
+    Adds 1 for each warp (elsewhere than on NVIDIA: 1), since the stores of a tile are issued by several warps: each
+    waits for its own, then its first lane releases (fence) and counts. No block barrier, which would drain the
+    pipeline of the loop that this stands in.
+    """
+    if _is_cuda(TARGET):
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred counts, first;
+                .reg .b32 lane;
+                cp.async.bulk.wait_group 0;
+                bar.warp.sync 0xffffffff;
+                mov.u32 lane, %laneid;
+                setp.ne.s64 counts, $1, 0;
+                setp.eq.and.u32 first, lane, 0, counts;
+                @first fence.acq_rel.gpu;
+                @first red.relaxed.gpu.global.add.s32 [$1], 1;
+                mov.u32 $0, 0;
+            }
+            """,
+            "=r,l",
+            [counter_address],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        if counter_address != 0:
+            complete(counter_address.to(tl.pointer_type(tl.int32)), 1, TARGET)
+
 
 # Words of a board: a head for each queue, a counter of the whole, how many row tiles are there before the launch, then
 # one counter for each tile or block of rows.
@@ -256,3 +386,102 @@ def gemm_combine_kernel(
         sum_tokens,
         (sums, buffers.rows, buffers.grads, num_tokens, hidden, num_experts, SUM),
     )
+
+
+_BOARD_WORDS = 128  # in front of the counters
+#: Rows by expert, weights, whether these are transposed, the result and some experts: multiplies the rows of those.
+FewProduct = Callable[[torch.Tensor, Sequence[torch.Tensor], bool, torch.Tensor, Sequence[int]], None]
+_PLAN_BLOCK = 128  # row tiles that a program of a plan orders
+
+
+def layout_tiles(layout: Layout) -> RowTiles:
+    """The row tiles of a layout's experts; listed once, forward and backward use them."""
+    if layout.tiles is None:
+        layout.tiles = row_tiles(layout.expert_tokens, layout.num_rows)
+    return layout.tiles
+
+
+def _plan(
+    layout: Layout, context: EPContext, tiles: RowTiles, fewest_rows: int, tile_count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of the row tiles, and a fresh board; ``tile_count``: what a row tile's counter ends at."""
+    shape = layout.shape
+    memory = torch.empty(2 * tiles.max_tiles + _BOARD_WORDS, dtype=torch.int32, device=tiles.tiles.device)
+    order, board = memory[: tiles.max_tiles], memory[tiles.max_tiles :]
+    constants = dict(
+        WORLD_SIZE=shape.world_size, SLOTS=shape.slots, BLOCK_M=tiles.block_m, FEWEST=fewest_rows, BLOCK=_PLAN_BLOCK
+    )
+    control = context.dispatch_channel.control
+    launch(context, plan_tiles, tiles.max_tiles // _PLAN_BLOCK, constants, 8)(
+        tiles.tiles, layout.tables.sources, order, board, control, tiles.max_tiles, tile_count
+    )
+    return order, board
+
+
+def num_programs(context: EPContext) -> int:
+    """Programs of a kernel at task level: in the interpreter one serves all queues."""
+    return 1 if context.target == "interpreter" else context.move.num_programs
+
+
+def gemm_combine(
+    x: torch.Tensor,
+    layout: Layout,
+    context: EPContext,
+    weights: Sequence[torch.Tensor],
+    *,
+    order: SumOrder,
+    fewest_rows: int = 0,
+    few: FewProduct | None = None,
+) -> torch.Tensor:
+    """``group_gemm``, then ``combine`` of its rows, in one kernel whose finished row tiles leave at once.
+
+    Args:
+        x: [num_rows, K], bf16 or fp16 (fp32 too in the interpreter).
+        layout: Of a routing that was dispatched.
+        context: Of the group.
+        weights: As ``group_gemm``: [hidden, K] each.
+        order: As ``combine``.
+        fewest_rows: Experts of fewer rows are multiplied by ``few``, in front of the kernel.
+        few: (x, weights, True, result, those experts) -> writes their rows of the result.
+
+    Returns:
+        out [num_tokens, hidden].
+
+    Raises:
+        NotSupportedError: What ``group_gemm`` or ``combine`` does not take.
+        PeerTimeoutError, MismatchError: Of an earlier call.
+    """
+    check_tokens("gemm_combine", x, context)
+    channel, shape = context.combine_channel, layout.shape
+    context.enter_move(channel, layout)
+    x, tiles = x.contiguous(), layout_tiles(layout)
+    operands = gemm_operands("gemm_combine", x, weights, tiles, transpose=True)
+    y, hidden = operands.y, operands.n
+    out = torch.empty(layout.num_tokens, hidden, dtype=x.dtype, device=x.device)
+    no_grads = torch.empty(0, shape.num_experts, dtype=torch.float32, device=x.device)
+    buffers = context.row_buffers(layout.place_capacity, hidden, x.dtype)
+    sizes = sum_sizes(context, layout, order, hidden, context.fused.place_elements, with_grads=False)
+    config = operands.config
+    programs = num_programs(context)
+    sizes = sizes._replace(
+        NUM_SENDERS=min(context.fused.num_senders, programs // 2),
+        TILE_COUNT=config.num_warps if context.target.startswith("sm_") else 1,
+    )
+    if few is not None:
+        few(x, weights, True, y, layout.experts_below(fewest_rows))
+    tile_count = -(-hidden // config.block_n) * sizes.TILE_COUNT
+    tile_order, board = _plan(layout, context, tiles, 0 if few is None else fewest_rows, tile_count)
+    constants = {"SUM": sizes, "GEMM": operands.sizes}
+    dtypes = (x.dtype, no_grads.dtype)
+    tables = layout.tables
+    sums = Sums(out, no_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)
+    given = pointers(context, channel, hidden, x.dtype, Kind.GEMM_COMBINE)
+    descriptors, tasks = (
+        (operands.a, operands.b, operands.c),
+        TileTasks(operands.places, tiles.tiles, tile_order, board),
+    )
+    sizes_of_call = (layout.num_tokens, hidden, operands.k, shape.num_experts)
+    launch(context, gemm_combine_kernel, programs, constants, config.num_warps, *dtypes, num_stages=config.num_stages)(
+        Produced(y, x, layout.origins), sums, buffers, given, tables.limits, *descriptors, tasks, *sizes_of_call
+    )
+    return out

@@ -1,0 +1,321 @@
+"""What a routing decides, kept from dispatch to backward: the shape of a layout, its tables, and the layout itself.
+
+The native order that bits need: at the expert's rank rows by local expert, then source rank, then token; at the source
+each token's rows by global expert. A token travels once to each rank that has one of its experts (its *slot* there);
+an *entry* says which row a slot is copied to, and to which *place* ``token * topk + j`` of the source its result
+returns. What a rank sends to itself takes no slot on the way: its entries name the token instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.sizes import next_power_of_2
+
+
+class Tables(NamedTuple):
+    """int32 tables of one layout; ``layout.exchange_counts`` says what they hold."""
+
+    chunk_counts: torch.Tensor
+    chunk_dests: torch.Tensor
+    chunk_widest: torch.Tensor
+    chunk_entries: torch.Tensor
+    row_base: torch.Tensor
+    slot_base: torch.Tensor
+    entry_base: torch.Tensor
+    list_base: torch.Tensor
+    recv_offsets: torch.Tensor
+    expert_tokens: torch.Tensor
+    sources: torch.Tensor
+    limits: torch.Tensor
+
+
+class Starts(NamedTuple):
+    """Those of ``Tables`` that say where a chunk's rows, slots and entries begin."""
+
+    chunk_counts: torch.Tensor
+    chunk_dests: torch.Tensor
+    chunk_entries: torch.Tensor
+    row_base: torch.Tensor
+    slot_base: torch.Tensor
+    list_base: torch.Tensor
+
+
+class Destinations(NamedTuple):
+    """What a rank sends where, of one layout."""
+
+    dest_slots: torch.Tensor
+    send_list: torch.Tensor
+    chunk_entries: torch.Tensor
+    list_base: torch.Tensor
+    entry_base: torch.Tensor
+
+
+class LayoutSizes(NamedTuple):
+    """Constants of the kernels that make a layout, see ``layout.LayoutShape``."""
+
+    WORLD_SIZE: int
+    RANKS: int
+    EXPERTS_PER_RANK: int
+    SLOTS: int
+    TOPK: int
+    TOPK_LANES: int
+    NUM_CHUNKS: int
+    COLUMNS: int
+    COMMON_WORDS: int
+    MESSAGE_WORDS: int
+    TARGET: str
+
+
+@dataclass(frozen=True)
+class LayoutShape:
+    """What all layouts of one context have in common.
+
+    Attributes:
+        world_size: Ranks of the expert-parallel group.
+        num_experts: Experts of the layer, over all ranks.
+        topk: Experts of a token at most.
+        num_chunks: Chunks that a rank's tokens are cut into at most.
+        min_chunk_tokens: Tokens of a chunk at least (a power of two).
+        min_chunk_bytes: Bytes of its tokens at least.
+    """
+
+    world_size: int
+    num_experts: int
+    topk: int
+    num_chunks: int = 128
+    min_chunk_tokens: int = 16
+    min_chunk_bytes: int = 256 << 10
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.num_experts < 1:
+            raise NotSupportedError(f"expert parallel: {self.num_experts} experts on {self.world_size} ranks")
+        if self.num_experts % self.world_size:
+            raise NotSupportedError(
+                f"expert parallel: {self.num_experts} experts do not divide by the group's {self.world_size} ranks"
+            )
+        if not 1 <= self.topk <= self.num_experts:
+            raise NotSupportedError(
+                f"expert parallel: top-k {self.topk} is not in 1..{self.num_experts} (the number of experts)"
+            )
+        assert self.num_chunks == next_power_of_2(self.num_chunks)
+        assert self.min_chunk_tokens == next_power_of_2(self.min_chunk_tokens)
+
+    @cached_property
+    def experts_per_rank(self) -> int:
+        """Experts that each rank holds."""
+        return self.num_experts // self.world_size
+
+    @cached_property
+    def ranks(self) -> int:
+        """``world_size`` padded to a power of two."""
+        return next_power_of_2(self.world_size)
+
+    @cached_property
+    def slots(self) -> int:
+        """``experts_per_rank`` padded to a power of two."""
+        return next_power_of_2(self.experts_per_rank)
+
+    @cached_property
+    def columns(self) -> int:
+        """Padded expert columns."""
+        return self.ranks * self.slots
+
+    @cached_property
+    def topk_lanes(self) -> int:
+        """``topk`` padded to a power of two."""
+        return next_power_of_2(self.topk)
+
+    @cached_property
+    def common_words(self) -> int:
+        """int32 words of a message that are the same for every receiver."""
+        return self.columns + self.ranks + 2
+
+    @cached_property
+    def message_words(self) -> int:
+        """int32 words of one rank's message."""
+        return self.common_words + self.num_chunks
+
+    @cached_property
+    def table_words(self) -> list[int]:
+        """int32 words of each of ``Tables``, behind each those that fill it up to whole 16 bytes."""
+        offsets = self.ranks * (self.num_chunks + 1)
+        sizes = dict(
+            chunk_counts=self.num_chunks * self.columns,
+            chunk_dests=self.num_chunks * self.ranks,
+            chunk_widest=self.num_chunks,
+            chunk_entries=offsets,
+            row_base=self.columns,
+            slot_base=self.ranks,
+            entry_base=self.ranks,
+            list_base=self.ranks,
+            recv_offsets=offsets,
+            expert_tokens=self.slots,
+            sources=self.ranks * self.slots,
+            limits=8,
+        )
+        return [words for name in Tables._fields for words in (sizes[name], -sizes[name] % 4)]
+
+    def chunk_tokens(self, num_tokens: int, row_bytes: int) -> int:
+        """Tokens of a chunk for a rank that holds ``num_tokens`` of ``row_bytes`` each; every chunk costs a few round
+        trips (docs/measurements/ep.md)."""
+        by_bytes = next_power_of_2(-(-self.min_chunk_bytes // max(row_bytes, 1)))
+        return max(self.min_chunk_tokens, min(by_bytes, 128), next_power_of_2(-(-num_tokens // self.num_chunks)))
+
+
+@dataclass(frozen=True)
+class Room:
+    """Sizes of one layout's buffers on every rank: rows (and entries), slots, places."""
+
+    rows: int
+    slots: int
+    places: int
+
+
+@dataclass(frozen=True)
+class HostCounts:
+    """What the host learns from the exchange: the same numbers on every rank.
+
+    Attributes:
+        counts: [world_size, num_experts] tokens of each source for each expert.
+        dests: [world_size, world_size] distinct tokens of each source for each destination rank.
+        tokens: [world_size] tokens of each source.
+        widest: Experts of the token that has most.
+    """
+
+    counts: np.ndarray
+    dests: np.ndarray
+    tokens: np.ndarray
+    widest: int
+
+    @classmethod
+    def from_messages(cls, messages: np.ndarray, shape: LayoutShape) -> HostCounts:
+        """Reads the int32 ``[world_size, message_words]`` messages."""
+        w = shape.world_size
+        padded = messages[:, : shape.columns].reshape(w, shape.ranks, shape.slots)
+        return cls(
+            counts=padded[:, :w, : shape.experts_per_rank].reshape(w, shape.num_experts),
+            dests=messages[:, shape.columns : shape.columns + w],
+            tokens=messages[:, shape.columns + shape.ranks],
+            widest=int(messages[:, shape.columns + shape.ranks + 1].max()),
+        )
+
+    @cached_property
+    def expert_rows(self) -> np.ndarray:
+        """[num_experts] rows of each expert."""
+        return self.counts.sum(0)
+
+    @property
+    def fewest_rows(self) -> int:
+        """Rows of the expert that has fewest, of those that have some."""
+        rows = self.expert_rows
+        return int(rows[rows > 0].min(initial=np.iinfo(np.int32).max))
+
+    def rows(self, shape: LayoutShape) -> np.ndarray:
+        """[world_size] rows that each rank receives."""
+        return self.expert_rows.reshape(shape.world_size, shape.experts_per_rank).sum(1)
+
+    def why_not_listed(self, shape: LayoutShape, padding: int, *, ragged: bool) -> str | None:
+        """Why no list holds all entries of some rank, or None; the exchange leaves a layout without rows then.
+
+        Args:
+            shape: Of the layout.
+            padding: As of ``room``.
+            ragged: Whether a token may have more than ``topk`` experts.
+        """
+        if not ragged and self.widest > shape.topk:
+            return f"a token has {self.widest} experts, top-k is {shape.topk}"
+        beyond = self.counts.sum(1) - self.tokens * shape.topk
+        if beyond.max() > padding:
+            return f"a routing map has {beyond.max()} entries beyond top-k, padding allows {padding}"
+        return None
+
+    def room(self, shape: LayoutShape, padding: int = 0) -> Room:
+        """What the rank that needs most needs; ``padding``: places beyond ``topk`` of each token."""
+        places = int(self.tokens.max()) * shape.topk + padding
+        return Room(int(self.rows(shape).max()), int(self.dests.sum(0).max()), places)
+
+
+@dataclass
+class Layout:
+    """One routing on this rank, kept for backward. Tables are int32 on the device (see ``layout``).
+
+    Attributes:
+        num_tokens: Tokens of this rank.
+        chunk_tokens: Tokens of one of its chunks.
+        num_rows: Rows that this rank's experts get (with a capacity: rows of the buffer).
+        tokens_per_expert: int64 [experts_per_rank]: on the CPU with exact sizes, on the device with a capacity.
+        tables: Counts and offsets.
+        expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [places].
+        token_places: ragged: [num_tokens + 1] first place of each token, and their number; else ``expert_ids``, not
+            looked at.
+        ragged: Whether a token may have any number of experts (a padded map), and so as many places.
+        dest_slots: [num_tokens, ranks] slot of a token at each rank, -1 where it is not sent.
+        send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
+        entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
+        origins: [num_rows, 2] the same by row: source rank and place.
+        slot_capacity: Slots that every rank has room for.
+        entry_capacity: Rows that every rank has room for.
+        place_capacity: Places that every rank has room for.
+        ahead: The tokens, where they were sent before the sizes were known (``dispatch_ahead``) and are not placed
+            yet.
+        tiles: The experts' row tiles (``grouped_gemm.RowTiles``), once something asked for them.
+        expert_rows: [num_experts] rows of each expert of any rank; None where the host does not know.
+        kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None where there
+            is neither.
+    """
+
+    shape: LayoutShape
+    num_tokens: int
+    chunk_tokens: int
+    num_rows: int
+    tokens_per_expert: torch.Tensor
+    tables: Tables
+    expert_ids: torch.Tensor
+    token_places: torch.Tensor
+    ragged: bool
+    dest_slots: torch.Tensor
+    send_list: torch.Tensor | None
+    entries: torch.Tensor
+    origins: torch.Tensor
+    slot_capacity: int
+    entry_capacity: int
+    place_capacity: int
+    ahead: torch.Tensor | None = None
+    tiles: Any = None
+    expert_rows: np.ndarray | None = None
+    kept_for: torch.cuda.Stream | None = None
+
+    @property
+    def expert_tokens(self) -> torch.Tensor:
+        """int32 [experts_per_rank]: rows of each local expert, on the device."""
+        return self.tables.expert_tokens[: self.shape.experts_per_rank]
+
+    def experts_below(self, rows: int) -> list[int]:
+        """The experts of this rank that have some rows, but fewer than that; sizes are exact."""
+        return [expert for expert, have in enumerate(self.tokens_per_expert.tolist()) if 0 < have < rows]
+
+    @property
+    def destinations(self) -> Destinations:
+        """What a dispatch sends where; behind the first one nothing is looked up in the list."""
+        tables, send_list = self.tables, self.entries if self.send_list is None else self.send_list
+        return Destinations(self.dest_slots, send_list, tables.chunk_entries, tables.list_base, tables.entry_base)
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """One tensor of each allocation; all tables were carved from one."""
+        tensors = [self.tables.limits, self.expert_ids, self.token_places, self.dest_slots, self.entries, self.origins]
+        tensors += [] if self.send_list is None else [self.send_list]
+        return tensors + ([] if self.tiles is None else [self.tiles.tiles])
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the allocator from reusing the tables before ``stream``, on which an op uses them, is past that."""
+        for tensor in self.memory:
+            tensor.record_stream(stream)
+        self.kept_for = stream
