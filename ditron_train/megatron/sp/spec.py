@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -145,13 +146,9 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
         return ()
 
     def trial(self, call: UlyssesCall, context: Any) -> Trial:
-        return make_trial(
-            self,
-            self.timed_call(call, context),
-            context,
-            order_probe=lambda: self.order_probe(call, context),
-            extra_cases=self.extra_cases(call, context),
-        )
+        timed, extra = self.timed_call(call, context), self.extra_cases(call, context)
+        probe = partial(self.order_probe, call, context)
+        return make_trial(self, timed, context, order_probe=probe, extra_cases=extra)
 
     def inputs(self, call: UlyssesCall) -> _Tensors:
         return call.values

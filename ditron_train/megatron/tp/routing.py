@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
 from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.spec import COLUMN, ROW, ROW_AR, Kind, LinearOp
 from ditron_train.policy import gate, log_native
-from ditron_train.tp.all_reduce_functions import row_linear_ar
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.functions import column_linear, row_linear
 
 _OPS: dict[tuple[Kind, bool], LinearOp] = {("column", True): COLUMN, ("row", True): ROW, ("row", False): ROW_AR}
-_LINEARS: dict[tuple[Kind, bool], Callable[..., torch.Tensor]] = {
-    ("column", True): column_linear,
-    ("row", True): row_linear,
-    ("row", False): row_linear_ar,
-}
 
 
 def why_not_kind(kind: Kind, sequence_parallel: bool) -> str | None:
@@ -56,8 +47,3 @@ def route(
 def op_of(kind: Kind, sequence_parallel: bool) -> LinearOp:
     """How such a layer, which ``why_not_kind`` has nothing against, is declared for the policy."""
     return _OPS[kind, bool(sequence_parallel)]
-
-
-def linear_of(kind: Kind, sequence_parallel: bool) -> Callable[..., torch.Tensor]:
-    """The op of such a layer."""
-    return _LINEARS[kind, bool(sequence_parallel)]

@@ -58,11 +58,16 @@ class LinearOp(Op[LinearCall, Any]):
         kind: Which layer.
         is_reduced: Without sequence parallelism: the row layer's forward is a GEMM and an all-reduce, and tokens are
             whole everywhere: ``x [s, b, K]`` of every call holds all of them.
+
+    Attributes:
+        linear: The fused layer's function.
     """
 
     def __init__(self, kind: Kind, *, is_reduced: bool = False) -> None:
         self.kind, self.is_reduced = kind, is_reduced
         self.name = f"tp {kind}" + (" ar" if is_reduced else "")
+        row: Callable[..., torch.Tensor] = row_linear_ar if is_reduced else row_linear
+        self.linear = column_linear if kind == "column" else row
 
     def key(self, call: LinearCall) -> tuple[Hashable, ...]:
         x, weight = call.x, call.weight
@@ -167,9 +172,7 @@ class LinearOp(Op[LinearCall, Any]):
         return lambda x, weight: (native(x, weight, group=call.group),)
 
     def fused(self, call: LinearCall, context: Any) -> Function:
-        row: Callable[..., torch.Tensor] = row_linear_ar if self.is_reduced else row_linear
-        linear = column_linear if self.kind == "column" else row
-        return lambda x, weight: (linear(x, weight, context=context),)
+        return lambda x, weight: (self.linear(x, weight, context=context),)
 
     def output_rows(self, rows: int, world_size: int) -> int:
         """Of the result of ``rows`` of the input."""

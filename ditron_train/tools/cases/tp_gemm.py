@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ditron_train.data import load_workloads
 from ditron_train.policy import Function, Op, Trial
-from ditron_train.policy.op import make_trial
+from ditron_train.policy.op import Call, make_trial
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
 from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, RunEnvironment, Shape
@@ -211,6 +211,31 @@ def _scatter(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     out = partial.new_empty(partial.shape[0] // dist.get_world_size(group), partial.shape[1])
     dist.reduce_scatter_tensor(out, partial, group=group)
     return out
+
+
+class GemmShapedCase(BenchCase[Call, Any]):
+    """Another op at the shapes of a GEMM.
+
+    Args:
+        op, row: The op, and what rows call it.
+        gemm: The case of the GEMM.
+    """
+
+    def __init__(self, op: Op[Call, Any], row: str, gemm: GemmCase) -> None:
+        super().__init__(op)
+        self.row, self.gemm = row, gemm
+
+    def shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
+        return self.gemm.shapes(world_size, on_gpu)
+
+    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
+        return self.gemm.traced_shape(world_size, on_gpu)
+
+    def shapes_of_model(self, model: ModelSizes, world_size: int) -> Sequence[Shape]:
+        return self.gemm.shapes_of_model(model, world_size)
+
+    def unsupported_shape(self, shape: Shape, world_size: int) -> str | None:
+        return self.gemm.unsupported_shape(shape, world_size)
 
 
 AG_GEMM, GEMM_RS, GEMM_AR = (GemmCase(kind, "nt") for kind in ("ag_gemm", "gemm_rs", "gemm_ar"))

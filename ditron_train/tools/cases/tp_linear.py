@@ -11,37 +11,23 @@ import torch.distributed as dist
 from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.spec import COLUMN, ROW, ROW_AR, LinearOp
 from ditron_train.runtime.values import make_values
-from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, Pass, RunEnvironment, Shape
-from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_AR, GEMM_RS, local_shapes
+from ditron_train.tools.cases.case import BenchCase, Cost, Pass, RunEnvironment, Shape
+from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_AR, GEMM_RS, GemmShapedCase, local_shapes
 from ditron_train.tp.choices import Problem, choose
 from ditron_train.tp.context import TPContext
 from ditron_train.tp.cost_model import wire_bytes
 
 
-class LinearCase(BenchCase[LinearCall, Any]):
+class LinearCase(GemmShapedCase[LinearCall]):
     """The backward of a layer with sequence parallelism; forward and backward of the row layer without."""
 
     op: LinearOp
     groups = "tensor"
 
     def __init__(self, op: LinearOp) -> None:
-        super().__init__(op)
+        gemm = GEMM_AR if op.is_reduced else AG_GEMM if op.kind == "column" else GEMM_RS
+        super().__init__(op, f"{op.kind}_linear" + ("_ar" if op.is_reduced else ""), gemm)
         self.measured: Pass = "forward_backward" if op.is_reduced else "backward"
-        self.row = f"{op.kind}_linear" + ("_ar" if op.is_reduced else "")
-        self.gemm = GEMM_AR if op.is_reduced else AG_GEMM if op.kind == "column" else GEMM_RS
-
-    def shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
-        """Those of the op that the layer's forward is."""
-        return self.gemm.shapes(world_size, on_gpu)
-
-    def traced_shape(self, world_size: int, on_gpu: bool) -> Shape:
-        return self.gemm.traced_shape(world_size, on_gpu)
-
-    def shapes_of_model(self, model: ModelSizes, world_size: int) -> Sequence[Shape]:
-        return self.gemm.shapes_of_model(model, world_size)
-
-    def unsupported_shape(self, shape: Shape, world_size: int) -> str | None:
-        return self.gemm.unsupported_shape(shape, world_size)
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> LinearCall:
         """Without sequence parallelism the gradient is the same on every rank."""

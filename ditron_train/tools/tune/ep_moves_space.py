@@ -10,7 +10,6 @@ import torch
 from ditron_train.ep import EPContext
 from ditron_train.ep.context import move_class, usual_senders
 from ditron_train.policy import Function
-from ditron_train.tools.cases import Shape
 from ditron_train.tools.cases.ep_moves import COMBINE, DISPATCH, TokensCall
 from ditron_train.tools.tune.space import SearchSpace
 
@@ -18,9 +17,7 @@ from ditron_train.tools.tune.space import SearchSpace
 class MoveSpace(SearchSpace[TokensCall, EPContext]):
     """Programs that push tokens."""
 
-    def shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
-        """One layer; more would fill the memory."""
-        return self.case.shapes(world_size, on_gpu)[:1]
+    most_shapes = 1
 
     def shape_class(self, call: TokensCall) -> str:
         config = call.pair.ditron.config

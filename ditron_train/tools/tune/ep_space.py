@@ -12,9 +12,7 @@ from ditron_train.ep.group_choices import default_group_config, group_class
 from ditron_train.gemm.configs import GemmConfig, config_entry, config_variants
 from ditron_train.policy import Function
 from ditron_train.runtime.device import kernel_target
-from ditron_train.tools.cases import Shape
 from ditron_train.tools.cases.ep_gemm import CASES, NAMES, GroupCall, GroupGemmCase
-from ditron_train.tools.cases.ep_layers import moe_layers
 from ditron_train.tools.tune.space import SearchSpace
 
 
@@ -23,10 +21,7 @@ class GroupGemmSpace(SearchSpace[GroupCall, None]):
 
     case: GroupGemmCase
     is_local = True
-
-    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """Of one layer; more would fill the memory."""
-        return self.case.shapes_of_layer(moe_layers(world_size, on_gpu)[0])
+    most_shapes = 2  # of one layer
 
     def shape_class(self, call: GroupCall) -> str:
         """Of the largest number of rows of any rank, so that the ranks tune alike (collective)."""

@@ -9,7 +9,6 @@ from ditron_train.policy import Function
 from ditron_train.sp.choices import ProjectionChoice, choice_entry, default_choice, exchange_class, tiles, transfers
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.transfer_sizes import EXCHANGE_PROGRAMS
-from ditron_train.tools.cases import Shape
 from ditron_train.tools.cases.sp import EXCHANGES, PROJECTIONS, ExchangeCase, ProjectionCall, ProjectionCase
 from ditron_train.tools.tune.space import SearchSpace
 
@@ -19,10 +18,7 @@ class ProjectionSpace(SearchSpace[ProjectionCall, SPContext]):
 
     case: ProjectionCase
     rounds = 2
-
-    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """One layer; the longest fill the memory."""
-        return self.case.shapes(world_size, on_gpu)[:1]
+    most_shapes = 1
 
     def shape_class(self, call: ProjectionCall) -> str:
         return self.case.op.tuned(call).shape_class
@@ -48,10 +44,7 @@ class ExchangeSpace(SearchSpace[ProjectionCall, SPContext]):
     """Programs that move data."""
 
     case: ExchangeCase
-
-    def shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
-        """One layer; the longest fill the memory."""
-        return self.case.shapes(world_size, on_gpu)[:1]
+    most_shapes = 1
 
     def shape_class(self, call: ProjectionCall) -> str:
         return exchange_class(*self.case.op.sent(call))

@@ -19,17 +19,20 @@ class SearchSpace(ABC, Generic[Call, Context]):
         table_op: What tuning tables call the op.
         is_local: Whether nothing is sent: tuning tables hold the choice under one rank.
         rounds: How often ``tune`` asks for candidates.
+        most_shapes: Of the case's shapes, how many are tuned if the command line names none: all of them are held at a
+            time, and of some ops more than these fill the memory. None: all.
     """
 
     is_local: bool = False
     rounds: int = 1
+    most_shapes: int | None = None
 
     def __init__(self, case: BenchCase[Call, Context], table_op: str) -> None:
         self.case, self.table_op = case, table_op
 
     def shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
-        """The shapes that are tuned if the command line names none; all of them are held at a time."""
-        return self.case.shapes(world_size, on_gpu)
+        """The shapes that are tuned if the command line names none."""
+        return self.case.shapes(world_size, on_gpu)[: self.most_shapes]
 
     def shape_class(self, call: Call) -> str:
         """The class of shapes that share a choice in a tuning table: by default the first input's shape."""

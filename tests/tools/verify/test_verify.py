@@ -108,7 +108,7 @@ def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
     reached."""
     with _messages_alone() as patch:
         if is_wrong:
-            patch.setattr(MESSAGES, "fused", _wrong_message(lambda: True))
+            patch.setattr(MESSAGES.op, "fused", _wrong_message(lambda: True))
         if is_cut_short:
             patch.setattr(MESSAGES, "shapes_of_model", _one_and_then_the_end())
         try:
@@ -126,7 +126,7 @@ def _messages_alone() -> Iterator[pytest.MonkeyPatch]:
 
 
 def _wrong_message(is_wrong: Callable[[], bool]) -> Callable[..., Any]:
-    right = MESSAGES.fused
+    right = MESSAGES.op.fused
 
     def fused(call: Any, context: Any) -> Callable[..., list[torch.Tensor]]:
         def function(data: torch.Tensor) -> list[torch.Tensor]:
@@ -168,7 +168,7 @@ def _run_with_a_late_difference(folder: str) -> int:
         return len(calls) == 5  # two comparisons of the row's own come first
 
     with _messages_alone() as patch:
-        patch.setattr(MESSAGES, "fused", _wrong_message(is_third))
+        patch.setattr(MESSAGES.op, "fused", _wrong_message(is_third))
         return run(
             arguments("--random", "1", "--rooms", "pp", "--repeat", "3", "--straggler-ms", "2", "--output", folder)
         )
