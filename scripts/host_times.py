@@ -213,8 +213,8 @@ def _sp_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
 
 
 def _ep_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
-    from ditron_train.megatron.ep.movement_spec import moe_config
     from ditron_train.tools.bench.megatron_ep import expert_parallel_world, layer_pair
+    from ditron_train.tools.cases.ep_moves import moe_config
 
     sizes = dict(hidden=1024, ffn_hidden=512, num_experts=16, topk=4) if ON_GPU else dict(
         hidden=32, ffn_hidden=48, num_experts=4, topk=2
@@ -259,13 +259,14 @@ def _pp_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
 
 
 def _muon_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
-    from ditron_train.optim.spec import MUON_STEP, step_shape
-    from ditron_train.policy import Place
+    from ditron_train.tools.cases import RunEnvironment
+    from ditron_train.tools.cases.muon import MUON_STEP, step_shape
 
     layer = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)) if ON_GPU else ((48, 64), (64, 64))
     world: Any = dist.group.WORLD
-    call = MUON_STEP.sample(step_shape("custom", layer, 4), Place(world, DEVICE, torch.float32), 0)
-    paths = {"native": MUON_STEP.megatron(call), "ours": MUON_STEP.fused(call, MUON_STEP.context(call))}
+    call = MUON_STEP.sample(step_shape("custom", layer, 4), RunEnvironment(world, DEVICE, torch.float32), 0)
+    op = MUON_STEP.op
+    paths = {"native": op.native(call), "ours": op.fused(call, op.make_context(call))}
 
     def forward(path: Any) -> None:
         path(*call.gradients)

@@ -138,7 +138,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-_ASKED = ("why_not", "why_hidden")  # in the names of functions that give a reason
+_ASKED = ("unsupported", "why_not", "why_hidden")  # in the names of functions that give a reason
 _ASKING = ("megatron", "optim/newton_schulz.py", "optim/options.py", "optim/plans.py")
 
 

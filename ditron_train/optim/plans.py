@@ -21,7 +21,8 @@ from ditron_train.optim.products import (
     scaled_square,
     symmetric_choices,
 )
-from ditron_train.policy import Decision, Function, OpSpec, gate
+from ditron_train.policy import Decision, Function, Op, gate
+from ditron_train.policy.op import dtype_name
 from ditron_train.runtime.device import is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
@@ -173,15 +174,15 @@ class StepCall(NamedTuple):
     transposed: bool
 
 
-class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
+class NewtonSchulzOp(Op[StepCall, ProductPlan]):
     """The three products of a step. The choice cannot make ranks differ, since it changes no bit: each process decides
     alone, product by product, and the context is what it chose."""
 
-    name, row, measured = "muon newton_schulz", "newton_schulz", "forward"
+    name = "muon newton_schulz"
     logs_native = False  # a product by torch is no other path of the optimizer
 
     def group(self, call: StepCall) -> None:
-        """See `OpSpec`: none."""
+        """None."""
 
     def device(self, call: StepCall) -> torch.device:
         return call.device
@@ -189,15 +190,15 @@ class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
     def key(self, call: StepCall) -> tuple[Hashable, ...]:
         return call.m, call.n, call.dtype, with_index(call.device).index, call.transposed
 
-    def why_not(self, call: StepCall) -> str | None:
+    def unsupported_reason(self, call: StepCall) -> str | None:
         if call.device.type != "cuda" or is_interpreter():
             return "no GPU: whole products of torch"
         if not _has_kernels(call.m, call.n, call.dtype) and call.m * call.n > MAX_GRAPH_ELEMENTS:
             return "a type, size or alignment that cuBLAS serves better"
         return None
 
-    def context(self, call: StepCall) -> ProductPlan:
-        """See `OpSpec`: measured here."""
+    def make_context(self, call: StepCall) -> ProductPlan:
+        """Measured here."""
         device = with_index(call.device)
         with torch.cuda.device(device):
             plan = _measure(call.m, call.n, call.dtype, device, call.transposed)
@@ -210,26 +211,26 @@ class NewtonSchulzSpec(OpSpec[StepCall, ProductPlan]):
         return plan
 
     def decide(self, call: StepCall, context: ProductPlan) -> Decision:
-        """See `OpSpec`: the plan says it product by product."""
+        """The plan says it product by product."""
         return Decision(True, context.reason, None, None, None)
 
-    def words(self, call: StepCall, context: ProductPlan) -> str:
-        return f"{self.name} {call.m}x{call.n} {str(call.dtype).removeprefix('torch.')}"
+    def describe(self, call: StepCall, context: ProductPlan) -> str:
+        return f"{self.name} {call.m}x{call.n} {dtype_name(call.dtype)}"
 
     def inputs(self, call: StepCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`: a random matrix."""
+        """A random matrix."""
         return (_random_matrix(call.m, call.n, call.dtype, call.device),)
 
-    def megatron(self, call: StepCall) -> Function:
-        """See `OpSpec`: products of torch."""
+    def native(self, call: StepCall) -> Function:
+        """Products of torch."""
         return lambda x: [newton_schulz_step(x, *_COEFFICIENTS, _NATIVE)]
 
     def fused(self, call: StepCall, context: ProductPlan) -> Function:
         return lambda x: [newton_schulz_step(x, *_COEFFICIENTS, context)]
 
 
-NEWTON_SCHULZ = NewtonSchulzSpec()
-SPECS: Sequence[OpSpec[Any, Any]] = (NEWTON_SCHULZ,)
+NEWTON_SCHULZ = NewtonSchulzOp()
+OPS: Sequence[Op[Any, Any]] = (NEWTON_SCHULZ,)
 
 
 @outside_compile

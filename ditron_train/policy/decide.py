@@ -84,7 +84,7 @@ def decide(
     sums: torch.dtype | None = None,
     also: Sequence[tuple[Run, Run]] = (),
     host_counts: bool = False,
-    is_told: bool = True,
+    log_decision: bool = True,
 ) -> Decision:
     """The decision for `key` (collective over `group`; a host sync the first time).
 
@@ -98,7 +98,7 @@ def decide(
         sums: Type that native adds up over the ranks by NCCL's reduce-scatter, if it does.
         also: More of native and ours, on other data: compared, not timed.
         host_counts: Whether ours has to be faster where the device waits for the host, too.
-        is_told: Whether the log says what is the fused path's; not of a part of what will run.
+        log_decision: Whether the log says that the fused path runs; not of a part of what will run.
 
     Raises:
         SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in
@@ -129,7 +129,7 @@ def decide(
             asked |= dict(host_counts=host_counts, also=also)
             decision = _judge(mode, probe(native, ours, group=group, device=device, **asked))
     # What stays native is logged by who asked, with reasons that are not the policy's.
-    if decision.use_ditron and is_told:
+    if decision.use_ditron and log_decision:
         log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")
     if plan is not None and known is None and mode != "force":
         plan.entries[key] = decision

@@ -1,7 +1,7 @@
 """The gate: the one place where a call is sent to the fused path or to Megatron's.
 
 Every rank of a group sees the same key, so the ranks agree without talking. What is new is decided once, by all ranks
-together (`OpSpec.decide`); afterwards a call costs one look-up. What is not covered runs by Megatron's path, with one
+together (`Op.decide`); afterwards a call costs one look-up. What is not covered runs by Megatron's path, with one
 log line a reason on rank 0.
 """
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from triton.runtime.errors import TritonError
 
 from ditron_train.policy.late_host import LateHost, late_host_of
+from ditron_train.policy.op import Call, Context, Op
 from ditron_train.policy.self_check import self_check
-from ditron_train.policy.spec import Call, Context, OpSpec
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.flight_recorder import note_unless_over
@@ -43,15 +43,22 @@ def log_native(name: str, reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was decided for a key: the context of the fused path, or None and why not.
+    """What was decided for a key.
 
     Attributes:
+        context: Of the fused path; None for an op without one, too.
+        reason: Why the call runs natively; None if it does not.
         late_host: Looks at calls whether the host is late, where that can change the answer.
     """
 
     context: Any
     reason: str | None = None
     late_host: LateHost | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the fused path runs."""
+        return self.reason is None
 
 
 _Key = tuple[Hashable, ...]
@@ -70,26 +77,30 @@ class Gate:
         self._answers: GroupCache[_Key, Answer] = GroupCache()
         self._counts: GroupCache[tuple[str, dist.ProcessGroup | None], int] = GroupCache()
 
-    def context_for(self, spec: OpSpec[Call, Context], call: Call) -> Context | None:
+    def context_for(self, op: Op[Call, Context], call: Call) -> Context | None:
         """The context to run ``call`` by the fused path, or None for Megatron's (collective where the key is new)."""
-        return self.answer_for(spec, call).context  # type: ignore[no-any-return]
+        return self.answer_for(op, call).context  # type: ignore[no-any-return]
 
-    def answer_for(self, spec: OpSpec[Call, Context], call: Call) -> Answer:
+    def is_fused(self, op: Op[Call, Context], call: Call) -> bool:
+        """Whether ``call`` runs by the fused path: of an op without a context (collective if the key is new)."""
+        return self.answer_for(op, call).is_fused
+
+    def answer_for(self, op: Op[Call, Context], call: Call) -> Answer:
         """The same with the reason."""
-        key = _key_of(spec, call)
+        key = _key_of(op, call)
         answer = self._answers.get(key)
         if answer is None:
-            return self._ask(spec, call, key)
+            return self._ask(op, call, key)
         if answer.late_host is not None:
             answer.late_host.count()
             if answer.late_host.is_over:
-                answer = self._answers[key] = self._in_this_job(spec, call, answer)
+                answer = self._answers[key] = self._in_this_job(op, call, answer)
         return answer
 
-    def _in_this_job(self, spec: OpSpec[Call, Context], call: Call, answer: Answer) -> Answer:
+    def _in_this_job(self, op: Op[Call, Context], call: Call, answer: Answer) -> Answer:
         """The answer once the job has shown whether the host is late (collective: all ranks are at the same call); the
         same one while its first steps may be to blame."""
-        late_host, group = answer.late_host, spec.group(call)
+        late_host, group = answer.late_host, op.group(call)
         assert late_host is not None, "it was asked whether there is one"
         mine = late_host.lateness(), late_host.age_s
         said = [mine] if group is None else exchange(group, mine)
@@ -97,11 +108,11 @@ class Gate:
         reason = late_host.why_not(lateness)
         if reason is None:
             return Answer(answer.context)
-        return answer if late_host.looks_on(age_s) else self._native(spec, f"{spec.where(call)}{reason}")
+        return answer if late_host.looks_on(age_s) else self._native(op, f"{op.describe_shape(call)}{reason}")
 
-    def key_of(self, spec: OpSpec[Call, Context], call: Call) -> _Key:
+    def key_of(self, op: Op[Call, Context], call: Call) -> _Key:
         """Where the answer to ``call`` is kept, for ``recall``."""
-        return _key_of(spec, call)
+        return _key_of(op, call)
 
     def recall(self, key: _Key) -> Answer | None:
         """What was decided for a key of ``key_of``: one look-up, which counts as a call. None where it was not, or may
@@ -111,10 +122,10 @@ class Gate:
             return answer
         return answer if answer.late_host.count_within() else None
 
-    def knows(self, spec: OpSpec[Call, Context], call: Call) -> bool:
+    def knows(self, op: Op[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
-        is_full = self._counts.get((spec.name, spec.group(call)), 0) >= self.most_shapes
-        return is_full or is_capturing(spec.device(call)) or _key_of(spec, call) in self._answers
+        is_full = self._counts.get((op.name, op.group(call)), 0) >= self.most_shapes
+        return is_full or is_capturing(op.device(call)) or _key_of(op, call) in self._answers
 
     def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
         """Everything that was decided about one op (``tp column``), one room (``tp``) or all; of one group, if
@@ -134,43 +145,43 @@ class Gate:
         self._answers, other._answers = other._answers, self._answers
         self._counts, other._counts = other._counts, self._counts
 
-    def _ask(self, spec: OpSpec[Call, Context], call: Call, key: _Key) -> Answer:
-        group = spec.group(call)
-        count = self._counts.get((spec.name, group), 0)
-        if is_capturing(spec.device(call)):
-            return self._native(spec, _CAPTURED)
+    def _ask(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
+        group = op.group(call)
+        count = self._counts.get((op.name, group), 0)
+        if is_capturing(op.device(call)):
+            return self._native(op, _CAPTURED)
         if count >= self.most_shapes:
             # The group's own shapes are counted, which all of its ranks know alike.
             limit = f"more than {self.most_shapes} shapes: each has to be tried, which would cost more than it gives"
-            return self._native(spec, limit)
-        answer = self._decide(spec, call)
+            return self._native(op, limit)
+        answer = self._decide(op, call)
         self._answers[key] = answer
-        self._counts[spec.name, group] = count + 1
+        self._counts[op.name, group] = count + 1
         return answer
 
-    def _native(self, spec: OpSpec[Call, Context], reason: str) -> Answer:
-        if spec.logs_native:
-            log_native(spec.log_name or spec.name, reason)
+    def _native(self, op: Op[Call, Context], reason: str) -> Answer:
+        if op.logs_native:
+            log_native(op.log_name or op.name, reason)
         return Answer(None, reason)
 
-    def _decide(self, spec: OpSpec[Call, Context], call: Call) -> Answer:
-        reason = spec.why_not(call)
+    def _decide(self, op: Op[Call, Context], call: Call) -> Answer:
+        reason = op.unsupported_reason(call)
         if reason is not None:
-            return self._native(spec, reason)
-        reason = self_check(spec.group(call), spec.device(call))
+            return self._native(op, reason)
+        reason = self_check(op.group(call), op.device(call))
         if reason is not None:  # it has said so, once for all ops
             return Answer(None, reason)
         try:
-            context = spec.context(call)
-            decision = spec.decide(call, context)
+            context = op.make_context(call)
+            decision = op.decide(call, context)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
-            return self._native(spec, str(error))
+            return self._native(op, str(error))
         except FAILURES as error:
-            return self._native(spec, why_all_failed(spec.log_name or spec.name, error, spec.group(call)))
+            return self._native(op, why_all_failed(op.log_name or op.name, error, op.group(call)))
         if decision.use_ditron:
-            looks = spec.looks_at_host and get_settings().policy in ("strict", "fast")
-            return Answer(context, late_host=late_host_of(decision, spec.device(call)) if looks else None)
-        return self._native(spec, f"{spec.where(call)}{decision.reason}")
+            looks = op.looks_at_host and get_settings().policy in ("strict", "fast")
+            return Answer(context, late_host=late_host_of(decision, op.device(call)) if looks else None)
+        return self._native(op, f"{op.describe_shape(call)}{decision.reason}")
 
 
 def why_all_failed(name: str, error: Exception, group: dist.ProcessGroup | None, turns: int = 1) -> str:
@@ -201,8 +212,8 @@ def why_all_failed(name: str, error: Exception, group: dist.ProcessGroup | None,
     return words
 
 
-def _key_of(spec: OpSpec[Call, Context], call: Call) -> _Key:
-    return (spec.name, spec.group(call), *spec.key(call))
+def _key_of(op: Op[Call, Context], call: Call) -> _Key:
+    return (op.name, op.group(call), *op.key(call))
 
 
 def _is_named(key: _Key, name: str) -> bool:

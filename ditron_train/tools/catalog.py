@@ -1,67 +1,102 @@
-"""Every op that is accelerated, by room: what ``verify``, ``bench``, ``tune`` and the tests iterate over."""
+"""Every op that is accelerated, by subpackage, and how it is measured and tuned: what ``verify``, ``bench``,
+``trace``, ``tune``, ``doctor`` and the tests iterate over."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ditron_train.policy import OpSpec
-from ditron_train.policy.spec import MegatronGroups
+from ditron_train.policy import Op
+from ditron_train.tools.cases.case import BenchCase, MegatronGroups
 
 if TYPE_CHECKING:
     from ditron_train.tools.session import BenchSession
+    from ditron_train.tools.tune.space import SearchSpace
 
-#: Modules whose ``SPECS`` make up a room; those that need megatron-core count where it is installed.
+_CASES = "ditron_train.tools.cases"
+#: Modules whose ``CASES`` are the ops that tools measure by themselves; those that need megatron-core count if it is
+#: installed.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "tp": ("ditron_train.tp.spec", "ditron_train.megatron.tp.routing"),
-    "sp": ("ditron_train.sp.spec", "ditron_train.sp.exchange_spec", "ditron_train.megatron.sp.spec"),
+    "tp": (f"{_CASES}.tp_gemm", f"{_CASES}.tp_linear"),
+    "sp": (f"{_CASES}.sp",),
+    "ep": (f"{_CASES}.ep_moves", f"{_CASES}.ep_gemm", f"{_CASES}.ep_gathered"),
+    "pp": (f"{_CASES}.pp",),
+    "muon": (f"{_CASES}.muon",),
+}
+#: Modules whose ``fp8_cases`` of a recipe are the ops that tools measure in it; they need Transformer Engine.
+FP8_ROOMS: dict[str, tuple[str, ...]] = {
+    "tp": (f"{_CASES}.tp_fp8_products", f"{_CASES}.tp_fp8_layers"),
+    "ep": (f"{_CASES}.ep_fp8_rows",),
+}
+#: Modules whose ``OPS`` layers ask the gate about; those that need what is not installed do not count.
+_ASKED: dict[str, tuple[str, ...]] = {
+    "tp": ("ditron_train.megatron.tp.spec", "ditron_train.megatron.tp.fp8_spec"),
+    "sp": ("ditron_train.megatron.sp.spec",),
     "ep": (
-        "ditron_train.megatron.ep.movement_spec",
-        "ditron_train.ep.spec",
         "ditron_train.megatron.ep.spec",
         "ditron_train.megatron.ep.pair_spec",
         "ditron_train.megatron.ep.gathered_spec",
+        "ditron_train.megatron.ep.fp8_rows_spec",
     ),
     "pp": ("ditron_train.pp.spec",),
-    "muon": ("ditron_train.optim.spec", "ditron_train.optim.plans"),
+    "muon": ("ditron_train.optim.plans",),
 }
-#: Modules whose ``fp8_specs`` of a recipe are the ops that a room has in it; they need Transformer Engine.
-FP8_ROOMS: dict[str, tuple[str, ...]] = {
-    "tp": ("ditron_train.tools.fp8.products", "ditron_train.tools.fp8.layers"),
-    "ep": ("ditron_train.megatron.ep.fp8_rows_spec",),
+#: Modules whose ``SPACES`` are the choices of ops.
+_SPACES: dict[str, tuple[str, ...]] = {
+    "tp": ("ditron_train.tools.tune.tp_space",),
+    "sp": ("ditron_train.tools.tune.sp_space",),
+    "ep": ("ditron_train.tools.tune.ep_moves_space", "ditron_train.tools.tune.ep_space"),
 }
-_added: list[OpSpec[Any, Any]] = []
+_NOT_OURS = ("megatron", "transformer_engine", "transformer_engine_torch")
+_added: list[tuple[BenchCase[Any, Any], SearchSpace[Any, Any] | None]] = []
 
 
-def add_spec(spec: OpSpec[Any, Any]) -> None:
+def add_case(case: BenchCase[Any, Any], space: SearchSpace[Any, Any] | None = None) -> None:
     """An op of somebody else's: every tool has it from now on."""
-    _added.append(spec)
+    _added.append((case, space))
 
 
-def remove_spec(spec: OpSpec[Any, Any]) -> None:
-    """Undoes ``add_spec``."""
-    _added.remove(spec)
+def remove_case(case: BenchCase[Any, Any]) -> None:
+    """Undoes ``add_case``."""
+    _added[:] = [pair for pair in _added if pair[0] is not case]
 
 
-def specs_of(room: str, fp8: str | None = None) -> list[OpSpec[Any, Any]]:
-    """The ops of a room; ``fp8``: those that it has in a recipe, which needs Transformer Engine."""
+def cases_of(room: str, fp8: str | None = None) -> list[BenchCase[Any, Any]]:
+    """The ops of a subpackage that tools measure; ``fp8``: those in a recipe, which needs Transformer Engine."""
     if fp8 is not None:
-        return [spec for name in FP8_ROOMS.get(room, ()) for spec in importlib.import_module(name).fp8_specs(fp8)]
-    found: list[OpSpec[Any, Any]] = []
-    for name in ROOMS.get(room, ()):
+        return [case for name in FP8_ROOMS.get(room, ()) for case in importlib.import_module(name).fp8_cases(fp8)]
+    added = [case for case, _ in _added if case.op.name.split()[0] == room]
+    return [*_collect(ROOMS.get(room, ()), "CASES"), *added]
+
+
+def spaces_of(room: str) -> list[SearchSpace[Any, Any]]:
+    """The choices of a subpackage's ops."""
+    added = [space for _, space in _added if space is not None and space.case.op.name.split()[0] == room]
+    return [*_collect(_SPACES.get(room, ()), "SPACES"), *added]
+
+
+def ops_of(room: str) -> list[Op[Any, Any]]:
+    """Every op of a subpackage once: what tools measure, and what layers ask the gate about."""
+    ops = [*(case.op for case in cases_of(room)), *_collect(_ASKED.get(room, ()), "OPS")]
+    return list(dict.fromkeys(ops))
+
+
+def _collect(modules: Sequence[str], name: str) -> list[Any]:
+    found: list[Any] = []
+    for module in modules:
         try:
-            found += importlib.import_module(name).SPECS
+            found += getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] != "megatron":
+            if (error.name or "").split(".")[0] not in _NOT_OURS:
                 raise
-    return [*found, *(spec for spec in _added if spec.name.split()[0] == room)]
+    return found
 
 
 @contextmanager
 def megatron_groups(groups: MegatronGroups | None, session: BenchSession) -> Iterator[None]:
-    """Megatron's groups with all ranks in the one that ops are measured in (`OpSpec.groups`); nothing for None."""
+    """Megatron's groups with all ranks in the one that ops are measured in (`BenchCase.groups`); nothing for None."""
     if groups == "tensor":
         from ditron_train.tools.bench.megatron_tp import megatron_world
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ditron_train.optim.spec import newton_schulz_flops, symmetry_ceiling
+from ditron_train.tools.cases.muon import newton_schulz_flops, symmetry_ceiling
 from ditron_train.tools.results import Row, Stamp
 
 _MIN_SIDE = 512  # smaller matrices are bound by launches: far below all lines

@@ -166,22 +166,25 @@ def _probe(device: torch.device) -> Step:
 
     from ditron_train.cpu import megatron_shim
     from ditron_train.megatron.tp.spec import COLUMN
-    from ditron_train.policy import Place, Shape, gate, results
+    from ditron_train.policy import fused_results, gate, native_results
+    from ditron_train.tools.cases import RunEnvironment, Shape
+    from ditron_train.tools.cases.tp_linear import LinearCase
 
     if device.type == "cpu":
         megatron_shim.install()
     world, unit = dist.get_world_size(), _unit(device)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
-    place = Place(dist.group.WORLD, device, _values((1,), device, 0).dtype)  # type: ignore[arg-type]
+    place = RunEnvironment(dist.group.WORLD, device, _values((1,), device, 0).dtype)  # type: ignore[arg-type]
     shape = Shape("small", {"m": unit * world, "n": unit * world, "k": unit})
-    call = COLUMN.sample(shape, place, 1)
+    call = LinearCase(COLUMN).sample(shape, place, 1)
 
     def step() -> list[torch.Tensor]:
         gate.forget("tp")
         context = gate.context_for(COLUMN, call)
-        found = results(COLUMN, call, context)
-        if context is not None:
-            context.synchronize()
+        if context is None:
+            return native_results(COLUMN, call)
+        found = fused_results(COLUMN, call, context)
+        context.synchronize()
         return found
 
     return step
@@ -249,7 +252,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "ep": ("ditron_train.ep",),
     "pp": ("ditron_train.pp",),
     "muon": ("ditron_train.optim", "ditron_train.tp"),
-    "probe": ("ditron_train.megatron.tp.spec",),
+    "probe": ("ditron_train.tools.cases.tp_linear",),
     "capture": ("ditron_train.tp",),
     QUICKSTART: ("ditron_train.megatron", "ditron_train.megatron.tp.spec", "megatron.core.models.gpt"),
 }

@@ -288,28 +288,29 @@ def _tp_cases() -> Iterator[Case]:
 
 
 def _spec_call(name, sizes, options, stack, group) -> Prepared:
-    """An op as its spec in ``tools.catalog`` calls it, with Megatron's groups around it where it needs them."""
-    from ditron_train.policy import Place, Shape, results
+    """An op as its case in ``tools.catalog`` calls it, with Megatron's groups around it where it needs them."""
+    from ditron_train.policy import fused_results
     from ditron_train.tools.bench.megatron_ep import expert_parallel_world
-    from ditron_train.tools.catalog import specs_of
+    from ditron_train.tools.cases import RunEnvironment, Shape
+    from ditron_train.tools.catalog import cases_of
     from tests.support.model_parallel import model_parallel
 
-    spec = next(spec for spec in specs_of(name.split()[0]) if spec.name == name)
+    case = next(case for case in cases_of(name.split()[0]) if case.op.name == name)
     world = dist.get_world_size()
-    if spec.groups == "expert":
+    if case.groups == "expert":
         stack.enter_context(expert_parallel_world())
-    elif spec.groups == "tensor":
+    elif case.groups == "tensor":
         stack.enter_context(model_parallel(tensor_model_parallel_size=world))
     _ar_orders(stack, world, 0)
     shape = Shape("custom", sizes, options)
-    stack.enter_context(spec.surroundings(shape))
-    call = spec.sample(shape, Place(group, CPU, torch.float32), 0)
+    stack.enter_context(case.surroundings(shape))
+    call = case.sample(shape, RunEnvironment(group, CPU, torch.float32), 0)
     for field in {"weights", "firsts", "seconds"} & {*getattr(call, "_fields", ())}:
         call = call._replace(**{field: stacked(getattr(call, field))})
-    context = spec.context(call)
-    named = {f"in{index}": tensor for index, tensor in enumerate(spec.inputs(call))}
-    named |= {f"grad{index}": tensor for index, tensor in enumerate(spec.grads(call))}
-    return named, lambda: results(spec, call, context)
+    context = case.op.make_context(call)
+    named = {f"in{index}": tensor for index, tensor in enumerate(case.op.inputs(call))}
+    named |= {f"grad{index}": tensor for index, tensor in enumerate(case.op.grads(call))}
+    return named, lambda: fused_results(case.op, call, context)
 
 
 def _spec_cases() -> Iterator[Case]:
@@ -345,11 +346,11 @@ def _spec_cases() -> Iterator[Case]:
 
 
 def _message_spec(model, stack, group) -> Prepared:
-    from ditron_train.policy import Place, Shape
-    from ditron_train.pp.spec import MESSAGE
+    from ditron_train.tools.cases import RunEnvironment, Shape
+    from ditron_train.tools.cases.pp import MESSAGES
 
-    call = MESSAGE.sample(Shape(model, {"num_bytes": 4992}), Place(group, CPU, torch.bfloat16), 0)
-    return dict(x=call.data), lambda: MESSAGE.fused(call, call.context)(call.data)
+    call = MESSAGES.sample(Shape(model, {"num_bytes": 4992}), RunEnvironment(group, CPU, torch.bfloat16), 0)
+    return dict(x=call.data), lambda: MESSAGES.op.fused(call, call.context)(call.data)
 
 
 # -- sequence parallelism ---------------------------------------------------------------------------------------------

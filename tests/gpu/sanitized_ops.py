@@ -59,21 +59,24 @@ def _run(name: str, device: torch.device) -> None:
 
 def _every_way(room: str, device: torch.device) -> Iterator[str]:
     """The ops of a room at a small shape, as they run untuned and by each way of moving data that ``tune`` tries."""
-    from ditron_train.policy import Place, results
-    from ditron_train.tools.catalog import specs_of
+    from ditron_train.policy import fused_results
+    from ditron_train.tools.cases import RunEnvironment
+    from ditron_train.tools.catalog import cases_of, spaces_of
 
-    place = Place(dist.group.WORLD, device, torch.bfloat16)
-    for spec in specs_of(room):
-        shapes = spec.shapes(place.world_size, False)
-        if spec.name.endswith(" nn") or not shapes:
+    environment = RunEnvironment(dist.group.WORLD, device, torch.bfloat16)
+    spaces = {space.case.op.name: space for space in spaces_of(room)}
+    for case in cases_of(room):
+        op, shapes = case.op, case.shapes(environment.world_size, False)
+        if op.name.endswith(" nn") or not shapes:
             continue
-        call = spec.sample(shapes[0], place, 1)
-        context = spec.context(call)
-        results(spec, call, context)
-        yield spec.name.replace(" ", "-")
-        for number, way in enumerate(spec.candidates(call, context, ())[:_MOST_WAYS]):
-            spec.fused_as(call, context, way)(*spec.inputs(call))
-            yield f"{spec.name.replace(' ', '-')}-{number}"
+        call = case.sample(shapes[0], environment, 1)
+        context = op.make_context(call)
+        fused_results(op, call, context)
+        yield op.name.replace(" ", "-")
+        space = spaces.get(op.name)
+        for number, way in enumerate(() if space is None else space.candidates(call, context, ())[:_MOST_WAYS]):
+            space.run_as(call, context, way)(*op.inputs(call))
+            yield f"{op.name.replace(' ', '-')}-{number}"
 
 
 def _fused(device: torch.device):

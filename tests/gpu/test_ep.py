@@ -19,9 +19,9 @@ pytest.importorskip("megatron.core")
 from megatron.core.activations import squared_relu  # noqa: E402
 
 from ditron_train.ep.plan import own_wgrad_has_native_bits  # noqa: E402
-from ditron_train.ep.spec import zipf_routing  # noqa: E402
-from ditron_train.megatron.ep.movement_spec import DispatcherPair, moe_config  # noqa: E402
 from ditron_train.tools.bench.megatron_ep import HAVE_TE, expert_parallel_world, layer_pair  # noqa: E402
+from ditron_train.tools.cases.ep_layers import zipf_routing  # noqa: E402
+from ditron_train.tools.cases.ep_moves import DispatcherPair, moe_config  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 from ep_workers import COMBINED, combined_steps, gpt, with_and_without_plans  # noqa: E402

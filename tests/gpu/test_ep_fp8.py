@@ -17,9 +17,9 @@ from test_ep import world  # noqa: E402, F401
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # noqa: E402
 
 from ditron_train.megatron.ep.fp8_rows_spec import FP8_ROWS  # noqa: E402
-from ditron_train.megatron.ep.movement_spec import moe_config  # noqa: E402
 from ditron_train.policy import gate  # noqa: E402
 from ditron_train.tools.bench.megatron_ep import layer_pair  # noqa: E402
+from ditron_train.tools.cases.ep_moves import moe_config  # noqa: E402
 from ditron_train.tools.fp8.recipes import fp8_context, fp8_options  # noqa: E402
 
 STEPS = 3

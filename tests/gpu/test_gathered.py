@@ -15,12 +15,16 @@ pytest.importorskip("megatron.core")
 
 from test_ep import FUSED, HAVE_TE, NEEDS_TE, deterministic, normals, world  # noqa: E402, F401
 
-from ditron_train.ep.spec import moe_layer  # noqa: E402
 from ditron_train.megatron.ep import gather  # noqa: E402
-from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS, GatheredExpertsSpec  # noqa: E402
-from ditron_train.megatron.ep.movement_spec import moe_config, repeating  # noqa: E402
-from ditron_train.policy import Place, results  # noqa: E402
+from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS, GatheredExpertsOp  # noqa: E402
+from ditron_train.policy import fused_results, native_results  # noqa: E402
 from ditron_train.tools.bench.megatron_ep import layer_pair  # noqa: E402
+from ditron_train.tools.cases import RunEnvironment  # noqa: E402
+from ditron_train.tools.cases.ep_gathered import GatheredExpertsCase  # noqa: E402
+from ditron_train.tools.cases.ep_layers import moe_layer  # noqa: E402
+from ditron_train.tools.cases.ep_moves import moe_config, repeating  # noqa: E402
+
+_CASE = GatheredExpertsCase(GATHERED_EXPERTS)
 
 
 @pytest.fixture(autouse=True)
@@ -79,16 +83,16 @@ def test_products_beside_the_movement_have_the_bits_of_both_one_after_the_other(
     tokens, hidden, ffn, local, topk = sizes
     shape = moe_layer("test", tokens, hidden, ffn, local * dist.get_world_size(), topk)
     shape.options["deterministic"] = repeats
-    place = Place(dist.group.WORLD, device, torch.bfloat16)
+    place = RunEnvironment(dist.group.WORLD, device, torch.bfloat16)
     num_compared = 0
     with repeating(shape):
         for seed in range(3):
-            call = GATHERED_EXPERTS.sample(shape, place, seed)
-            if GATHERED_EXPERTS.why_no_row(call) is not None:
+            call = _CASE.sample(shape, place, seed)
+            if _CASE.no_row_reason(call) is not None:
                 continue
-            context = GATHERED_EXPERTS.context(call)
+            context = GATHERED_EXPERTS.make_context(call)
             context.gathered(tokens * dist.get_world_size(), hidden, torch.bfloat16).local.fill_(float("nan"))
-            ours, native = results(GATHERED_EXPERTS, call, context), results(GATHERED_EXPERTS, call)
+            ours, native = fused_results(GATHERED_EXPERTS, call, context), native_results(GATHERED_EXPERTS, call)
             context.synchronize()
             assert len(ours) == len(native) == 2 + 2 * local
             wrong = [index for index, (a, b) in enumerate(zip(ours, native)) if not all_equal(a, b)]
@@ -103,17 +107,17 @@ def test_experts_of_few_rows_are_multiplied_natively(device, all_equal, monkeypa
     """A skewed routing in which two or three of eight experts have fewer than 257 rows."""
     from ditron_train.megatron.ep.experts import TEGemm
 
-    needed, some, asked = GatheredExpertsSpec.fewest_rows, TEGemm.some, []
-    monkeypatch.setattr(GatheredExpertsSpec, "fewest_rows", lambda self, call: max(needed(self, call), 257))
+    needed, some, asked = GatheredExpertsOp.fewest_rows, TEGemm.some, []
+    monkeypatch.setattr(GatheredExpertsOp, "fewest_rows", lambda self, call: max(needed(self, call), 257))
     monkeypatch.setattr(TEGemm, "some", lambda self, *args: (asked.append(args[-1]), some(self, *args))[1])
     shape = moe_layer("test", 2048, 512, 512, 8 * dist.get_world_size(), 2)
     shape.options.update(zipf=1.0, deterministic=False)
     with repeating(shape):
-        call = GATHERED_EXPERTS.sample(shape, Place(dist.group.WORLD, device, torch.bfloat16), seed)
-        if GATHERED_EXPERTS.why_no_row(call) is not None:
+        call = _CASE.sample(shape, RunEnvironment(dist.group.WORLD, device, torch.bfloat16), seed)
+        if _CASE.no_row_reason(call) is not None:
             pytest.skip("too many experts have few rows")
-        context = GATHERED_EXPERTS.context(call)
-        ours, native = results(GATHERED_EXPERTS, call, context), results(GATHERED_EXPERTS, call)
+        context = GATHERED_EXPERTS.make_context(call)
+        ours, native = fused_results(GATHERED_EXPERTS, call, context), native_results(GATHERED_EXPERTS, call)
         context.synchronize()
     assert [index for index, (a, b) in enumerate(zip(ours, native, strict=True)) if not all_equal(a, b)] == []
     assert len(asked) == 4 and all(asked)
@@ -121,12 +125,12 @@ def test_experts_of_few_rows_are_multiplied_natively(device, all_equal, monkeypa
 
 def test_the_same_call_gives_the_same_bits_again(device, all_equal, parts):
     shape = moe_layer("test", 512, 512, 256, 4 * dist.get_world_size(), 2)
-    call = GATHERED_EXPERTS.sample(shape, Place(dist.group.WORLD, device, torch.bfloat16), 5)
-    context, draw = GATHERED_EXPERTS.context(call), random.Random(7 + dist.get_rank())
-    first = [one.clone() for one in results(GATHERED_EXPERTS, call, context)]
+    call = _CASE.sample(shape, RunEnvironment(dist.group.WORLD, device, torch.bfloat16), 5)
+    context, draw = GATHERED_EXPERTS.make_context(call), random.Random(7 + dist.get_rank())
+    first = [one.clone() for one in fused_results(GATHERED_EXPERTS, call, context)]
     for _ in range(8):
         time.sleep(0.01 * draw.random())
-        again = results(GATHERED_EXPERTS, call, context)
+        again = fused_results(GATHERED_EXPERTS, call, context)
         assert all(all_equal(a, b) for a, b in zip(first, again))
     context.synchronize()
     assert min(parts) == 1 and max(parts) == dist.get_world_size(), "in parts and whole"

@@ -288,16 +288,16 @@ def test_decisions_are_of_one_batch_invariant_mode(monkeypatch):
 
     import ditron_train.megatron as plugin
     from ditron_train.megatron.sp.exchange import AttentionShape
-    from ditron_train.megatron.sp.spec import ExchangeSpec, route_exchange
+    from ditron_train.megatron.sp.spec import ExchangeOp, route_exchange
     from ditron_train.megatron.tp.routing import route
-    from ditron_train.megatron.tp.spec import LinearSpec
+    from ditron_train.megatron.tp.spec import LinearOp
     from ditron_train.policy import Gate, gate, switches
 
     plugin.apply(features="tp")
     plugin.restore()
     x, weight, asked = torch.zeros(2, 1, 16), torch.zeros(32, 16), []
-    monkeypatch.setattr(ExchangeSpec, "why_not", lambda self, call: asked.append("sp") or "of this test")
-    monkeypatch.setattr(LinearSpec, "why_not", lambda self, call: asked.append("tp") or "of this test")
+    monkeypatch.setattr(ExchangeOp, "unsupported_reason", lambda self, call: asked.append("sp") or "of this test")
+    monkeypatch.setattr(LinearOp, "unsupported_reason", lambda self, call: asked.append("tp") or "of this test")
     fresh, query = Gate(), torch.zeros(2, 1, 4, 8)
     gate.swap(fresh)
     try:

@@ -661,7 +661,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "unsupported-calls-tried",
         "fallback not taken",
         "ditron_train/policy/gate.py",
-        "        reason = spec.why_not(call)\n",
+        "        reason = op.unsupported_reason(call)\n",
         "        reason = None\n",
         ("tests/megatron_plugin/test_switch.py::test_one_log_line_for_each_reason_on_rank_0",),
     ),

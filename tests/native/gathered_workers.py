@@ -12,11 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ditron_train.cpu.megatron_shim import megatron_on_cpu
 from ditron_train.ep.gather import GatheredLayout
-from ditron_train.ep.spec import moe_layer
 from ditron_train.megatron.ep import gather as ep_gather
 from ditron_train.megatron.ep import gathered_spec
 from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, gather_to_rows, linear_scatter
-from ditron_train.policy import Place, results
+from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS
+from ditron_train.policy import fused_results, native_results
+from ditron_train.tools.cases import RunEnvironment
+from ditron_train.tools.cases.ep_gathered import GatheredExpertsCase
+from ditron_train.tools.cases.ep_layers import moe_layer
 from ditron_train.tp import gather
 from ditron_train.tp.context import get_tp_context
 
@@ -111,20 +114,21 @@ def a_gather_that_nobody_consumes(where) -> bool:
     rows of the one that failed must not be taken for those of the next."""
     shape = moe_layer("test", 12, 16, 8, 2 * dist.get_world_size(), 2)
     shape.options["deterministic"] = True
-    spec, place = gathered_spec.GATHERED_EXPERTS, Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    case = GatheredExpertsCase(GATHERED_EXPERTS)
+    place = RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
 
     def fail(*args, **options):
         raise torch.OutOfMemoryError("no room")
 
     owner, name = {"layout": (gathered_spec, "GatheredLayout"), "product": (ep_gather, "GatheredProduct")}[where]
-    with megatron_on_cpu(), spec.surroundings(shape):
-        context = spec.context(spec.sample(shape, place, 1))
-        first, second = (spec.sample(shape, place, seed) for seed in (1, 2))
-        results(spec, first, context)  # memory is there
+    with megatron_on_cpu(), case.surroundings(shape):
+        context = case.op.make_context(case.sample(shape, place, 1))
+        first, second = (case.sample(shape, place, seed) for seed in (1, 2))
+        fused_results(case.op, first, context)  # memory is there
         kept = getattr(owner, name)
         setattr(owner, name, fail)
         try:
-            results(spec, first, context)
+            fused_results(case.op, first, context)
             return False
         except torch.OutOfMemoryError:
             pass
@@ -134,7 +138,7 @@ def a_gather_that_nobody_consumes(where) -> bool:
         dist.barrier()
         copy = gather.copy_with_flags
         gather.copy_with_flags = lambda *args: (time.sleep(0.5 * dist.get_rank()), copy(*args))
-        ours, native = results(spec, second, context), results(spec, second)
+        ours, native = fused_results(case.op, second, context), native_results(case.op, second)
         gather.copy_with_flags = copy
     return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
 
@@ -167,10 +171,11 @@ def trials_beside_newer_permutations() -> bool:
     try:
         shape = moe_layer("test", 12, 16, 8, 2 * dist.get_world_size(), 2)
         shape.options["deterministic"] = True
-        spec, place = gathered_spec.GATHERED_EXPERTS, Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
-        with megatron_on_cpu(), spec.surroundings(shape):
-            call = spec.sample(shape, place, 1)
-            native, ours = results(spec, call), results(spec, call, spec.context(call))
+        case = GatheredExpertsCase(GATHERED_EXPERTS)
+        place = RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
+        with megatron_on_cpu(), case.surroundings(shape):
+            call = case.sample(shape, place, 1)
+            native, ours = native_results(case.op, call), fused_results(case.op, call, case.op.make_context(call))
     finally:
         gathered_spec.permute = permute
     return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
@@ -180,11 +185,12 @@ def trial_of_an_evaluation() -> bool:
     """Whether both paths of the experts can be compared, and are equal, where the first call is one of inference."""
     shape = moe_layer("test", 12, 16, 8, 2 * dist.get_world_size(), 2)
     shape.options["deterministic"] = True
-    spec, place = gathered_spec.GATHERED_EXPERTS, Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
-    with megatron_on_cpu(), spec.surroundings(shape), torch.inference_mode():
-        call = spec.sample(shape, place, 1)
-        trial = spec.trial(call, spec.context(call))
-        native, ours = trial.megatron(), trial.fused()
+    case = GatheredExpertsCase(GATHERED_EXPERTS)
+    place = RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    with megatron_on_cpu(), case.surroundings(shape), torch.inference_mode():
+        call = case.sample(shape, place, 1)
+        trial = case.op.trial(call, case.op.make_context(call))
+        native, ours = trial.native(), trial.fused()
     return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
 
 
@@ -192,7 +198,8 @@ def trials_keep_no_memory() -> bool:
     """Whether what Megatron's path has computed is freed once its results are, without a garbage collection."""
     shape = moe_layer("test", 12, 16, 8, 2 * dist.get_world_size(), 2)
     shape.options["deterministic"] = True
-    spec, place = gathered_spec.GATHERED_EXPERTS, Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    case = GatheredExpertsCase(GATHERED_EXPERTS)
+    place = RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
     products, kept = gathered_spec.native_products, []
 
     def noted(*args):
@@ -211,8 +218,8 @@ def trials_keep_no_memory() -> bool:
     gathered_spec.native_products = noted
     gc.disable()
     try:
-        with megatron_on_cpu(), spec.surroundings(shape):
-            results(spec, spec.sample(shape, place, 1))
+        with megatron_on_cpu(), case.surroundings(shape):
+            native_results(case.op, case.sample(shape, place, 1))
     finally:
         gathered_spec.native_products = products
         gc.enable()

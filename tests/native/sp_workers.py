@@ -241,36 +241,36 @@ def largest_sums(options, length):
     """What the policy's data that shows the order of sums leaves of them, against sums of the same magnitudes that do
     not cancel: the largest ratio among all results and gradients, for each question asked."""
     from ditron_train.megatron.sp import spec
-    from ditron_train.policy import results
+    from ditron_train.policy import native_results
 
     asked, world = {}, dist.get_world_size()
-    decide = spec._UlyssesSpec.decide
+    decide = spec._UlyssesOp.decide
 
     def recording(self, call, context):
         freed = [torch.empty_like(weight) for weight in call.weights]  # as Megatron-FSDP leaves what it gathers later
         for weight in freed:
             weight.untyped_storage().resize_(0)
-        own = self.given(call._replace(weights=tuple(freed), norms=()), context)
-        assert all(result.isfinite().all() for result in results(self, own))
-        given = self.given(call, context)
+        own = self.timed_call(call._replace(weights=tuple(freed), norms=()), context)
+        assert all(result.isfinite().all() for result in native_results(self, own))
+        given = self.timed_call(call, context)
         memory = {tensor.untyped_storage().data_ptr() for tensor in given.values}
         assert all(weight.untyped_storage().data_ptr() not in memory for weight in call.weights)
-        for one in self.revealing(call, context):
+        for one in self.order_probe(call, context):
             shapes = [[(t.shape, t.dtype) for t in (*each.values, *each.grads)] for each in (one, given)]
             assert shapes[0] == shapes[1]
             positive = one._replace(
                 **{name: tuple(t.abs() for t in getattr(one, name)) for name in ("values", "grads")}
             )
-            left, whole = results(self, one), results(self, positive)
+            left, whole = native_results(self, one), native_results(self, positive)
             asked[self.word] = max(float(a.abs().max() / b.max()) for a, b in zip(left, whole))
         return decide(self, call, context)
 
-    spec._UlyssesSpec.decide = recording
+    spec._UlyssesOp.decide = recording
     try:
         with groups(world):
             run(build(world, **options), world, length)
     finally:
-        spec._UlyssesSpec.decide = decide
+        spec._UlyssesOp.decide = decide
     return asked
 
 

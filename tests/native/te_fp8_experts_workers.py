@@ -229,32 +229,32 @@ def rows_spec_on_cpu():
         x = torch.empty(200, kind[0]).to(dtype)
         call = Fp8RowsCall(x, 3, dist.group.WORLD, te_quantise.RowsKind(*kind), width, are_grads)
         keys.add(FP8_ROWS.key(call))
-        said.append(FP8_ROWS.why_not(call))
+        said.append(FP8_ROWS.unsupported_reason(call))
         if said[-1] is not None:
             continue
         fp8_rows_spec.grouped_gemm = noted = mock.Mock(side_effect=multiply)
-        trial = FP8_ROWS.trial(call, FP8_ROWS.context(call))
+        trial = FP8_ROWS.trial(call, FP8_ROWS.make_context(call))
         first = ("NN", True) if are_grads else (None, None)
         options = [one.kwargs for one in noted.call_args_list]
         kinds = [(one.get("layout"), one.get("use_split_accumulator")) for one in options]
         assert kinds == [first, ("NT", True)] * 2, kinds
-        pairs = [(trial.megatron, trial.fused), *trial.also]
+        pairs = [(trial.native, trial.fused), *trial.extra_cases]
         assert trial.host_counts and all(same_bits(native(), ours()) for native, ours in pairs)
-        said[-1] = trial.words
+        said[-1] = trial.description
         with mock.patch.dict(grouped_quantization._LARGEST, {one: 100.0 for one in grouped_quantization._LARGEST}):
             assert not any(same_bits(native(), ours()) for native, ours in pairs)
             with pytest.raises(NotSupportedError, match="are not multiplied: products differ"):
-                FP8_ROWS.context(call)
+                FP8_ROWS.make_context(call)
         if dist.get_rank() == 1:
             fp8_rows_spec.grouped_gemm = mock.Mock(side_effect=RuntimeError("cuBLAS refuses\nat a line"))
         with pytest.raises(NotSupportedError, match="are not multiplied: cuBLAS refuses$"):  # on both ranks
-            FP8_ROWS.context(call)
+            FP8_ROWS.make_context(call)
         fp8_rows_spec.grouped_gemm = multiply
         made = te_quantise.new_quantizer(call.kind, None)
         with mock.patch.object(type(made), "__init__", lambda self, *args, **options: None):
             lacks = "this version's quantizers have no with_amax_reduction, force_pow"
-            assert FP8_ROWS.why_not(call).startswith(lacks)
-    assert len(keys) == len(said) and FP8_ROWS.has_rows is False
+            assert FP8_ROWS.unsupported_reason(call).startswith(lacks)
+    assert len(keys) == len(said)
     return said
 
 
@@ -263,23 +263,24 @@ def rows_in_tools():
     not."""
     install()
     from ditron_train.ep import grouped_quantization
-    from ditron_train.policy import Place, results
+    from ditron_train.policy import fused_results, native_results
     from ditron_train.policy.probe import same_bits
-    from ditron_train.tools.catalog import specs_of
+    from ditron_train.tools.cases import RunEnvironment
+    from ditron_train.tools.catalog import cases_of
 
-    assert specs_of("ep", "blockwise") == specs_of("ep", "delayed") == []
-    (spec,) = specs_of("ep", "tensorwise")
-    place, seen = Place(dist.group.WORLD, torch.device("cpu"), torch.bfloat16), []
-    for shape in spec.shapes(2, False):
+    assert cases_of("ep", "blockwise") == cases_of("ep", "delayed") == []
+    (case,) = cases_of("ep", "tensorwise")
+    place, seen = RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.bfloat16), []
+    for shape in case.shapes(2, False):
         if shape.options["deterministic"]:
             continue
-        assert spec.why_not_shape(shape, 2) is None
-        call = spec.sample(shape, place, 1)
-        context = spec.context(call)
-        native, ours = results(spec, call), results(spec, call, context)
-        assert spec.why_no_row(call) is None and same_bits(native, ours) and len(native) == len(ours) > 0
+        assert case.unsupported_shape(shape, 2) is None
+        call = case.sample(shape, place, 1)
+        context = case.op.make_context(call)
+        native, ours = native_results(case.op, call), fused_results(case.op, call, context)
+        assert case.no_row_reason(call) is None and same_bits(native, ours) and len(native) == len(ours) > 0
         with mock.patch.dict(grouped_quantization._LARGEST, {one: 100.0 for one in grouped_quantization._LARGEST}):
-            assert not same_bits(native, results(spec, call, context))
+            assert not same_bits(native, fused_results(case.op, call, context))
         seen.append((tuple(call.x.shape), call.kind.columns, call.width, call.kind.fp8_format))
     return seen
 

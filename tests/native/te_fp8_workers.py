@@ -282,19 +282,19 @@ def spec_on_cpu(kind: str, scaling: str, minor: int) -> list[str]:
         x, weight = torch.empty(rows, 64 * size).bfloat16(), torch.empty(48 * size, 64 * size).bfloat16()
         recipe = "Float8CurrentScaling" if scaling == "tensor" else "Float8BlockScaling"
         call = Fp8Call(x, weight, group, "E5M2", frozen, scaling, recipe, has_bias=bias)
-        reason = spec.why_not(call)
+        reason = spec.unsupported_reason(call)
         if reason is not None:
             said.append(reason)
             continue
-        trial = spec.trial(call, spec.context(call))
-        for first, second in [(trial.megatron, trial.fused), *trial.also]:
+        trial = spec.trial(call, spec.make_context(call))
+        for first, second in [(trial.native, trial.fused), *trial.extra_cases]:
             expected, found = first(), second()
             assert [one.shape for one in expected] == [one.shape for one in found]
             assert (found[-1].numel() == 1) == (scaling == "tensor"), "the amax of all ranks is part of it"
             assert all(torch.isfinite(one).all() for one in found)
             # What Transformer Engine multiplies has equal bits on the CPU, too.
             assert all(map(torch.equal, expected[1:], found[1:]))
-        said.append(f"{trial.words}: {[tuple(one.shape) for one in expected]}")
+        said.append(f"{trial.description}: {[tuple(one.shape) for one in expected]}")
     return said
 
 

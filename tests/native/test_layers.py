@@ -460,8 +460,8 @@ def test_layers_without_sequence_parallelism_equal_native(world_size, options, f
 def test_an_input_with_strides_is_compared_as_a_copy(kind):
     """What the policy compares with refuses strides in front of a gather; Transformer Engine's layers copy them."""
     from ditron_train.megatron.tp.linear_call import LinearCall
-    from ditron_train.megatron.tp.spec import LinearSpec
+    from ditron_train.megatron.tp.spec import LinearOp
 
     x = torch.arange(40.0).view(8, 1, 5)[..., :3]
-    given, _ = LinearSpec(kind).inputs(LinearCall(x, torch.ones(4, 3), None))
+    given, _ = LinearOp(kind).inputs(LinearCall(x, torch.ones(4, 3), None))
     assert given.is_contiguous() and torch.equal(given, x) and not x.is_contiguous()

@@ -13,12 +13,13 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import OpSpec, Pass, Place, Shape, gate, results
+from ditron_train.policy import Op, fused_results, gate, native_results
 from ditron_train.policy.probe import comparing_on_cpu
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.groups import world_group
@@ -26,10 +27,11 @@ from ditron_train.runtime.settings import under_policy
 from ditron_train.symm.exchange import exchange
 from ditron_train.symm.nodes import NodeGroups, node_groups
 from ditron_train.tools.arguments import add_common_arguments
+from ditron_train.tools.cases import Pass, RunEnvironment, Shape
 from ditron_train.tools.session import BenchSession, bench_session
 
 if TYPE_CHECKING:
-    from ditron_train.megatron.tp.spec import LinearSpec
+    from ditron_train.megatron.tp.spec import LinearOp
 
 _EXCHANGES = ("gather", "sums")  # of a linear layer
 PARTS = ("tp", "sp", "ep", "pp", "muon")
@@ -40,26 +42,26 @@ class _Case(NamedTuple):
     """One op over nodes.
 
     Attributes:
-        spec, call: As the gate is asked.
+        op, call: As the gate is asked.
         shape: Of the row.
         native, fused: What is compared and timed.
         strict: Makes what runs from the context of an answer, which may leave a part to Megatron's path; None:
             ``fused``.
         exchanges: What the measured pass moves, ``gather`` or ``sums``: a pass that an answer leaves all of it to the
             process group makes Megatron's calls. Both: of forward and backward.
-        op, measured: Of the row, where they are not the spec's.
+        row, measured: Of the row.
         is_asked: Whether jobs ask the gate.
     """
 
-    spec: OpSpec[Any, Any]
+    op: Op[Any, Any]
+    row: str
     call: Any
     shape: Shape
     native: Callable[[], Any]
     fused: Callable[[], Any]
     strict: Callable[[Any], Callable[[], Any]] | None = None
     exchanges: frozenset[str] = frozenset()
-    op: str | None = None
-    measured: Pass | None = None
+    measured: Pass = "forward"
     is_asked: bool = True
 
 
@@ -165,14 +167,13 @@ def _counting(part: str) -> Iterator[list[str]]:
         setattr(owner, name, function)
 
 
-def _place(session: BenchSession) -> Place:
-    return Place(world_group(), session.device, session.dtype)
+def _place(session: BenchSession) -> RunEnvironment:
+    return RunEnvironment(world_group(), session.device, session.dtype)
 
 
-def _case(spec: OpSpec[Any, Any], call: Any, shape: Shape) -> _Case:
-    context = spec.context(call)
-    given = spec.given(call, context)
-    return _Case(spec, call, shape, lambda: results(spec, given), lambda: results(spec, given, context))
+def _case(op: Op[Any, Any], row: str, call: Any, shape: Shape, measured: Pass = "forward") -> _Case:
+    trial = op.trial(call, op.make_context(call))
+    return _Case(op, row, call, shape, trial.native, trial.fused, measured=measured)
 
 
 def _linears(session: BenchSession, divide: int) -> Iterator[_Case]:
@@ -184,40 +185,46 @@ def _linears(session: BenchSession, divide: int) -> Iterator[_Case]:
     yield from _linear(session, ROW, {"m": m, "n": narrow, "k": wide})
 
 
-def _linear(session: BenchSession, spec: LinearSpec, sizes: dict[str, int]) -> Iterator[_Case]:
+def _linear(session: BenchSession, op: LinearOp, sizes: dict[str, int]) -> Iterator[_Case]:
     """The layer, forward and backward; its forward alone; its backward alone."""
     from megatron.core import parallel_state
 
+    from ditron_train.tools.cases.tp_linear import LinearCase
     from ditron_train.tp.nodes import NodesTPContext
 
-    group = parallel_state.get_tensor_model_parallel_group()
-    call = spec.sample(Shape("posed", sizes), _place(session), 0)._replace(group=group)
-    context: Any = spec.context(call)
+    group, shape, row = parallel_state.get_tensor_model_parallel_group(), Shape("posed", sizes), f"{op.kind}_linear"
+    call = LinearCase(op).sample(shape, _place(session), 0)._replace(group=group)
+    context: Any = op.make_context(call)
+
+    def run(call: Any, context: Any) -> Callable[[], Any]:
+        return lambda: native_results(op, call) if context is None else fused_results(op, call, context)
 
     def layer(context: Any) -> Callable[[], Any]:
-        return lambda: results(spec, call, context)
+        return run(call, context)
 
     def forward(context: Any) -> Callable[[], Any]:
-        return lambda: results(spec, call._replace(is_forward=True), context)
+        return run(call._replace(is_forward=True), context)
 
     def backward(context: Any) -> Callable[[], Any]:
-        leaves = [tensor.detach().requires_grad_() for tensor in spec.inputs(call)]
-        function = spec.megatron(call) if context is None else spec.fused(call, context)
+        leaves = [tensor.detach().requires_grad_() for tensor in op.inputs(call)]
+        function = op.native(call) if context is None else op.fused(call, context)
         found = function(*leaves)
-        return lambda: torch.autograd.grad(found, leaves, spec.grads(call), retain_graph=True)
+        return lambda: torch.autograd.grad(found, leaves, op.grads(call), retain_graph=True)
 
     if not isinstance(context, NodesTPContext):  # memory reaches all nodes: nothing goes along rails
-        yield _Case(spec, call, Shape("posed", sizes), layer(None), layer(context))
+        yield _Case(op, row, call, shape, layer(None), layer(context), measured="forward_backward")
         return
 
-    def case(make: Callable[[Any], Callable[[], Any]], *exchanges: str, **fields: Any) -> _Case:
+    def case(
+        make: Callable[[Any], Callable[[], Any]], *exchanges: str, measured: Pass = "forward_backward", row: str = row
+    ) -> _Case:
         """The fused path by rails throughout, whatever the answer's context leaves to the process group."""
         native, fused = make(None), make(context)
-        return _Case(spec, call, Shape("posed", sizes), native, fused, make, frozenset(exchanges), **fields)
+        return _Case(op, row, call, shape, native, fused, make, frozenset(exchanges), measured=measured)
 
-    passes = ("gather", "sums") if spec.kind == "column" else ("sums", "gather")
+    passes = ("gather", "sums") if op.kind == "column" else ("sums", "gather")
     yield case(layer, *passes)
-    yield case(forward, passes[0], op="ag_gemm" if spec.kind == "column" else "gemm_rs", measured="forward")
+    yield case(forward, passes[0], row="ag_gemm" if op.kind == "column" else "gemm_rs", measured="forward")
     yield case(backward, passes[1], measured="backward")
 
 
@@ -229,13 +236,13 @@ def _exchanges(session: BenchSession, divide: int) -> Iterator[_Case]:
     like = torch.empty(rows, 1, 1, dtype=session.dtype, device=session.device)
     call = UlyssesCall(world_group(), AttentionShape(8 * world, 2 * world, 128, 128), (rows, 1), like)
     shape = Shape("posed", {"rows": rows, "heads": 8 * world, "groups": 2 * world, "channels": 128})
-    yield _case(EXCHANGE, call, shape)
+    yield _case(EXCHANGE, "attention_exchange", call, shape, "forward_backward")
 
 
 def _experts(session: BenchSession, divide: int) -> Iterator[_Case]:
-    from ditron_train.ep.spec import moe_layer, routing_of
-    from ditron_train.megatron.ep.movement_spec import DispatcherPair, moe_config
     from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall
+    from ditron_train.tools.cases.ep_layers import moe_layer, routing_of
+    from ditron_train.tools.cases.ep_moves import DispatcherPair, moe_config
 
     tokens, hidden, topk = (8192, 7168, 8) if session.device.type == "cuda" else (64, 4096, 8)
     tokens //= divide
@@ -253,23 +260,23 @@ def _experts(session: BenchSession, divide: int) -> Iterator[_Case]:
 
     call = MovementCall(make, x, routed, probs, topk, config.moe_permute_fusion, world_group())
     trial = MOVEMENT.trial(call, None)
-    yield _Case(MOVEMENT, call, layer, trial.megatron, trial.fused)
+    measured: Pass = "forward_backward"
+    yield _Case(MOVEMENT, "dispatch_combine", call, layer, trial.native, trial.fused, measured=measured)
 
 
 def _messages(session: BenchSession, _divide: int) -> Iterator[_Case]:
-    from ditron_train.pp.spec import MESSAGE, message_shapes
+    from ditron_train.tools.cases.pp import MESSAGES, message_shapes
 
     for shape in message_shapes(8e6 if session.device.type == "cuda" else 4e6):
-        call = MESSAGE.sample(shape, _place(session), 0)
-        yield _Case(
-            MESSAGE, call, shape, lambda c=call: results(MESSAGE, c), lambda c=call: results(MESSAGE, c, c.context)
-        )
+        call, op = MESSAGES.sample(shape, _place(session), 0), MESSAGES.op
+        native, fused = partial(native_results, op, call), partial(fused_results, op, call, call.context)
+        yield _Case(op, MESSAGES.row, call, shape, native, fused)
 
 
 def _matrices(session: BenchSession, divide: int) -> Iterator[_Case]:
     """Whole matrices over all nodes: each is stepped by one rank and sent to the others, as ``--ditron muon`` does
     whatever the policy."""
-    from ditron_train.optim.spec import MUON_STEP, step_shape
+    from ditron_train.tools.cases.muon import MUON_STEP, step_shape
 
     on_gpu = session.device.type == "cuda"
     layer = ((1536, 512), (512, 512), (2048, 512), (512, 1024))
@@ -277,13 +284,13 @@ def _matrices(session: BenchSession, divide: int) -> Iterator[_Case]:
     if divide > 1:
         shape = step_shape(shape.model, shape.options["layer"], max(shape.sizes["num_layers"] // divide, 1))
     call = MUON_STEP.sample(shape, _place(session), 0)
-    yield _case(MUON_STEP, call, shape)._replace(is_asked=False)
+    yield _case(MUON_STEP.op, MUON_STEP.row, call, shape)._replace(is_asked=False)
 
 
 def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
     surroundings: AbstractContextManager[Any] = nullcontext()
-    if case.spec.name == "ep movement":
-        from ditron_train.megatron.ep.movement_spec import repeating
+    if case.op.name == "ep movement":
+        from ditron_train.tools.cases.ep_moves import repeating
 
         surroundings = repeating(case.shape)
     with surroundings:
@@ -293,9 +300,9 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
         count, equal = len(sends), session.equal(ours, native)
         plan, strict = "sent as soon as they are stepped, under every policy", case.fused
         if case.is_asked:
-            answer = gate.answer_for(case.spec, case.call)
+            answer = gate.answer_for(case.op, case.call)
             plan, strict = f"strict: Megatron's path, {answer.reason}", case.native
-            if answer.context is not None:
+            if answer.is_fused:
                 left = [name for name in _EXCHANGES if getattr(answer.context, f"leaves_{name}", False)]
                 words = f", {' and '.join(left)} by the process group" if left else ""
                 plan = f"strict: the fused path{words}"
@@ -304,17 +311,14 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
                     plan, strict = f"strict: Megatron's calls{words}", case.native
         # In turn: a link of sockets is slower from one second to the next. Not so a dispatch on GPUs: the fused one
         # took a third longer between calls of Megatron's path, which no job has.
-        in_turn = session.device.type != "cuda" or case.spec.name != "ep movement"
+        in_turn = session.device.type != "cuda" or case.op.name != "ep movement"
         paths = {"native": case.native, "fused": case.fused, "strict": strict}
         names = {path: name for name, path in reversed(paths.items())}
         found = session.measure({names[path]: lambda _, path=path: path() for path in names}, in_turn=in_turn)
         timings = {"native": found["native"], "ditron": found[names[strict]]}
-    direction = case.measured or case.spec.measured
-    if case.measured is None and direction == "backward":
-        direction = "forward_backward"
     fields: dict[str, Any] = dict(peer="fused path", peer_us=found["fused"].median_us, plan=[plan], fused_sends=count)
     sizes = dict(case.shape.sizes)
-    session.add(session.row(case.op or case.spec.row, direction, case.shape.model, sizes, timings, equal, **fields))
+    session.add(session.row(case.row, case.measured, case.shape.model, sizes, timings, equal, **fields))
 
 
 if __name__ == "__main__":

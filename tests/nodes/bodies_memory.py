@@ -49,7 +49,7 @@ def linear_of_a_node_without_memory(kind, lacking, capped):
 
     from ditron_train.megatron.tp.linear_call import LinearCall
     from ditron_train.megatron.tp.spec import COLUMN, ROW
-    from ditron_train.policy import gate, results
+    from ditron_train.policy import fused_results, gate, native_results
 
     spec, world, rank = (COLUMN if kind == "column" else ROW), dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -74,11 +74,11 @@ def linear_of_a_node_without_memory(kind, lacking, capped):
             answer = gate.answer_for(spec, call)
         said = logs.decisions()
         assert answer.context is None
-        results(spec, call)  # all ranks come to it
+        native_results(spec, call)  # all ranks come to it
         call = call_of(_ROWS + 1)
         ours = gate.answer_for(spec, call).context
         assert ours.inner is get_nodes_tp_context(group, _CPU).inner
-        for expected, found in zip(results(spec, call), results(spec, call, ours), strict=True):
+        for expected, found in zip(native_results(spec, call), fused_results(spec, call, ours), strict=True):
             assert torch.equal(expected, found)
     return answer.reason, said
 

@@ -215,7 +215,7 @@ def tp_linears(ranks, batch, dtype):
 
     from ditron_train.megatron.tp.linear_call import LinearCall
     from ditron_train.megatron.tp.spec import COLUMN, ROW
-    from ditron_train.policy import gate, results
+    from ditron_train.policy import fused_results, gate, native_results
     from ditron_train.tp import nodes as tp_nodes
 
     rank, found, local_size = dist.get_rank(), [], int(os.environ["LOCAL_WORLD_SIZE"])
@@ -239,7 +239,7 @@ def tp_linears(ranks, batch, dtype):
             context = gate.answer_for(spec, call).context
             assert type(context).__name__ == "NodesTPContext"
             del found[:]
-            for expected, ours in zip(results(spec, call), results(spec, call, context), strict=True):
+            for expected, ours in zip(native_results(spec, call), fused_results(spec, call, context), strict=True):
                 assert torch.equal(expected, ours)
             assert found.count("_parts") == 1  # forward of the column layer, backward of the row layer
     return found.count("send")
@@ -253,8 +253,8 @@ def tp_trials(kind, slower):
 
     from ditron_train.megatron.tp.linear_call import LinearCall
     from ditron_train.megatron.tp.spec import COLUMN, ROW
-    from ditron_train.policy import Decision, gate, results
-    from ditron_train.policy import spec as policy_spec
+    from ditron_train.policy import Decision, fused_results, gate, native_results
+    from ditron_train.policy import op as policy_op
     from ditron_train.policy.probe import comparing_on_cpu
     from ditron_train.tp import linear
     from ditron_train.tp import nodes as tp_nodes
@@ -280,7 +280,7 @@ def tp_trials(kind, slower):
     with workers.groups():
         group = make_group(dist.group.WORLD, range(world), "trials")
         call = LinearCall(x, weight, group, grad_y=grad_y)
-        with comparing_on_cpu(), mock.patch.object(policy_spec, "decide", decide):
+        with comparing_on_cpu(), mock.patch.object(policy_op, "decide", decide):
             context = gate.answer_for(spec, call).context
         if context is None:
             return None, tried
@@ -289,8 +289,8 @@ def tp_trials(kind, slower):
                 (y,) = spec.fused(call, context)(x, weight)
             forward = sorted(found)
             del found[:]
-            expected = results(spec, call)
-            assert all(map(torch.equal, expected, results(spec, call, context))) and torch.equal(expected[0], y)
+            expected = native_results(spec, call)
+            assert all(map(torch.equal, expected, fused_results(spec, call, context))) and torch.equal(expected[0], y)
         return (forward, sorted(found)), tried
 
 
@@ -338,7 +338,7 @@ def tp_answers():
     from ditron_train.megatron.tp.linear_call import LinearCall
     from ditron_train.megatron.tp.spec import COLUMN, ROW
     from ditron_train.policy import Decision, gate
-    from ditron_train.policy import spec as policy_spec
+    from ditron_train.policy import op as policy_op
     from ditron_train.policy.probe import comparing_on_cpu
     from ditron_train.runtime.settings import under_policy
 
@@ -352,7 +352,7 @@ def tp_answers():
         column = LinearCall(torch.ones(6, 16), weights[0], group, grad_y=torch.ones(6 * world, 24))
         row = LinearCall(torch.ones(6 * world, 24), weights[1], group, grad_y=torch.ones(6, 16))
         summed, found = (6 * world, 16, torch.float32), []
-        with mock.patch.object(policy_spec, "decide", decide):
+        with mock.patch.object(policy_op, "decide", decide):
             answers = [gate.answer_for(spec, call).context for spec, call in ((COLUMN, column), (ROW, row))]
             found += [one.sums_by_rails(*summed) for one in answers]
         gate.forget("tp")

@@ -224,6 +224,6 @@ def test_products_that_were_chosen_stand_among_a_jobs_decisions(monkeypatch, use
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     forget_decisions()
     call = plans.StepCall(64, 256, torch.bfloat16, torch.device("cpu"), False)
-    assert plans.NewtonSchulzSpec().context(call) is chosen
+    assert plans.NewtonSchulzOp().make_context(call) is chosen
     path = "ours" if uses_gram else "native"
     assert decisions() == [f"Newton-Schulz 64 x 256: {path}, gram: 1.80x"]

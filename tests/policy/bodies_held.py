@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from bodies_specs import _groups_of, _spec
+from bodies_specs import _case, _groups_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ditron_train.policy import OpSpec, Place, Shape
 from ditron_train.policy.probe import _compare
+from ditron_train.tools.cases import BenchCase, RunEnvironment, Shape
 
 
 class _Held(TorchDispatchMode):
@@ -37,12 +37,12 @@ class _Held(TorchDispatchMode):
         return tensor.untyped_storage()._cdata
 
 
-def _shapes_of(spec: OpSpec) -> list[Shape]:
+def _shapes_of(case: BenchCase) -> list[Shape]:
     """Its own; of linear layers and experts some more, whose operands and results differ in size."""
-    shapes = list(spec.shapes(dist.get_world_size(), False))
+    shapes = list(case.shapes(dist.get_world_size(), False))
     if set(shapes[0].sizes) == set("mnk"):
         shapes += [Shape("more", dict(zip("mnk", mnk))) for mnk in ((512, 256, 256), (256, 512, 256), (256, 256, 512))]
-    if spec.name == "ep gathered_experts":
+    if case.op.name == "ep gathered_experts":
         first = shapes[0]
         for more in ({"tokens_per_rank": 96}, {"hidden": 64}, {"ffn_hidden": 192}, {"num_experts": 32}, {"topk": 4}):
             shapes.append(Shape("more", {**first.sizes, **more}, first.options))
@@ -50,17 +50,17 @@ def _shapes_of(spec: OpSpec) -> list[Shape]:
 
 
 def held_and_said(name: str) -> list[tuple[str, int, int]]:
-    """Of each small shape: what comparing both paths held, and what the spec says."""
-    spec, place, found = _spec(name), Place(dist.group.WORLD, torch.device("cpu"), torch.float32), []
-    with _groups_of(spec):
-        for shape in _shapes_of(spec):
-            with spec.surroundings(shape):
-                call = spec.sample(shape, place, 0)
-                context = spec.context(call)
-                spec.trial(call, context).fused()  # what a shape needs once
+    """Of each small shape: what comparing both paths held, and what the op says."""
+    case, place, found = _case(name), RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32), []
+    with _groups_of(case):
+        for shape in _shapes_of(case):
+            with case.surroundings(shape):
+                call = case.sample(shape, place, 0)
+                context = case.op.make_context(call)
+                case.op.trial(call, context).fused()  # what a shape needs once
                 with _Held() as held:
-                    trial = spec.trial(call, context)
-                    for native, fused in ((trial.megatron, trial.fused), *trial.also):
+                    trial = case.op.trial(call, context)
+                    for native, fused in ((trial.native, trial.fused), *trial.extra_cases):
                         _compare(native, fused, place.device)
-                found.append((str(shape), held.most_bytes, spec.held_bytes(call)))
+                found.append((str(shape), held.most_bytes, case.op.peak_bytes(call)))
     return found

@@ -120,16 +120,16 @@ def _ask_message(device: torch.device) -> None:
 
 def _routing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A skewed one of a job's first step."""
-    from ditron_train.ep.spec import zipf_routing
+    from ditron_train.tools.cases.ep_layers import zipf_routing
 
     tokens, experts = (512, 16) if device.type == "cuda" else (12, 4)
     return zipf_routing(tokens, experts, 2, exponent=1.0, device=device, seed=dist.get_rank())
 
 
 def _ask_experts(device: torch.device) -> None:
-    from ditron_train.megatron.ep.movement_spec import DispatcherPair, moe_config
     from ditron_train.policy import gate
     from ditron_train.tools.bench.megatron_ep import expert_parallel_world
+    from ditron_train.tools.cases.ep_moves import DispatcherPair, moe_config
 
     gate.forget()
     routed, probs = _routing(device)

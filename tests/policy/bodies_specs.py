@@ -13,15 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import OpSpec, Place, Shape, gate, results
+from ditron_train.policy import Op, fused_results, gate, native_results
 from ditron_train.policy.gate import why_all_failed
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import forget_decisions
 from ditron_train.runtime.values import have_same_bits, make_values
 from ditron_train.symm.exchange import exchange
 from ditron_train.tools.bench.megatron_ep import expert_parallel_world
-from ditron_train.tools.catalog import ROOMS, add_spec, remove_spec, specs_of
+from ditron_train.tools.cases import BenchCase, RunEnvironment, Shape
+from ditron_train.tools.catalog import ROOMS, add_case, cases_of, remove_case
 from ditron_train.tools.postmortem.files import read_folder
+from ditron_train.tools.tune.space import SearchSpace
 from ditron_train.tp import all_gather, get_tp_context
 from tests.support.model_parallel import model_parallel
 
@@ -31,19 +33,19 @@ class GatherCall(NamedTuple):
     group: dist.ProcessGroup
 
 
-class DoubledGather(OpSpec):
+class DoubledGather(Op):
     """Rows of all ranks, doubled."""
 
-    name, row, table_op = "tp doubled_gather", "doubled_gather", "doubled_gather"
+    name = "tp doubled_gather"
     wrong = 0.0
 
-    def context(self, call):
+    def make_context(self, call):
         return get_tp_context(call.group, call.x.device)
 
     def inputs(self, call):
         return (call.x,)
 
-    def megatron(self, call):
+    def native(self, call):
         def function(x):
             gathered = x.new_empty(x.shape[0] * dist.get_world_size(call.group), *x.shape[1:])
             dist.all_gather_into_tensor(gathered, x, group=call.group)
@@ -54,22 +56,28 @@ class DoubledGather(OpSpec):
     def fused(self, call, context):
         return lambda x: [2 * all_gather(x, context=context) - self.wrong]
 
+
+class DoubledGatherCase(BenchCase):
+    row = "doubled_gather"
+
     def shapes(self, world_size, on_gpu):
         return [Shape("test", {"m": 32, "n": 16, "k": 16})]
 
     def shapes_of_model(self, model, world_size):
         return [Shape("hidden", {"m": 32, "n": 16, "k": model.hidden})]
 
-    def sample(self, shape, place, seed):
-        rows = shape.sizes["m"] // place.world_size
-        values = make_values((rows, shape.sizes["k"]), place.dtype, place.device, seed=seed, rank=place.rank)
-        return GatherCall(values, place.group)
+    def sample(self, shape, environment, seed):
+        size = (shape.sizes["m"] // environment.world_size, shape.sizes["k"])
+        values = make_values(size, environment.dtype, environment.device, seed=seed, rank=environment.rank)
+        return GatherCall(values, environment.group)
 
+
+class DoubledGatherSpace(SearchSpace):
     def candidates(self, call, context, ranked):
         return ["twice", "plus"]
 
-    def fused_as(self, call, context, candidate):
-        gathered = self.fused(call, context)
+    def run_as(self, call, context, candidate):
+        gathered = self.case.op.fused(call, context)
         return gathered if candidate == "twice" else lambda x: [one / 2 + one / 2 for one in gathered(x)]
 
 
@@ -82,36 +90,36 @@ def doctor_names_the_op() -> bool:
     """Whether the doctor has the op among those of its feature."""
     from ditron_train.tools.doctor import examine
 
-    spec = DoubledGather()
-    add_spec(spec)
+    case = DoubledGatherCase(DoubledGather())
+    add_case(case)
     try:
         return any("doubled_gather" in feature.ops for feature in examine().features if feature.name == "tp")
     finally:
-        remove_spec(spec)
+        remove_case(case)
 
 
 def run_tool(module: str, *words: str, wrong: float = 0.0, room: str = "tp") -> int:
     """A tool's command line with the test's op among the others."""
     import importlib
 
-    spec = DoubledGather()
-    spec.wrong, spec.name = wrong * dist.get_rank(), f"{room} doubled_gather"
-    add_spec(spec)
+    case = DoubledGatherCase(DoubledGather())
+    case.op.wrong, case.op.name = wrong * dist.get_rank(), f"{room} doubled_gather"
+    add_case(case, DoubledGatherSpace(case, "doubled_gather"))
     try:
         tool = importlib.import_module(f"ditron_train.tools.{module}")
         parser = argparse.ArgumentParser()
         tool.add_arguments(parser)
         return tool.run(parser.parse_args(list(words)))
     finally:
-        remove_spec(spec)
+        remove_case(case)
 
 
 def ask_gate() -> list[bool]:
     """Whether the op runs by the fused path at two shapes, one of them asked for twice, and how many were decided."""
-    spec, place = DoubledGather(), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    op, place = DoubledGather(), RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
     gate.forget()
-    calls = [spec.sample(Shape("test", {"m": m, "k": 16}), place, 0) for m in (8, 16, 8)]
-    found = [gate.context_for(spec, call) is not None for call in calls]
+    calls = [DoubledGatherCase(op).sample(Shape("test", {"m": m, "k": 16}), place, 0) for m in (8, 16, 8)]
+    found = [gate.context_for(op, call) is not None for call in calls]
     decided = len(gate.answers("tp doubled_gather"))
     gate.forget()
     return [*found, decided == 2]
@@ -141,17 +149,17 @@ class _Failing(DoubledGather):
 
 def ask_failing_gate(error: Exception) -> str | None:
     """Why the op is native, where trying it raises ``error`` on every rank."""
-    spec, place = _Failing(error), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    op, place = _Failing(error), RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
     gate.forget()
-    return gate.answer_for(spec, spec.sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
+    return gate.answer_for(op, DoubledGatherCase(op).sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
 
 
 def ask_gate_of_another_version(on_ranks: tuple[int, ...]) -> str | None:
     """Why the op is native, where its fused path fails on these ranks."""
-    spec = _OfAnotherVersion() if dist.get_rank() in on_ranks else DoubledGather()
-    place = Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    op = _OfAnotherVersion() if dist.get_rank() in on_ranks else DoubledGather()
+    place = RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
     gate.forget()
-    return gate.answer_for(spec, spec.sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
+    return gate.answer_for(op, DoubledGatherCase(op).sample(Shape("test", {"m": 8, "k": 16}), place, 0)).reason
 
 
 def warnings_of_another_version() -> list[str]:
@@ -176,7 +184,7 @@ def fail_during_an_exchange(on_ranks: tuple[int, ...]) -> str:
         exchange(dist.group.WORLD, "of something else")
         return ""
     try:
-        return why_all_failed(TypeError("of one rank"), dist.group.WORLD)
+        return why_all_failed("tp test", TypeError("of one rank"), dist.group.WORLD)
     except TypeError as error:
         return f"raised: {error}"
 
@@ -188,38 +196,43 @@ def asked_and_recorded(on_ranks: tuple[int, ...]) -> tuple[str, object]:
     return file.state, file.error
 
 
-def names_of_specs() -> list[str]:
+def names_of_cases() -> list[str]:
     """Those that make up calls of their own."""
-    return [spec.name for room in ROOMS for spec in specs_of(room) if spec.shapes(2, False)]
+    return [case.op.name for room in ROOMS for case in cases_of(room) if case.shapes(2, False)]
 
 
-def _spec(name: str) -> OpSpec:
-    return next(spec for spec in [DoubledGather(), *specs_of(name.split()[0])] if spec.name == name)
+def _case(name: str) -> BenchCase:
+    known = [DoubledGatherCase(DoubledGather()), *cases_of(name.split()[0])]
+    return next(case for case in known if case.op.name == name)
 
 
 def same_bits(name: str) -> bool:
     """Whether both paths agree on every small shape and seed."""
-    with _groups_of(_spec(name)):
+    with _groups_of(_case(name)):
         return _same_bits(name)
 
 
-def _groups_of(spec: OpSpec):
+def _groups_of(case: BenchCase):
     """Megatron's groups that the op is run in."""
-    if spec.groups == "expert":
+    if case.groups == "expert":
         return expert_parallel_world()
     return model_parallel(tensor_model_parallel_size=dist.get_world_size())
 
 
 def _same_bits(name: str) -> bool:
-    spec, place = _spec(name), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    case, place = _case(name), RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
     equal = True
-    for shape in spec.shapes(place.world_size, False):
+    for shape in case.shapes(place.world_size, False):
         for seed in range(2):
-            with spec.surroundings(shape):
-                call = spec.sample(shape, place, seed)
+            with case.surroundings(shape):
+                call = case.sample(shape, place, seed)
                 if seed:
-                    _negate_zeros(spec.inputs(call))
-                pairs = zip(results(spec, call, spec.context(call)), results(spec, call), strict=True)
+                    _negate_zeros(case.op.inputs(call))
+                pairs = zip(
+                    fused_results(case.op, call, case.op.make_context(call)),
+                    native_results(case.op, call),
+                    strict=True,
+                )
                 equal &= all(have_same_bits(fused, native) for fused, native in pairs)
     return equal
 
@@ -234,10 +247,10 @@ def _negate_zeros(tensors: Iterable[torch.Tensor]) -> None:
 
 def bad_calls_are_refused(name: str) -> bool:
     """Operands of other dimensions raise on every rank; a good call behind them has the right bits."""
-    with _groups_of(_spec(name)):
-        spec, place = _spec(name), Place(dist.group.WORLD, torch.device("cpu"), torch.float32)
-        call = spec.sample(spec.shapes(place.world_size, False)[0], place, 0)
-        context = spec.context(call)
+    with _groups_of(_case(name)):
+        case, place = _case(name), RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
+        call = case.sample(case.shapes(place.world_size, False)[0], place, 0)
+        context = case.op.make_context(call)
         with pytest.raises(DitronError):
-            spec.fused(call, context)(*(tensor.flatten() for tensor in spec.inputs(call)))
+            case.op.fused(call, context)(*(tensor.flatten() for tensor in case.op.inputs(call)))
         return _same_bits(name)

@@ -37,7 +37,7 @@ class _Stream:
         return bool(self._period) and self.looks <= self._warm_up and self.looks % self._period == 0
 
 
-class _Spec:
+class _Op:
     """An op of 2 ranks that the device gains 50 us from."""
 
     name, log_name, logs_native = "tp test", "tp test", True
@@ -54,16 +54,16 @@ class _Spec:
     def device(self, call):
         return _Device()
 
-    def why_not(self, call):
+    def unsupported_reason(self, call):
         return None
 
-    def context(self, call):
+    def make_context(self, call):
         return "context"
 
     def decide(self, call, context):
         return Entry(True, "faster", True, 150.0, 100.0, self._longer_us)
 
-    def where(self, call):
+    def describe_shape(self, call):
         return "at 3 "
 
 
@@ -82,7 +82,7 @@ def _calls(
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("ditron_train").addHandler(handler)
-    spec, one = _Spec(longer_us, looks_at_host), Gate()
+    op, one = _Op(longer_us, looks_at_host), Gate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DITRON_POLICY", policy)
         patch.setattr(gate_module, "self_check", lambda group, device: None)
@@ -92,7 +92,7 @@ def _calls(
         patch.setattr(late_host_module.LateHost, "age_s", ages_s[dist.get_rank()])
         patch.setattr(torch.cuda, "current_stream", lambda device: stream)
         patch.setattr(gate_module, "log_native", lambda name, reason: lines.append(reason))
-        ran = [one.context_for(spec, 3) is not None for _ in range(num_calls)]
+        ran = [one.context_for(op, 3) is not None for _ in range(num_calls)]
     logging.getLogger("ditron_train").removeHandler(handler)
     assert ran == sorted(ran, reverse=True)
     return sum(ran), stream.looks, lines

@@ -1,5 +1,5 @@
 """Every op is declared once: an op that is declared for this test is there in every tool, and every declared op keeps
-what `OpSpec` says."""
+what `Op` says."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from bodies_specs import (  # noqa: E402
     bad_calls_are_refused,
     doctor_names_the_op,
     fail_during_an_exchange,
-    names_of_specs,
+    names_of_cases,
     run_tool,
     run_tool_of_room,
     same_bits,
     warnings_of_another_version,
 )
 
-from ditron_train.policy import spec as spec_module  # noqa: E402
+from ditron_train.policy import op as op_module  # noqa: E402
 from ditron_train.runtime.errors import NotSupportedError  # noqa: E402
 from ditron_train.tools.postmortem.diverge import find_divergence  # noqa: E402
 from ditron_train.tools.postmortem.files import read_folder  # noqa: E402
 from ditron_train.tools.results import read_results  # noqa: E402
 from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
-SPECS = ["tp doubled_gather", *names_of_specs()]
+SPECS = ["tp doubled_gather", *names_of_cases()]
 #: Bytes of a message; gradients that their parameters have; what Megatron's dispatchers are called with.
 ANY_SHAPE = ("pp send_recv", "muon step", "ep dispatch", "ep combine")
 TABLES_BYTES = 1 << 14  # what ops need whatever their sizes
@@ -60,19 +60,19 @@ def test_a_gpu_on_which_it_cannot_be_tried_is_native(error: Exception) -> None:
 def test_memory_is_asked_for_in_front_of_what_a_comparison_makes(monkeypatch, policy: str, asks: bool) -> None:
     """A rank that ran out of memory while it makes data would leave the others in a collective."""
     asked: list[object] = []
-    spec = DoubledGather()
+    op = DoubledGather()
 
     def check_memory(num_bytes: int, device: torch.device, group: object) -> None:
         asked.append((num_bytes, device.type, group))
         raise NotSupportedError("a rank has too little")
 
     monkeypatch.setenv("DITRON_POLICY", policy)
-    monkeypatch.setattr(spec_module, "check_memory", check_memory)
-    for name, value in (("group", "a group"), ("device", torch.device("cuda", 0)), ("held_bytes", 77)):
-        monkeypatch.setattr(spec, name, lambda call, value=value: value, raising=False)
-    monkeypatch.setattr(spec, "trial", lambda call, context: pytest.fail("it made data"), raising=False)
+    monkeypatch.setattr(op_module, "check_memory", check_memory)
+    for name, value in (("group", "a group"), ("device", torch.device("cuda", 0)), ("peak_bytes", 77)):
+        monkeypatch.setattr(op, name, lambda call, value=value: value, raising=False)
+    monkeypatch.setattr(op, "trial", lambda call, context: pytest.fail("it made data"), raising=False)
     with pytest.raises(NotSupportedError if asks else pytest.fail.Exception):
-        spec.decide(None, None)
+        op.decide(None, None)
     assert asked == [(77, "cuda", "a group")] * asks
 
 
@@ -109,8 +109,12 @@ def test_code_that_fails_on_one_rank_is_its_error(tmp_path: Path) -> None:
 
 def test_an_error_of_some_ranks_is_raised_if_the_others_exchange_something_else() -> None:
     """Otherwise this rank would go on natively, and the others by the fused path."""
-    assert run_workers(3, fail_during_an_exchange, (0, 2)) == ["raised: of one rank", "", "raised: of one rank"]
-    (words,) = set(run_workers(3, fail_during_an_exchange, (0, 1, 2)))
+    assert run_workers(3, fail_during_an_exchange, (0, 2), env=IN_A_JOB) == [
+        "raised: of one rank",
+        "",
+        "raised: of one rank",
+    ]
+    (words,) = set(run_workers(3, fail_during_an_exchange, (0, 1, 2), env=IN_A_JOB))
     assert words == "the fused path cannot run here: TypeError: of one rank"
 
 

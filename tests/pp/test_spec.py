@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ditron_train.policy import Decision, OpSpec
+from ditron_train.policy import Decision, Op
 from ditron_train.pp import kernel_channel
 from ditron_train.pp.context import first_of_crossings
 from ditron_train.pp.spec import MESSAGE, MessageCall
@@ -20,11 +20,11 @@ def ways_asked(monkeypatch, answers, *, nodes=(0, 0, 1, 1), rank=0):
     context = SimpleNamespace(device=torch.device("cpu"), first_of_crossings=firsts, rank=rank, group=None)
     asked = []
 
-    def decide(_spec, call, _context):
+    def decide(_op, call, _context):
         asked.append((call.sends, call.receives))
         return Decision(answers[len(asked) - 1], "as told", None, None, None)
 
-    monkeypatch.setattr(OpSpec, "decide", decide)
+    monkeypatch.setattr(Op, "decide", decide)
     decision = MESSAGE.decide(MessageCall(context, 4096), context)
     return decision.use_ditron, asked
 
@@ -55,7 +55,7 @@ def test_otherwise_the_ring_decides(monkeypatch, answer, nodes):
 
 def test_plans_tell_both_apart():
     ring = MessageCall(None, 4096)
-    assert MESSAGE.words(ring, None) != MESSAGE.words(ring._replace(receives=False), None)
+    assert MESSAGE.describe(ring, None) != MESSAGE.describe(ring._replace(receives=False), None)
 
 
 def test_a_kernels_timeout_is_told_as_one_deadline():

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ditron_train.pp.spec import MESSAGE
 from ditron_train.tools.bench import pp, tp
+from ditron_train.tools.cases.pp import MESSAGES
 from ditron_train.tools.nothing_compared import NothingComparedError, require_compared
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
@@ -108,7 +108,7 @@ def test_a_part_that_is_not_measured_here_fails() -> None:
 
 
 def _bench_of_a_native_op() -> object:
-    with mock.patch.object(MESSAGE, "why_no_row", lambda call: "a layer leaves it native"):
+    with mock.patch.object(MESSAGES, "no_row_reason", lambda call: "a layer leaves it native"):
         return _bench("pp", "--part", "send_recv", "--mb", "0.001")
 
 
@@ -141,8 +141,8 @@ def _trace_of_native(folder: str) -> list[object]:
     from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
 
     with (
-        mock.patch.object(MESSAGE, "context", lambda call: None),
-        mock.patch.object(MESSAGE, "why_no_row", lambda call: "a layer leaves it native"),
+        mock.patch.object(MESSAGES, "asks_gate", True),
+        mock.patch.object(MESSAGES, "no_row_reason", lambda call: "a layer leaves it native"),
     ):
         found = [_said(record_op, "send_recv", None, Path(folder))]
     with mock.patch.object(FUSED_CALLS, "take", dict):

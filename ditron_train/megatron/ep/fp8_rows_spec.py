@@ -3,7 +3,7 @@ where Transformer Engine is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,19 +11,17 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 
 from ditron_train.ep.plan import giving_memory_back
-from ditron_train.ep.spec import MoeSpec
 from ditron_train.megatron.ep.coverage import why_not_fp8_rows
 from ditron_train.megatron.ep.te_quantise import RowsKind, new_quantizer, quantise, why_not_quantizers
 from ditron_train.megatron.shared.devices import why_not_fp8_on_device
-from ditron_train.policy import Function, Place, Shape
+from ditron_train.policy import Function, Op, Trial
 from ditron_train.policy.probe import Run, same_bits
-from ditron_train.policy.spec import Trial
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.transformer_engine import grouped_gemm
 from ditron_train.runtime.values import normal_values
 from ditron_train.symm.exchange import exchange
 
-_STEP = 16  # rows of an expert are padded to multiples of it
+STEP = 16  # rows of an expert are padded to multiples of it
 _MULTIPLIED = [128, 16, 144]  # rows of experts that are multiplied
 _MOST_BYTES = 1 << 30  # of the rows that are timed
 #: Rows of experts that are compared beside those that are timed: whole tiles of the kernels and parts of them, none.
@@ -52,127 +50,102 @@ class Fp8RowsCall(NamedTuple):
     are_grads: bool
 
 
-class Fp8RowsSpec(MoeSpec[Fp8RowsCall, object]):
+class Fp8RowsOp(Op[Fp8RowsCall, None]):
     """Rows by expert in FP8 with their transposes: the scales of all experts at once, against one after the other."""
 
-    name, row, has_rows = "ep rows fp8", "split_quantize", False
+    name = "ep rows fp8"
 
     def key(self, call: Fp8RowsCall) -> tuple[Hashable, ...]:
-        """See `OpSpec`: ranks have different rows."""
+        """Ranks have different rows."""
         return call.kind, call.width, call.are_grads, call.num_experts, call.x.dtype, call.x.device
 
-    def why_not(self, call: Fp8RowsCall) -> str | None:
+    def unsupported_reason(self, call: Fp8RowsCall) -> str | None:
         reason = why_not_fp8_rows(call.x.dtype) or why_not_fp8_on_device(call.x.device)
         return reason or why_not_quantizers(call.x.device)
 
-    def context(self, call: Fp8RowsCall) -> object:
-        """See `OpSpec`: a mark, the op has no memory of its own.
+    def make_context(self, call: Fp8RowsCall) -> None:
+        """The op has no memory of its own.
 
         Raises:
             NotSupportedError: Transformer Engine does not multiply what is quantised so, on some rank: cuBLAS does not
-                take all that lies otherwise than Transformer Engine lays it.
+                take every layout that differs from Transformer Engine's.
         """
-        reasons = [reason for reason in exchange(call.group, self._why_not_multiplied(call)) if reason]
+        reasons = [reason for reason in exchange(call.group, _unsupported_products(call)) if reason]
         if reasons:
-            raise NotSupportedError(f"{self.where(call)}are not multiplied: {reasons[0]}")
-        return _DECIDED
+            raise NotSupportedError(f"{self.describe_shape(call)}are not multiplied: {reasons[0]}")
 
-    def _why_not_multiplied(self, call: Fp8RowsCall) -> str | None:
-        """Of this rank."""
-        try:
-            with torch.no_grad(), giving_memory_back(call.x.device):
-                native, ours = (run() for run in self._multiplied(call))
-                return None if same_bits(native, ours) else "products differ"
-        except RuntimeError as error:  # of cuBLAS, of memory; what cannot go on fails again
-            return str(error).splitlines()[0]
-        except NotSupportedError as error:
-            return str(error)
-
-    def words(self, call: Fp8RowsCall, context: object) -> str:
+    def describe(self, call: Fp8RowsCall, context: None) -> str:
         kind = call.kind
         options = f"{kind.fp8_format}{' power of 2' if kind.power_of_2 else ''} epsilon {kind.epsilon:g}"
         return f"{self.name} {call.num_experts} experts of {kind.columns} {options}, host ahead or not"
 
-    def where(self, call: Fp8RowsCall) -> str:
+    def describe_shape(self, call: Fp8RowsCall) -> str:
         return f"rows of {call.kind.columns} in {call.kind.fp8_format} "
 
-    def trial(self, call: Fp8RowsCall, context: object) -> Trial:
-        """See `OpSpec`: random values, and such as scales have rules of their own for."""
+    def trial(self, call: Fp8RowsCall, context: None) -> Trial:
+        """Random values, and such as scales have rules of their own for."""
         columns, sizes = call.kind.columns, _timed_sizes(call)
         rows = normal_values((sum(sizes), columns), torch.bfloat16, call.x.device, 1)
-        pairs = [self.pair(call, rows, sizes), self.pair(call, _unusual_rows(columns, call.x.device), _SPLITS)]
-        return Trial(self.words(call, context), *pairs[0], also=pairs[1:], host_counts=True)
+        pairs = [pair_of(call, rows, sizes), pair_of(call, _unusual_rows(columns, call.x.device), _SPLITS)]
+        return Trial(self.describe(call, context), *pairs[0], extra_cases=pairs[1:], host_counts=True)
 
-    def pair(self, call: Fp8RowsCall, rows: torch.Tensor, splits: list[int]) -> tuple[Run, Run]:
-        """Both ways of quantising ``rows``: what each expert with rows gets, and all quantizers' numbers."""
-
-        def run(is_ours: bool) -> list[torch.Tensor]:
-            quantizers = [_quantizer(call.kind, call.x.device) for _ in splits]
-            made = (quantise if is_ours else tex.split_quantize)(rows, splits, quantizers)
-            of_experts = [getattr(one, name) for one, size in zip(made, splits) if size for name in _PARTS]
-            kept = [name for name in _NUMBERS if hasattr(quantizers[0], name)]
-            return of_experts + [torch.cat([getattr(one, name) for one in quantizers]) for name in kept]
-
-        return lambda: run(False), lambda: run(True)
-
-    def _multiplied(self, call: Fp8RowsCall) -> tuple[Run, Run]:
-        """Transformer Engine's products of rows that were quantised both ways."""
-        rows = normal_values((sum(_MULTIPLIED), call.kind.columns), torch.bfloat16, call.x.device, 5)
-
-        def run(is_ours: bool) -> list[torch.Tensor]:
-            quantizers = [_quantizer(call.kind, call.x.device) for _ in _MULTIPLIED]
-            return _products(call, (quantise if is_ours else tex.split_quantize)(rows, _MULTIPLIED, quantizers))
-
-        return lambda: run(False), lambda: run(True)
-
-    def held_bytes(self, call: Fp8RowsCall) -> int:
-        """See `OpSpec`: rows, both results of them, and what compares them."""
+    def peak_bytes(self, call: Fp8RowsCall) -> int:
+        """Rows, both results of them, and what compares them."""
         return 8 * call.kind.columns * (sum(_timed_sizes(call)) + sum(_SPLITS)) + (1 << 20)
 
     def inputs(self, call: Fp8RowsCall) -> Sequence[torch.Tensor]:
         return (call.x,)
 
-    def megatron(self, call: Fp8RowsCall) -> Function:
-        """See `OpSpec`: every expert has as many rows."""
-        return lambda x: self.pair(call, x, [len(x) // call.num_experts] * call.num_experts)[0]()
+    def native(self, call: Fp8RowsCall) -> Function:
+        """Every expert has as many rows."""
+        return lambda x: pair_of(call, x, [len(x) // call.num_experts] * call.num_experts)[0]()
 
-    def fused(self, call: Fp8RowsCall, context: object) -> Function:
-        """See `OpSpec`: likewise."""
-        return lambda x: self.pair(call, x, [len(x) // call.num_experts] * call.num_experts)[1]()
+    def fused(self, call: Fp8RowsCall, context: None) -> Function:
+        """Likewise."""
+        return lambda x: pair_of(call, x, [len(x) // call.num_experts] * call.num_experts)[1]()
 
-    def shapes_of_layer(self, layer: Shape) -> list[Shape]:
-        """See `MoeSpec`: inputs of both linear layers [rows, K], and gradients of their results [rows, N], evenly
-        routed."""
-        if layer.options["zipf"]:
-            return []
-        hidden, ffn_hidden = layer.sizes["hidden"], layer.sizes["ffn_hidden"]
-        return [
-            Shape(layer.model, {**layer.sizes, "n": n, "k": k}, {**layer.options, "are_grads": are_grads})
-            for n, k in ((2 * ffn_hidden, hidden), (hidden, ffn_hidden))
-            for are_grads in (False, True)
-        ]
 
-    def sample(self, shape: Shape, place: Place, seed: int) -> Fp8RowsCall:
-        n, k, are_grads = shape.sizes["n"], shape.sizes["k"], shape.options["are_grads"]
-        columns, width = (n, k) if are_grads else (k, n)
-        num_experts = shape.sizes["num_experts"] // place.world_size
-        num_rows = max(_STEP, shape.sizes["tokens_per_rank"] * shape.sizes["topk"] // num_experts // _STEP * _STEP)
-        x = normal_values((num_experts * num_rows, columns), torch.bfloat16, place.device, 1000 * seed + place.rank)
-        kind = RowsKind(columns, "E5M2" if are_grads else "E4M3", False, 0.0)
-        return Fp8RowsCall(x, num_experts, place.group, kind, width, are_grads)
+def pair_of(call: Fp8RowsCall, rows: torch.Tensor, splits: list[int]) -> tuple[Run, Run]:
+    """Both ways of quantising ``rows``: what each expert with rows gets, and all quantizers' numbers."""
 
-    def why_no_row(self, call: Fp8RowsCall) -> str | None:
-        return self.why_not(call)
+    def run(is_ours: bool) -> list[torch.Tensor]:
+        quantizers = [_quantizer(call.kind, call.x.device) for _ in splits]
+        made = (quantise if is_ours else tex.split_quantize)(rows, splits, quantizers)
+        of_experts = [getattr(one, name) for one, size in zip(made, splits) if size for name in _PARTS]
+        kept = [name for name in _NUMBERS if hasattr(quantizers[0], name)]
+        return of_experts + [torch.cat([getattr(one, name) for one in quantizers]) for name in kept]
 
-    def columns(self, call: Fp8RowsCall, context: object, times_us: Mapping[str, float]) -> Mapping[str, Any]:
-        return {"dtype": "fp8_tensorwise"}
+    return lambda: run(False), lambda: run(True)
+
+
+def _multiplied(call: Fp8RowsCall) -> tuple[Run, Run]:
+    """Transformer Engine's products of rows that were quantised both ways."""
+    rows = normal_values((sum(_MULTIPLIED), call.kind.columns), torch.bfloat16, call.x.device, 5)
+
+    def run(is_ours: bool) -> list[torch.Tensor]:
+        quantizers = [_quantizer(call.kind, call.x.device) for _ in _MULTIPLIED]
+        return _products(call, (quantise if is_ours else tex.split_quantize)(rows, _MULTIPLIED, quantizers))
+
+    return lambda: run(False), lambda: run(True)
+
+
+def _unsupported_products(call: Fp8RowsCall) -> str | None:
+    """Of this rank, or None."""
+    try:
+        with torch.no_grad(), giving_memory_back(call.x.device):
+            native, ours = (run() for run in _multiplied(call))
+            return None if same_bits(native, ours) else "products differ"
+    except RuntimeError as error:  # of cuBLAS, of memory; what cannot go on fails again
+        return str(error).splitlines()[0]
+    except NotSupportedError as error:
+        return str(error)
 
 
 def _timed_sizes(call: Fp8RowsCall) -> list[int]:
     """Rows of each expert that are timed: as many as there are."""
-    own = call.x.shape[:-1].numel() // call.num_experts // _STEP * _STEP
-    most = _MOST_BYTES // (2 * call.kind.columns) // call.num_experts // _STEP * _STEP
-    return [max(_STEP, min(own, most))] * call.num_experts
+    own = call.x.shape[:-1].numel() // call.num_experts // STEP * STEP
+    most = _MOST_BYTES // (2 * call.kind.columns) // call.num_experts // STEP * STEP
+    return [max(STEP, min(own, most))] * call.num_experts
 
 
 def _products(call: Fp8RowsCall, rows: list[Any]) -> list[torch.Tensor]:
@@ -215,10 +188,5 @@ def _quantizer(kind: RowsKind, device: torch.device) -> Any:
     return made
 
 
-_DECIDED = object()
-FP8_ROWS = Fp8RowsSpec()
-
-
-def fp8_specs(recipe: str) -> list[Fp8RowsSpec]:
-    """What tools compare in a recipe."""
-    return [FP8_ROWS] if recipe == "tensorwise" else []
+FP8_ROWS = Fp8RowsOp()
+OPS: Sequence[Op[Any, Any]] = (FP8_ROWS,)

@@ -79,7 +79,7 @@ def fuses_here(
         x = hidden_states.detach()
         grad = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(1))
         seen = ExpertsCall(x, first, second, local_map, context.group, order, sum_dtype, is_fused, grad)
-        if GATHERED_EXPERTS.why_no_row(seen) is not None:  # also measures from how many rows on bits are native's
+        if GATHERED_EXPERTS.few_rows_reason(seen) is not None:  # also measures from how many rows on bits are native's
             return None
         return gate.context_for(GATHERED_EXPERTS, seen) is not None
 

@@ -1,4 +1,4 @@
-"""Gathered experts declared for the policy and the tools: the movement of tokens around any experts, and the experts'
+"""Gathered experts declared for the policy: the movement of tokens around any experts, and the experts'
 two linear layers with the gather and the reduce-scatter beside their grouped GEMMs."""
 
 from __future__ import annotations
@@ -17,30 +17,16 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-from ditron_train.ep.combine import SumOrder, deterministic, index_add_order
+from ditron_train.ep.combine import SumOrder, deterministic
 from ditron_train.ep.gather import GatheredLayout
 from ditron_train.ep.plan import MOST_FEW, Product, agreed_fewest_rows, native_products, products_of
-from ditron_train.ep.spec import MoeSpec, routing_of
 from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, given_up_on_error, linear_scatter, start
-from ditron_train.megatron.ep.movement_spec import repeating
-from ditron_train.megatron.ep.spec import MovementCall, MovementSpec
-from ditron_train.policy import Cost, Function, OpSpec, Place, Shape, Trial
+from ditron_train.megatron.ep.spec import MovementOp
+from ditron_train.policy import Function, Op, Trial
+from ditron_train.policy.op import make_trial
 from ditron_train.runtime.derivatives import refuse_second_derivatives
-from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext, get_tp_context
-
-
-class GatheredSpec(MovementSpec):
-    """Gather and reduce-scatter, forward and backward, around experts that scale their rows."""
-
-    name, row = "ep gather_scatter", "gather_scatter"
-
-    def trial(self, call: MovementCall, context: Any) -> Trial:
-        """See `OpSpec`; NCCL adds up gradients in the tokens' type."""
-        dtype = call.hidden_states.dtype
-        trial = super().trial(call, context)
-        return replace(trial, words=f"{trial.words}, gathered", summed=None if dtype == torch.float32 else dtype)
 
 
 class ExpertsCall(NamedTuple):
@@ -92,27 +78,24 @@ def _products_of(counts: list[int], weights: Sequence[torch.Tensor]) -> dict[Pro
     return native_products(counts, n, k, weights[0].dtype, weights[0].device)
 
 
-class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
+class GatheredExpertsOp(Op[ExpertsCall, TPContext]):
     """AG-GroupGEMM and GroupGEMM-RS, forward and backward."""
 
-    name, row, measured, groups = "ep gathered_experts", "gathered_experts", "forward_backward", "expert"
+    name = "ep gathered_experts"
 
     def key(self, call: ExpertsCall) -> tuple[Hashable, ...]:
-        """See `OpSpec`; how many rows an expert has is another number at every step."""
+        """How many rows an expert has is another number at every step."""
         kinds = (tuple(call.x.shape), *(tuple(one[0].shape) for one in (call.firsts, call.seconds)))
         return (*kinds, len(call.firsts), call.x.dtype, call.sum_dtype, call.order, call.is_fused, call.x.device)
 
-    def why_not(self, call: ExpertsCall) -> str | None:
+    def unsupported_reason(self, call: ExpertsCall) -> str | None:
         wrong = [one for one in (*call.firsts, *call.seconds) if one.dtype != call.x.dtype or not one.is_contiguous()]
         return "weights are not contiguous, or of another type than the tokens" if wrong else None
 
-    def context(self, call: ExpertsCall) -> TPContext:
+    def make_context(self, call: ExpertsCall) -> TPContext:
         return get_tp_context(call.group, call.x.device)
 
-    def summed_dtype(self, call: ExpertsCall) -> torch.dtype | None:
-        return None if call.x.dtype == torch.float32 else call.x.dtype
-
-    def words(self, call: ExpertsCall, context: TPContext) -> str:
+    def describe(self, call: ExpertsCall, context: TPContext) -> str:
         sizes = " ".join(
             "x".join(map(str, one)) for one in (call.x.shape, call.firsts[0].shape, call.seconds[0].shape)
         )
@@ -121,8 +104,8 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
     def inputs(self, call: ExpertsCall) -> Sequence[torch.Tensor]:
         return call.x, *call.firsts, *call.seconds
 
-    def held_bytes(self, call: ExpertsCall) -> int:
-        """See `OpSpec`, as counted (``tests/policy/bodies_held.py``), and the data that reveals: gradients of all
+    def peak_bytes(self, call: ExpertsCall) -> int:
+        """As counted (``tests/policy/bodies_held.py``), and the data that reveals: gradients of all
         weights by both paths, and the rows of this rank's experts many times."""
         (n, k), num_rows = call.firsts[0].shape, int(call.local_map.sum())
         of_weights = 4 * sum(one.nbytes for one in (*call.firsts, *call.seconds))
@@ -131,19 +114,8 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
     def grads(self, call: ExpertsCall) -> Sequence[torch.Tensor]:
         return (call.grad,)
 
-    def given(self, call: ExpertsCall, context: TPContext) -> ExpertsCall:
-        """See `OpSpec`: an evaluation may come before training."""
-
-        def normal(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if tensor.is_inference() else tensor
-
-        with torch.inference_mode(False):
-            firsts, seconds = (list(map(normal, weights)) for weights in (call.firsts, call.seconds))
-            x, local_map, grad = map(normal, (call.x, call.local_map, call.grad))
-        return call._replace(x=x, firsts=firsts, seconds=seconds, local_map=local_map, grad=grad)
-
-    def megatron(self, call: ExpertsCall) -> Function:
-        """See `OpSpec`: the allgather dispatcher's steps."""
+    def native(self, call: ExpertsCall) -> Function:
+        """The allgather dispatcher's steps."""
         num, rows_of, is_fused = len(call.firsts), call.local_map, call.is_fused
 
         def function(x: torch.Tensor, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -162,23 +134,21 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         return function
 
     def trial(self, call: ExpertsCall, context: TPContext) -> Trial:
-        """See `OpSpec`: without fused permutation Megatron's path is compared, at its first call, in deterministic
-        mode, and timed in the mode that is in force."""
-        trial = super().trial(call, context)
+        """Without fused permutation the native path is compared, at its first call, in deterministic mode, and timed
+        in the mode that is in force."""
+        summed = None if call.x.dtype == torch.float32 else call.x.dtype
+        trial = make_trial(self, _without_inference(call), context, summed_dtype=summed)
         if call.is_fused:
             return trial
         num_calls = 0
 
-        def megatron() -> Any:
+        def native() -> Any:
             nonlocal num_calls
             num_calls += 1
             with deterministic(warn_only=True) if num_calls == 1 else contextlib.nullcontext():
-                return trial.megatron()
+                return trial.native()
 
-        return replace(trial, megatron=megatron)
-
-    def surroundings(self, shape: Shape) -> Any:
-        return repeating(shape)
+        return replace(trial, native=native)
 
     def fused(self, call: ExpertsCall, context: TPContext) -> Function:
         num = len(call.firsts)
@@ -201,8 +171,8 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
 
         return function
 
-    def why_no_row(self, call: ExpertsCall) -> str | None:
-        """See `OpSpec`: what a layer leaves native."""
+    def few_rows_reason(self, call: ExpertsCall) -> str | None:
+        """Why a layer leaves the experts' GEMMs native, of a step's rows, or None (collective)."""
         if call.x.device.type == "cpu":
             return None
         counts, fewest = call.local_map.sum(0), self.fewest_rows(call)
@@ -218,37 +188,18 @@ class GatheredExpertsSpec(MoeSpec[ExpertsCall, TPContext]):
         products = products_of(len(call.firsts), call.firsts[0], call.seconds[0])
         return agreed_fewest_rows(products, call.x.dtype, call.x.device, call.group)
 
-    def sample(self, shape: Shape, place: Place, seed: int) -> ExpertsCall:
-        """See `OpSpec` (collective)."""
-        routed, _ = routing_of(shape, place, seed)
-        world, device = place.world_size, place.device
-        maps = routed.new_empty(world * len(routed), routed.shape[1])
-        dist.all_gather_into_tensor(maps.view(torch.uint8), routed.view(torch.uint8), group=place.group)
-        local = maps.view(len(maps), world, -1)[:, place.rank].contiguous()
-        hidden, ffn, num = shape.sizes["hidden"], shape.sizes["ffn_hidden"], local.shape[1]
-        generator = torch.Generator(device).manual_seed(1000 * seed + place.rank)
 
-        def values(*size: int) -> torch.Tensor:
-            if device.type == "cpu":  # small integers: exact in every order of a sum
-                return torch.randint(-2, 3, size, device=device, generator=generator).to(place.dtype)
-            return torch.empty(size, dtype=place.dtype, device=device).normal_(generator=generator)
+def _without_inference(call: ExpertsCall) -> ExpertsCall:
+    """An evaluation may come before training."""
 
-        is_fused = HAVE_TE and not shape.options["deterministic"]
-        order: SumOrder | None = "descending" if is_fused else index_add_order(place.dtype, device)
-        if order is None:
-            raise NotSupportedError(f"index_add_ of {place.dtype} adds in an order of its own here")
-        x, grad = values(len(routed), hidden), values(len(routed), hidden)
-        firsts, seconds = [values(2 * ffn, hidden) for _ in range(num)], [values(hidden, ffn) for _ in range(num)]
-        return ExpertsCall(x, firsts, seconds, local, place.group, order, torch.float32, is_fused, grad)
+    def normal(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.is_inference() else tensor
 
-    def cost(self, call: ExpertsCall, context: TPContext) -> Cost:
-        """See `OpSpec`: tokens go out and sums come back, forward and backward; sums of results in their own type."""
-        elements = call.x.numel() * (context.world_size - 1)
-        size = call.x.element_size()
-        rows = int(call.local_map.sum())
-        features = call.firsts[0].numel() + call.seconds[0].numel()
-        return Cost(elements * (3.0 * size + call.sum_dtype.itemsize), 6.0 * rows * features)
+    with torch.inference_mode(False):
+        firsts, seconds = (list(map(normal, weights)) for weights in (call.firsts, call.seconds))
+        x, local_map, grad = map(normal, (call.x, call.local_map, call.grad))
+    return call._replace(x=x, firsts=firsts, seconds=seconds, local_map=local_map, grad=grad)
 
 
-GATHERED, GATHERED_EXPERTS = GatheredSpec(), GatheredExpertsSpec()
-SPECS: Sequence[OpSpec[Any, Any]] = (GATHERED, GATHERED_EXPERTS)
+GATHERED, GATHERED_EXPERTS = MovementOp(is_gathered=True), GatheredExpertsOp()
+OPS: Sequence[Op[Any, Any]] = (GATHERED, GATHERED_EXPERTS)

@@ -17,12 +17,10 @@ from ditron_train.ep.dispatcher import backward_in, forward_out
 from ditron_train.ep.plan import NEVER, OTHER_BITS, PAIRS, RowProduct, agreed_fewest_rows, pairs_of_step, products_of
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.megatron.shared.values import own_or_normal
-from ditron_train.policy import Function, OpSpec, gate
+from ditron_train.policy import Function, Op, gate
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
-
-_DECIDED = object()
 
 
 class PairCall(NamedTuple):
@@ -41,14 +39,12 @@ class PairCall(NamedTuple):
     kind: tuple[Hashable, ...]
 
 
-class PairSpec(OpSpec[PairCall, Any]):
+class PairOp(Op[PairCall, None]):
     """One kernel for a movement and a grouped GEMM, against our movement and Transformer Engine's GEMM one after the
     other: all of these have the bits of Megatron's path."""
 
-    measured = "forward"
-
     def __init__(self, pair: Pair) -> None:
-        self.pair, self.name, self.row = pair, f"ep {pair}", pair
+        self.pair, self.name = pair, f"ep {pair}"
 
     def device(self, call: PairCall) -> torch.device:
         return call.runs.device
@@ -56,30 +52,29 @@ class PairSpec(OpSpec[PairCall, Any]):
     def key(self, call: PairCall) -> tuple[Hashable, ...]:
         return call.kind
 
-    def context(self, call: PairCall) -> Any:
-        """See `OpSpec`: the layer has it already."""
+    def make_context(self, call: PairCall) -> None:
+        """The layer has it already; its kernels are compiled."""
         call.runs.compile()
-        return _DECIDED
 
-    def words(self, call: PairCall, context: Any) -> str:
+    def describe(self, call: PairCall, context: None) -> str:
         return f"ep {self.pair} {call.runs.words}"
 
-    def held_bytes(self, call: PairCall) -> int:
-        return call.runs.held_bytes
+    def peak_bytes(self, call: PairCall) -> int:
+        return call.runs.peak_bytes
 
     def inputs(self, call: PairCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`: made by the layer's `_PairRuns`."""
+        """Made by the layer's `_PairRuns`."""
         return ()
 
-    def megatron(self, call: PairCall) -> Function:
+    def native(self, call: PairCall) -> Function:
         return functools.partial(call.runs.run, self.pair, frozenset())
 
-    def fused(self, call: PairCall, context: Any) -> Function:
+    def fused(self, call: PairCall, context: None) -> Function:
         return functools.partial(call.runs.run, self.pair, frozenset({self.pair}))
 
 
-_PAIRS: dict[Pair, PairSpec] = {pair: PairSpec(pair) for pair in PAIRS}
-SPECS: Sequence[OpSpec[Any, Any]] = tuple(_PAIRS.values())
+_PAIRS: dict[Pair, PairOp] = {pair: PairOp(pair) for pair in PAIRS}
+OPS: Sequence[Op[Any, Any]] = tuple(_PAIRS.values())
 
 
 def fused_pairs_here(
@@ -111,8 +106,8 @@ def fused_pairs_here(
     )
     with torch.no_grad():
         runs = _PairRuns(experts, layout, context, hidden_states, order, group)
-        asked = {pair: gate.context_for(spec, PairCall(pair, runs, group, kind)) for pair, spec in _PAIRS.items()}
-    chosen = frozenset(pair for pair, context in asked.items() if context is not None)
+        asked = {pair: gate.is_fused(op, PairCall(pair, runs, group, kind)) for pair, op in _PAIRS.items()}
+    chosen = frozenset(pair for pair, is_fused in asked.items() if is_fused)
     names = ", ".join(sorted(chosen)) or "no pair of movement and GEMM"
     log_once(f"ep fused {names}", f"ep: one kernel for {names}")
     return chosen
@@ -196,7 +191,7 @@ class _PairRuns:
         self._is_compiled = False
 
     @property
-    def held_bytes(self) -> int:
+    def peak_bytes(self) -> int:
         """What comparing a pair holds: rows of even routing with what is made of them."""
         first, second = self._experts.linear_fc1, self._experts.linear_fc2
         num_rows = self._layout.num_tokens * self._context.shape.topk

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 from ditron_train.ep import EPContext, fewest_rows_before
 from ditron_train.ep.combine import deterministic
 from ditron_train.ep.plan import NEVER
-from ditron_train.policy import Function, OpSpec, Trial
+from ditron_train.policy import Function, Op, Trial
 from ditron_train.runtime.logs import log_once
 from ditron_train.symm.nodes import num_nodes
 
@@ -112,11 +112,17 @@ def _words(name: str, call: MovementCall, num_tokens: int, capacity: int | None)
     return words + ", fused" * call.is_fused + ("" if capacity is None else f", padded to {capacity}")
 
 
-class MovementSpec(OpSpec[MovementCall, Any]):
+class MovementOp(Op[MovementCall, None]):
     """Dispatch and combine, forward and backward, around experts that scale their rows. What is decided holds for a
-    kind of layer, so no context is kept: dispatchers have their own."""
+    kind of layer, so there is no context: dispatchers have their own, from their first call.
 
-    name, log_name, row, measured = "ep movement", "ep", "dispatch_combine", "forward_backward"
+    Args:
+        is_gathered: Tokens are gathered and results scattered, instead of sent to the ranks of their experts.
+    """
+
+    def __init__(self, *, is_gathered: bool = False) -> None:
+        self.is_gathered = is_gathered
+        self.name, self.log_name = "ep gather_scatter" if is_gathered else "ep movement", "ep"
 
     def device(self, call: MovementCall) -> torch.device:
         return call.hidden_states.device
@@ -126,15 +132,8 @@ class MovementSpec(OpSpec[MovementCall, Any]):
         layer = (hidden.shape[-1], hidden.dtype, probs.shape[1], probs.dtype)
         return (*layer, call.topk, call.is_fused, call.pad_factor)
 
-    def context(self, call: MovementCall) -> Any:
-        """See `OpSpec`: a mark; the memory is had by the dispatcher's own context, at its first call."""
-        return _DECIDED
-
-    def words(self, call: MovementCall, context: Any) -> str:
-        raise AssertionError("a trial's words name the largest number of tokens of any rank")
-
-    def trial(self, call: MovementCall, context: Any) -> Trial:
-        """See `OpSpec`: even routing of the largest number of tokens of any rank, and the call's own tokens."""
+    def trial(self, call: MovementCall, context: None) -> Trial:
+        """Even routing of the largest number of tokens of any rank, and the call's own tokens."""
         probs, group, topk = call.probs, call.group, call.topk
         most = torch.tensor([probs.shape[0]], device=probs.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
@@ -153,40 +152,39 @@ class MovementSpec(OpSpec[MovementCall, Any]):
         repeats = contextlib.nullcontext if call.is_fused else functools.partial(deterministic, warn_only=True)
         num_calls = 0
 
-        def megatron() -> list[torch.Tensor]:
+        def native_run() -> list[torch.Tensor]:
             nonlocal num_calls
             num_calls += 1  # the first call is compared, the others are timed
             with repeats() if num_calls == 1 else contextlib.nullcontext():
                 return _forward_backward(native, even)
 
-        def megatron_given() -> list[torch.Tensor]:
+        def native_given() -> list[torch.Tensor]:
             with repeats():
                 return _forward_backward(native, given)
 
-        words = _words(self.name, call, num_tokens, capacity)
+        words = _words(self.name, call, num_tokens, capacity) + ", gathered" * self.is_gathered
+        # NCCL adds up gradients of gathered tokens in their own type.
+        summed = call.hidden_states.dtype if self.is_gathered and call.hidden_states.dtype != torch.float32 else None
         fused, fused_given = (functools.partial(_forward_backward, ours, data) for data in (even, given))
-        return Trial(words, megatron, fused, also=[(megatron_given, fused_given)])
+        return Trial(words, native_run, fused, summed, [(native_given, fused_given)])
 
     def inputs(self, call: MovementCall) -> Sequence[torch.Tensor]:
         return call.hidden_states, call.routing_map, call.probs
 
-    def held_bytes(self, call: MovementCall) -> int:
-        """See `OpSpec`: rows are as many as tokens have experts, and lie there sent, sorted, scaled in fp32, and with
+    def peak_bytes(self, call: MovementCall) -> int:
+        """Rows are as many as tokens have experts, and lie there sent, sorted, scaled in fp32, and with
         their gradients."""
-        return super().held_bytes(call) + _ROWS_HELD * call.topk * call.hidden_states.nbytes
+        return super().peak_bytes(call) + _ROWS_HELD * call.topk * call.hidden_states.nbytes
 
-    def megatron(self, call: MovementCall) -> Function:
+    def native(self, call: MovementCall) -> Function:
         return functools.partial(_rows_and_results, call.make(True))
 
-    def fused(self, call: MovementCall, context: Any) -> Function:
+    def fused(self, call: MovementCall, context: None) -> Function:
         return functools.partial(_rows_and_results, call.make(False))
 
 
-_DECIDED = object()
-MOVEMENT = MovementSpec()
-
-
-SPECS: Sequence[OpSpec[Any, Any]] = (MOVEMENT,)
+MOVEMENT = MovementOp()
+OPS: Sequence[Op[Any, Any]] = (MOVEMENT,)
 
 
 def warns_of_few_rows(context: EPContext, needed: int) -> bool:

@@ -73,7 +73,7 @@ def _grouped_kinds(linear: Any, x: torch.Tensor) -> frozenset[RowsKind]:
         reason, calls = why_otherwise("Transformer Engine", error), []
     if reason is not None:
         log_native(LOG_NAME, reason)
-    return frozenset(call.kind for call in calls if gate.context_for(FP8_ROWS, call) is not None)
+    return frozenset(call.kind for call in calls if gate.is_fused(FP8_ROWS, call))
 
 
 def _asked(linear: Any, x: torch.Tensor, group: Any) -> tuple[str | None, list[Fp8RowsCall]]:

@@ -1,4 +1,4 @@
-"""The ops around an attention of Ulysses, declared for the policy and the tools: the two exchanges, and the
+"""The ops around an attention of Ulysses, declared for the policy: the two exchanges, and the
 projections fused with them.
 
 What all ranks see alike decides without talking; the rest is tried once per shape, all ranks together
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from ditron_train.megatron.shared.values import own_or_normal, revealing_like, w
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
 from ditron_train.megatron.sp.norms import key_of, twins_of, words_of
-from ditron_train.policy import Decision, Function, OpSpec, Run, gate
+from ditron_train.policy import Decision, Function, Op, Run, Trial, gate
+from ditron_train.policy.op import dtype_name, make_trial
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection, split_by_heads
@@ -28,7 +30,7 @@ from ditron_train.sp.head_norms import Norms, normalised
 from ditron_train.symm.nodes import spans_nodes
 
 __all__ = [
-    "SPECS",
+    "OPS",
     "EXCHANGE",
     "OUTPUT",
     "PROJECTIONS",
@@ -68,10 +70,9 @@ class UlyssesCall(NamedTuple):
     norms: Norms = ()
 
 
-class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
+class _UlyssesOp(Op[UlyssesCall, Any]):
     """What the three ops have in common."""
 
-    measured = "forward_backward"
     word: str
 
     def device(self, call: UlyssesCall) -> torch.device:
@@ -91,13 +92,13 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
             key_of(call.norms),
         )
 
-    def why_not(self, call: UlyssesCall) -> str | None:
-        reason = self.why_not_tensors(call)
+    def unsupported_reason(self, call: UlyssesCall) -> str | None:
+        reason = self.unsupported_tensors(call)
         return reason or ("the group spans nodes" if call.weights and spans_nodes(call.group) else None)
 
-    def why_not_tensors(self, call: UlyssesCall) -> str | None:
+    def unsupported_tensors(self, call: UlyssesCall) -> str | None:
         """As ``why_not``, of the tensors alone."""
-        reason = _why_not_device(call.like)
+        reason = _unsupported_device(call.like)
         if reason is not None or not call.weights:
             return reason
         if torch.is_autocast_enabled(call.like.device.type):
@@ -109,53 +110,63 @@ class _UlyssesSpec(OpSpec[UlyssesCall, Any]):
         features = [size for weight in call.weights for size in weight.shape]
         return why_not_bias(call.bias, call.like) or why_hidden(call.like.device, math.prod(call.rows), *features)
 
-    def context(self, call: UlyssesCall) -> SPContext | NodesContext:
+    def make_context(self, call: UlyssesCall) -> SPContext | NodesContext:
         if not call.weights and spans_nodes(call.group):
             return get_nodes_context(call.group, call.like.device)
         return get_sp_context(call.group, call.like.device)
 
     def decide(self, call: UlyssesCall, context: SPContext | NodesContext) -> Decision:
-        """See `OpSpec`. Nothing of the op can fail later for want of memory."""
+        """Nothing of the op can fail later for want of memory."""
         decision = super().decide(call, context)
         context.synchronize()
         return decision
 
-    def words(self, call: UlyssesCall, context: Any) -> str:
+    def describe(self, call: UlyssesCall, context: Any) -> str:
         shape = call.shape
         heads = (shape.num_heads, shape.num_groups, shape.head_dim, shape.value_head_dim)
         sizes = "x".join(map(str, (*self._lead(call), *heads, *(weight.shape[0] for weight in call.weights[-1:]))))
         more = ("" if call.bias is None else ", bias inside") + (
             f", norms of heads {words_of(call.norms)}" if call.norms else ""
         )
-        return f"sp {self.word} {sizes} {str(call.like.dtype).removeprefix('torch.')}{more}"
+        return f"sp {self.word} {sizes} {dtype_name(call.like.dtype)}{more}"
 
     def _lead(self, call: UlyssesCall) -> tuple[int, ...]:
         return call.rows
 
-    def more_pairs(self, call: UlyssesCall, context: Any) -> Sequence[tuple[Run, Run]]:
-        """See `OpSpec`: both libraries' products."""
+    def extra_cases(self, call: UlyssesCall, context: Any) -> Sequence[tuple[Run, Run]]:
+        """Both libraries' products."""
         return [pair for weight in call.weights for pair in product_pairs(math.prod(call.rows), weight)]
+
+    def timed_call(self, call: UlyssesCall, context: Any) -> UlyssesCall:
+        """With inputs and gradients of its results."""
+        raise NotImplementedError
+
+    def order_probe(self, call: UlyssesCall, context: Any) -> Sequence[UlyssesCall]:
+        """With order-probe inputs; none for an op that adds nothing up."""
+        return ()
+
+    def trial(self, call: UlyssesCall, context: Any) -> Trial:
+        timed, extra = self.timed_call(call, context), self.extra_cases(call, context)
+        probe = partial(self.order_probe, call, context)
+        return make_trial(self, timed, context, order_probe=probe, extra_cases=extra)
 
     def inputs(self, call: UlyssesCall) -> _Tensors:
         return call.values
-
-    def needs_grad(self, call: UlyssesCall) -> list[bool]:
-        return [True] * len(call.values)
 
     def grads(self, call: UlyssesCall) -> _Tensors:
         return call.grads
 
 
-class ExchangeSpec(_UlyssesSpec):
+class ExchangeOp(_UlyssesOp):
     """Both exchanges of an attention: q, k, v to heads, the attended values to the sequence."""
 
-    name, row, word = "sp exchange", "attention_exchange", "exchange"
+    name, word = "sp exchange", "exchange"
 
-    def where(self, call: UlyssesCall) -> str:
+    def describe_shape(self, call: UlyssesCall) -> str:
         return f"at {tuple(call.like.shape)} "
 
-    def given(self, call: UlyssesCall, context: Any) -> UlyssesCall:
-        """See `OpSpec`: normal values."""
+    def timed_call(self, call: UlyssesCall, context: Any) -> UlyssesCall:
+        """Normal values."""
         world, shape, like = context.world_size, call.shape, call.like
         local, whole = shape.qkv_layout(world), (call.rows[0] * world, call.rows[1])
         values = _parts(call.rows, local, like, world, 1 + context.rank)
@@ -164,7 +175,7 @@ class ExchangeSpec(_UlyssesSpec):
         grads.append(_normal((*call.rows, shape.num_heads * shape.value_head_dim), like, 31 + context.rank))
         return call._replace(values=tuple(values), grads=tuple(grads))
 
-    def megatron(self, call: UlyssesCall) -> Function:
+    def native(self, call: UlyssesCall) -> Function:
         return self._both(Exchange(call.group, call.shape, None))
 
     def fused(self, call: UlyssesCall, context: SPContext | NodesContext) -> Function:
@@ -177,30 +188,30 @@ class ExchangeSpec(_UlyssesSpec):
         return function
 
 
-class OutputSpec(_UlyssesSpec):
+class OutputOp(_UlyssesOp):
     """The output projection fused with its exchange; the exchange in front of the attention runs by itself."""
 
-    name, row, word = "sp output projection", "output_projection", "output"
+    name, word = "sp output projection", "output"
 
-    def where(self, call: UlyssesCall) -> str:
+    def describe_shape(self, call: UlyssesCall) -> str:
         return f"at {call.rows} x {tuple(call.weights[0].shape)} "
 
-    def given(self, call: UlyssesCall, context: SPContext) -> UlyssesCall:
-        """See `OpSpec`: normal values and the layer's own weight."""
+    def timed_call(self, call: UlyssesCall, context: SPContext) -> UlyssesCall:
+        """Normal values and the layer's own weight."""
         world, rank, (weight,) = context.world_size, context.rank, call.weights
         layout = call.shape.output_layout(world)
         attended = _parts((call.rows[0] * world, call.rows[1]), layout, call.like, 1, 1 + rank)
         grad = _normal((*call.rows, weight.shape[0]), call.like, 21 + rank)
         return call._replace(values=(*attended, _given(weight.shape, weight, 0)), grads=(grad,))
 
-    def revealing(self, call: UlyssesCall, context: SPContext) -> list[UlyssesCall]:
+    def order_probe(self, call: UlyssesCall, context: SPContext) -> list[UlyssesCall]:
         exchange = Exchange(call.group, call.shape, None)
         with torch.inference_mode(False):
-            values, grads = _revealing_output(exchange, call, call.weights[-1], context.rank)
+            values, grads = _probe_of_output(exchange, call, call.weights[-1], context.rank)
         return [call._replace(values=values, grads=grads)]
 
-    def megatron(self, call: UlyssesCall) -> Function:
-        """See `OpSpec`: the exchange that would run otherwise, and the projection behind it."""
+    def native(self, call: UlyssesCall) -> Function:
+        """The exchange that would run otherwise, and the projection behind it."""
         query = call.like.new_empty((*call.rows, call.shape.num_heads, call.shape.head_dim))
         exchange = Exchange(call.group, call.shape, route_exchange(call.group, call.shape, query))
 
@@ -214,19 +225,19 @@ class OutputSpec(_UlyssesSpec):
         return lambda attended, weight: [output_projection(attended, weight, context=context, layout=layout)]
 
 
-class ProjectionsSpec(_UlyssesSpec):
+class ProjectionsOp(_UlyssesOp):
     """Both projections of an attention fused with their exchanges."""
 
-    name, row, word = "sp projections", "projections", "projections"
+    name, word = "sp projections", "projections"
 
-    def where(self, call: UlyssesCall) -> str:
+    def describe_shape(self, call: UlyssesCall) -> str:
         return f"at {self._lead(call)} x {tuple(call.weights[0].shape)} "
 
     def _lead(self, call: UlyssesCall) -> tuple[int, ...]:
         return (*call.rows, call.weights[0].shape[1])
 
-    def given(self, call: UlyssesCall, context: SPContext) -> UlyssesCall:
-        """See `OpSpec`: the call's input, weights and norms, normal attended values."""
+    def timed_call(self, call: UlyssesCall, context: SPContext) -> UlyssesCall:
+        """The call's input, weights and norms, normal attended values."""
         world, rank, (qkv, out), like = context.world_size, context.rank, call.weights, call.like
         layout, whole = call.shape.qkv_layout(world), (call.rows[0] * world, call.rows[1])
         values = [
@@ -240,11 +251,11 @@ class ProjectionsSpec(_UlyssesSpec):
             norms = twins_of(call.norms)
         return call._replace(values=tuple(values), grads=tuple(grads), norms=norms)
 
-    def revealing(self, call: UlyssesCall, context: SPContext) -> list[UlyssesCall]:
+    def order_probe(self, call: UlyssesCall, context: SPContext) -> list[UlyssesCall]:
         rank, (qkv, out), exchange = context.rank, call.weights, Exchange(call.group, call.shape, None)
         layout = call.shape.qkv_layout(context.world_size)
         with torch.inference_mode(False):
-            (attended, revealing_out), (grad,) = _revealing_output(exchange, call, out, rank)
+            (attended, revealing_out), (grad,) = _probe_of_output(exchange, call, out, rank)
             x = revealing_like(call.like.new_empty(self._lead(call)), 81 + rank, "rows")
             mixed = revealing_like(call.like.new_empty(*call.rows, qkv.shape[0]), 82 + rank, "columns")
             grads = exchange.to_heads(*split_by_heads(mixed, layout, context.world_size))
@@ -252,9 +263,9 @@ class ProjectionsSpec(_UlyssesSpec):
         # Norms would make roundings as large as anything; the order of sums does not depend on them.
         return [call._replace(values=values, grads=(*grads, grad), norms=())]
 
-    def more_pairs(self, call: UlyssesCall, context: SPContext) -> Sequence[tuple[Run, Run]]:
-        """See `OpSpec`: also the QKV projection whose bias is added inside its product."""
-        pairs, bias, world = list(super().more_pairs(call, context)), call.bias, context.world_size
+    def extra_cases(self, call: UlyssesCall, context: SPContext) -> Sequence[tuple[Run, Run]]:
+        """Also the QKV projection whose bias is added inside its product."""
+        pairs, bias, world = list(super().extra_cases(call, context)), call.bias, context.world_size
         if bias is None:
             return pairs
         bias = bias_like(bias, 93)
@@ -275,8 +286,8 @@ class ProjectionsSpec(_UlyssesSpec):
 
         return [*pairs, (by_library, by_op)]
 
-    def megatron(self, call: UlyssesCall) -> Function:
-        """See `OpSpec`; of an attention with norms the exchanges and the output projection that would run
+    def native(self, call: UlyssesCall) -> Function:
+        """Of an attention with norms the exchanges and the output projection that would run
         otherwise."""
         exchange, world = Exchange(call.group, call.shape, None), dist.get_world_size(call.group)
         layout, project = call.shape.qkv_layout(world), None
@@ -305,7 +316,7 @@ class ProjectionsSpec(_UlyssesSpec):
         return function
 
 
-def _why_not_device(tensor: torch.Tensor) -> str | None:
+def _unsupported_device(tensor: torch.Tensor) -> str | None:
     if tensor.device.type == "cpu":
         return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
     try:
@@ -332,7 +343,7 @@ def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tenso
         return own_or_normal(like, seed).clone()
 
 
-def _revealing_output(
+def _probe_of_output(
     exchange: Exchange, call: UlyssesCall, weight: torch.Tensor, rank: int
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Attended values and weight; gradient of the output."""
@@ -350,8 +361,8 @@ def _parts(
     return [_normal(shape, like, seed + index) for index, shape in enumerate(shapes)]
 
 
-EXCHANGE, OUTPUT, PROJECTIONS = ExchangeSpec(), OutputSpec(), ProjectionsSpec()
-SPECS: Sequence[OpSpec[Any, Any]] = (EXCHANGE, OUTPUT, PROJECTIONS)
+EXCHANGE, OUTPUT, PROJECTIONS = ExchangeOp(), OutputOp(), ProjectionsOp()
+OPS: Sequence[Op[Any, Any]] = (EXCHANGE, OUTPUT, PROJECTIONS)
 
 
 def route_exchange(

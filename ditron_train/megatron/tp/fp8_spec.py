@@ -25,8 +25,7 @@ from ditron_train.megatron.tp.te_blocks import travel_options
 from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, why_not_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
-from ditron_train.policy import Decision, Function, OpSpec
-from ditron_train.policy.spec import Trial
+from ditron_train.policy import Decision, Function, Op, Trial
 from ditron_train.runtime.errors import MismatchError
 from ditron_train.runtime.values import normal_values
 from ditron_train.stream.driver import has_driver
@@ -83,16 +82,15 @@ class _Operands:
     amax: torch.Tensor
 
 
-class Fp8Spec(OpSpec[Fp8Call, TPContext]):
-    """Gather, product and their backward (``column``), or product, reduce-scatter and theirs (``row``)."""
+class Fp8LinearOp(Op[Fp8Call, TPContext]):
+    """Gather, product and their backward (``column``), or product, reduce-scatter and theirs (``row``). A recipe is a
+    part of the call."""
 
-    measured = "backward"
     looks_at_host = True  # Transformer Engine keeps the host busy in FP8
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.name = f"tp {kind} fp8"
-        self.row = f"{kind}_linear_fp8"
 
     def key(self, call: Fp8Call) -> tuple[Hashable, ...]:
         return (
@@ -117,48 +115,45 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
             MismatchError: They do not; the same on every rank.
         """
         shapes = f"{tuple(call.x.shape)} {call.x.dtype} x {tuple(call.weight.shape)} {call.weight.dtype}"
-        options = f"{call.recipe or call.scaling}, gradients {call.grad_format}{self._switches(call)}"
-        said = exchange(call.group, f"{shapes}, {options}")
-        if len(set(said)) > 1:
-            ranks = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
+        options = f"{call.recipe or call.scaling}, gradients {call.grad_format}{_switches(call)}"
+        gathered = exchange(call.group, f"{shapes}, {options}")
+        if len(set(gathered)) > 1:
+            ranks = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(gathered))
             raise MismatchError(f"{self.name}: the ranks called it with different arguments. {ranks}")
 
-    def why_not(self, call: Fp8Call) -> str | None:
+    def unsupported_reason(self, call: Fp8Call) -> str | None:
         sizes = call.x, call.weight, dist.get_world_size(call.group)
-        return why_not_fp8_sizes(self.kind, *sizes, has_blocks=call.has_blocks) or why_not_device(call.x.device)
+        return why_not_fp8_sizes(self.kind, *sizes, has_blocks=call.has_blocks) or unsupported_device(call.x.device)
 
-    def context(self, call: Fp8Call) -> TPContext:
+    def make_context(self, call: Fp8Call) -> TPContext:
         return get_tp_context(call.group, call.x.device)
 
     def decide(self, call: Fp8Call, context: TPContext) -> Decision:
-        """See `OpSpec`. Memory is had and kernels are compiled by it, so nothing of that fails between a forward and
+        """Memory is had and kernels are compiled by it, so nothing of that fails between a forward and
         its backward."""
         decision = super().decide(call, context)
         context.synchronize()
         return decision
 
     def trial(self, call: Fp8Call, context: TPContext) -> Trial:
-        """See `OpSpec`: on random values, which are timed, and on values that show the order of sums (nothing of the
-        job is quantized again, since quantizers remember)."""
-        first, second = (self._operands(call, context, reveals=reveals) for reveals in (False, True))
+        """On random values, which are timed, and on order-probe inputs (nothing of the job is quantized again, since
+        quantizers remember)."""
+        timed, probed = (_operands(self.kind, call, context, order_probe=one) for one in (False, True))
         runs = [
-            (lambda one=one: self._run(one, None), lambda one=one: self._run(one, context)) for one in (first, second)
+            (lambda one=one: _run(self.kind, one, None), lambda one=one: _run(self.kind, one, context))
+            for one in (timed, probed)
         ]
-        return Trial(self.words(call, context), *runs[0], torch.bfloat16, runs[1:])
+        return Trial(self.describe(call, context), *runs[0], torch.bfloat16, runs[1:])
 
-    def words(self, call: Fp8Call, context: TPContext) -> str:
+    def describe(self, call: Fp8Call, context: TPContext) -> str:
         sizes = f"{call.x.shape[:-1].numel()}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
-        return f"{self.name} {sizes} gradients {call.grad_format}, {call.recipe or call.scaling}{self._switches(call)}"
+        return f"{self.name} {sizes} gradients {call.grad_format}, {call.recipe or call.scaling}{_switches(call)}"
 
-    @staticmethod
-    def _switches(call: Fp8Call) -> str:
-        return f"{', frozen' if call.is_frozen else ''}{', bias' if call.has_bias else ''}"
-
-    def where(self, call: Fp8Call) -> str:
+    def describe_shape(self, call: Fp8Call) -> str:
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
 
-    def held_bytes(self, call: Fp8Call) -> int:
-        """See `OpSpec`, as counted: operands of two sets of data with their transposes, and what is gathered,
+    def peak_bytes(self, call: Fp8Call) -> int:
+        """As counted: operands of two sets of data with their transposes, and what is gathered,
         multiplied and summed of all ranks' rows by both paths, in FP8 and in 16 bits."""
         (n, k), rows = call.weight.shape, call.x.shape[:-1].numel()
         rows *= dist.get_world_size(call.group) if self.kind == "column" else 1
@@ -167,86 +162,94 @@ class Fp8Spec(OpSpec[Fp8Call, TPContext]):
     def inputs(self, call: Fp8Call) -> tuple[torch.Tensor, torch.Tensor]:
         return call.x, call.weight
 
-    def megatron(self, call: Fp8Call) -> Function:
-        """See `OpSpec`: on operands of its own."""
-        return lambda x, weight: self._run(self._operands(call, self.context(call), reveals=False), None)
+    def native(self, call: Fp8Call) -> Function:
+        """On operands of its own."""
+        return lambda x, weight: _run(self.kind, _operands(self.kind, call, self.make_context(call)), None)
 
     def fused(self, call: Fp8Call, context: TPContext) -> Function:
-        """See `OpSpec`: on operands of its own."""
-        return lambda x, weight: self._run(self._operands(call, context, reveals=False), context)
+        """On operands of its own."""
+        return lambda x, weight: _run(self.kind, _operands(self.kind, call, context), context)
 
-    def _operands(self, call: Fp8Call, context: TPContext, *, reveals: bool) -> _Operands:
-        (n, k), rank, world_size = call.weight.shape, context.rank, context.world_size
-        rows = call.x.shape[:-1].numel()
-        grad_rows = rows * world_size if self.kind == "column" else rows // world_size
-        device, block = call.x.device, min(rows, grad_rows)
 
-        def made(shape: tuple[int, int], seed: int, signed: Any, row_block: int, quantizer: Any) -> Any:
-            if reveals:
-                values = revealing_matrix(shape, torch.bfloat16, device, seed=seed, signed=signed, row_block=row_block)
-            else:
-                values = normal_values(shape, torch.bfloat16, device, seed)
-            return quantizer(values)
+def _switches(call: Fp8Call) -> str:
+    return f"{', frozen' if call.is_frozen else ''}{', bias' if call.has_bias else ''}"
 
-        is_column, has_blocks = self.kind == "column", call.has_blocks
-        by_columns = has_blocks and not call.is_frozen  # of what travels; of one scale the transpose is made behind it
-        of_x, of_grad = (
-            _quantizer(call, name, columnwise=by_columns if travels else True, travels=travels)
-            for name, travels in (("E4M3", is_column), (call.grad_format, not is_column))
-        )
-        x = made((rows, k), 1 + rank, "rows", block, of_x)
-        weight = made((n, k), 101 + rank, "columns", n, _quantizer(call, "E4M3", num_dimensions=2))
-        grad = made((grad_rows, n), 201 + rank, "columns", block, of_grad)
-        bias = normal_values((n,), torch.bfloat16, device, 301 + rank) if call.has_bias else None
-        amax = torch.full((1,), 1.0 / (1 + rank) if reveals else 3.0 + rank, device=device)
-        return _Operands(call, x, weight, grad, of_x if is_column else of_grad, bias, amax)
 
-    def _run(self, operands: _Operands, context: TPContext | None) -> Sequence[torch.Tensor]:
-        """Results and gradients, step by step as Transformer Engine's layers have them; None: natively."""
-        call, quantizer = operands.call, operands.quantizer
-        features = call.weight.shape[0], call.weight.shape[1]
-        fast = dict(out_dtype=torch.bfloat16, use_split_accumulator=call.has_blocks)
-        reduced = [self._largest(operands, context)] if call.reduces_amax else []
-        with torch.no_grad(), passing(forward_pass(self.kind, context, call.scaling, features)):
-            if self.kind == "column":
-                quantizer.set_usage(rowwise=True, columnwise=False)
-                total, _ = gather(operands.x, call.group, quantizer=quantizer)
-                y, *_ = multiply(operands.weight, total, bias=operands.bias, **fast)
-            else:
-                y, *_ = multiply(operands.weight, operands.x, **fast)
-                y, _ = scatter(y, call.group)
-        with torch.no_grad(), passing(backward_pass(self.kind, context, call.scaling, features)):
-            gradients = (self._column_gradients if self.kind == "column" else self._row_gradients)(operands)
-        return [y, *gradients, *reduced]
+def _operands(kind: Kind, call: Fp8Call, context: TPContext, *, order_probe: bool = False) -> _Operands:
+    (n, k), rank, world_size = call.weight.shape, context.rank, context.world_size
+    rows = call.x.shape[:-1].numel()
+    grad_rows = rows * world_size if kind == "column" else rows // world_size
+    device, block = call.x.device, min(rows, grad_rows)
 
-    @staticmethod
-    def _largest(operands: _Operands, context: TPContext | None) -> torch.Tensor:
-        amax = operands.amax.clone()
-        if context is None:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=operands.call.group)
+    def made(shape: tuple[int, int], seed: int, signed: Any, row_block: int, quantizer: Any) -> Any:
+        if order_probe:
+            values = revealing_matrix(shape, torch.bfloat16, device, seed=seed, signed=signed, row_block=row_block)
         else:
-            largest_of_ranks(amax, context=context)
-        return amax
+            values = normal_values(shape, torch.bfloat16, device, seed)
+        return quantizer(values)
 
-    def _column_gradients(self, operands: _Operands) -> list[torch.Tensor]:
-        call, total, work = operands.call, None, None
-        if not call.is_frozen:
-            operands.quantizer.set_usage(rowwise=not call.has_blocks, columnwise=call.has_blocks)
-            total, work = gather(operands.x, call.group, async_op=True, quantizer=operands.quantizer)
-        dgrad, *_ = multiply(operands.weight, operands.grad, layout="NN", **_GRADIENT)
-        dgrad, dgrad_work = scatter(dgrad, call.group, async_op=True)
-        if work is not None:
-            work.wait()
-        wgrad = [] if total is None else [_wgrad(total, operands.grad)]
-        dgrad_work.wait()
-        return [dgrad, *wgrad]
+    is_column, has_blocks = kind == "column", call.has_blocks
+    by_columns = has_blocks and not call.is_frozen  # of what travels; of one scale the transpose is made behind it
+    of_x, of_grad = (
+        _quantizer(call, name, columnwise=by_columns if travels else True, travels=travels)
+        for name, travels in (("E4M3", is_column), (call.grad_format, not is_column))
+    )
+    x = made((rows, k), 1 + rank, "rows", block, of_x)
+    weight = made((n, k), 101 + rank, "columns", n, _quantizer(call, "E4M3", num_dimensions=2))
+    grad = made((grad_rows, n), 201 + rank, "columns", block, of_grad)
+    bias = normal_values((n,), torch.bfloat16, device, 301 + rank) if call.has_bias else None
+    amax = torch.full((1,), 1.0 / (1 + rank) if order_probe else 3.0 + rank, device=device)
+    return _Operands(call, x, weight, grad, of_x if is_column else of_grad, bias, amax)
 
-    def _row_gradients(self, operands: _Operands) -> list[torch.Tensor]:
-        call = operands.call
-        operands.quantizer.set_usage(rowwise=True, columnwise=call.has_blocks and not call.is_frozen)
-        total, _ = gather(operands.grad, call.group, quantizer=operands.quantizer)
-        dgrad, *_ = multiply(operands.weight, total, layout="NN", **_GRADIENT)
-        return [dgrad] if call.is_frozen else [dgrad, _wgrad(operands.x, total)]
+
+def _run(kind: Kind, operands: _Operands, context: TPContext | None) -> Sequence[torch.Tensor]:
+    """Results and gradients, step by step as Transformer Engine's layers have them; None: natively."""
+    call, quantizer = operands.call, operands.quantizer
+    features = call.weight.shape[0], call.weight.shape[1]
+    fast = dict(out_dtype=torch.bfloat16, use_split_accumulator=call.has_blocks)
+    reduced = [_largest(operands, context)] if call.reduces_amax else []
+    with torch.no_grad(), passing(forward_pass(kind, context, call.scaling, features)):
+        if kind == "column":
+            quantizer.set_usage(rowwise=True, columnwise=False)
+            total, _ = gather(operands.x, call.group, quantizer=quantizer)
+            y, *_ = multiply(operands.weight, total, bias=operands.bias, **fast)
+        else:
+            y, *_ = multiply(operands.weight, operands.x, **fast)
+            y, _ = scatter(y, call.group)
+    with torch.no_grad(), passing(backward_pass(kind, context, call.scaling, features)):
+        gradients = (_column_gradients if kind == "column" else _row_gradients)(operands)
+    return [y, *gradients, *reduced]
+
+
+def _largest(operands: _Operands, context: TPContext | None) -> torch.Tensor:
+    amax = operands.amax.clone()
+    if context is None:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=operands.call.group)
+    else:
+        largest_of_ranks(amax, context=context)
+    return amax
+
+
+def _column_gradients(operands: _Operands) -> list[torch.Tensor]:
+    call, total, work = operands.call, None, None
+    if not call.is_frozen:
+        operands.quantizer.set_usage(rowwise=not call.has_blocks, columnwise=call.has_blocks)
+        total, work = gather(operands.x, call.group, async_op=True, quantizer=operands.quantizer)
+    dgrad, *_ = multiply(operands.weight, operands.grad, layout="NN", **_GRADIENT)
+    dgrad, dgrad_work = scatter(dgrad, call.group, async_op=True)
+    if work is not None:
+        work.wait()
+    wgrad = [] if total is None else [_wgrad(total, operands.grad)]
+    dgrad_work.wait()
+    return [dgrad, *wgrad]
+
+
+def _row_gradients(operands: _Operands) -> list[torch.Tensor]:
+    call = operands.call
+    operands.quantizer.set_usage(rowwise=True, columnwise=call.has_blocks and not call.is_frozen)
+    total, _ = gather(operands.grad, call.group, quantizer=operands.quantizer)
+    dgrad, *_ = multiply(operands.weight, total, layout="NN", **_GRADIENT)
+    return [dgrad] if call.is_frozen else [dgrad, _wgrad(operands.x, total)]
 
 
 _GRADIENT: dict[str, Any] = dict(grad=True, out_dtype=torch.bfloat16, use_split_accumulator=True)
@@ -284,7 +287,7 @@ def tensor_quantizer(name: str, device: torch.device, *, columnwise: bool) -> An
     return quantizer
 
 
-def why_not_device(device: torch.device) -> str | None:
+def unsupported_device(device: torch.device) -> str | None:
     """Why products of FP8 are not covered on a device, or None."""
     reason = why_not_fp8_on_device(device)
     if reason is None and device.type != "cpu" and not has_driver():
@@ -292,4 +295,5 @@ def why_not_device(device: torch.device) -> str | None:
     return reason
 
 
-FP8_COLUMN, FP8_ROW = Fp8Spec("column"), Fp8Spec("row")
+FP8_COLUMN, FP8_ROW = Fp8LinearOp("column"), Fp8LinearOp("row")
+OPS: Sequence[Op[Any, Any]] = (FP8_COLUMN, FP8_ROW)

@@ -17,7 +17,7 @@ from ditron_train.megatron.compat import why_not_arguments, why_not_weight
 from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
-from ditron_train.megatron.tp.routing import linear_of, route
+from ditron_train.megatron.tp.routing import op_of, route
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.linear import column_linear, is_whole
@@ -91,7 +91,7 @@ class DitronRowParallelLinear(RowParallelLinear, metaclass=InPlaceOf, native=Row
         if context is None:
             return super().forward(input_)
         wgrad = NativeWgrad(self.weight, self.gradient_accumulation_fusion)
-        linear = linear_of("row", self.sequence_parallel)
+        linear = op_of("row", self.sequence_parallel).linear
         output = linear(input_, self.weight, context=context, wgrad=wgrad)
         if self.skip_bias_add:
             return output, self.bias

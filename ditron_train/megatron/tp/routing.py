@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from ditron_train.megatron.tp.linear_call import LinearCall
-from ditron_train.megatron.tp.reduced_spec import ROW_AR
-from ditron_train.megatron.tp.spec import COLUMN, ROW, Kind, LinearSpec
-from ditron_train.policy import OpSpec, gate, log_native
+from ditron_train.megatron.tp.spec import COLUMN, ROW, ROW_AR, Kind, LinearOp
+from ditron_train.policy import gate, log_native
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.linear import column_linear, row_linear, row_linear_ar
 
-SPECS: Sequence[OpSpec[Any, Any]] = (COLUMN, ROW, ROW_AR)
-
-_SPECS: dict[tuple[Kind, bool], LinearSpec] = {("column", True): COLUMN, ("row", True): ROW, ("row", False): ROW_AR}
-_LINEARS: dict[tuple[Kind, bool], Callable[..., torch.Tensor]] = {
-    ("column", True): column_linear,
-    ("row", True): row_linear,
-    ("row", False): row_linear_ar,
-}
+_OPS: dict[tuple[Kind, bool], LinearOp] = {("column", True): COLUMN, ("row", True): ROW, ("row", False): ROW_AR}
 
 
 def why_not_kind(kind: Kind, sequence_parallel: bool) -> str | None:
@@ -53,14 +41,9 @@ def route(
     if reason is not None:
         log_native(f"tp {kind}", reason)
         return None
-    return gate.context_for(spec_of(kind, sequence_parallel), LinearCall(x, weight, group, is_frozen, bias=bias))
+    return gate.context_for(op_of(kind, sequence_parallel), LinearCall(x, weight, group, is_frozen, bias=bias))
 
 
-def spec_of(kind: Kind, sequence_parallel: bool) -> LinearSpec:
+def op_of(kind: Kind, sequence_parallel: bool) -> LinearOp:
     """How such a layer, which ``why_not_kind`` has nothing against, is declared for the policy."""
-    return _SPECS[kind, bool(sequence_parallel)]
-
-
-def linear_of(kind: Kind, sequence_parallel: bool) -> Callable[..., torch.Tensor]:
-    """The op of such a layer."""
-    return _LINEARS[kind, bool(sequence_parallel)]
+    return _OPS[kind, bool(sequence_parallel)]

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ditron_train.ep.spec import MoeSpec, moe_layer, moe_layers, why_not_layer, with_routings
-from ditron_train.policy import OpSpec, Shape
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
-from ditron_train.tools.catalog import megatron_groups, specs_of
+from ditron_train.tools.cases import BenchCase, Shape
+from ditron_train.tools.cases.ep_layers import MoeCase, moe_layer, moe_layers, unsupported_layer, with_routings
+from ditron_train.tools.catalog import cases_of, megatron_groups
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import add_row, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
@@ -27,12 +27,12 @@ from ditron_train.tools.session import BenchSession, bench_session
 _MOST_ZIPF = 8.0  # above, all tokens go to the same experts
 
 
-def _parts() -> dict[str, list[OpSpec[Any, Any]]]:
-    """Ops by ``--part``: the experts' GEMMs are one part, and a layer has no spec."""
-    specs = parts_of(specs_of("ep"))
-    gemms = [*specs.pop("group_gemm"), *specs.pop("backward")]
-    moves = {name: specs.pop(name) for name in ("dispatch", "combine") if name in specs}
-    return {**moves, "group_gemm": gemms, **specs, "layer": []}
+def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
+    """Ops by ``--part``: the experts' GEMMs are one part, and a layer is no op."""
+    cases = parts_of(cases_of("ep"))
+    gemms = [*cases.pop("group_gemm"), *cases.pop("backward")]
+    moves = {name: cases.pop(name) for name in ("dispatch", "combine") if name in cases}
+    return {**moves, "group_gemm": gemms, **cases, "layer": []}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def _layers(arguments: argparse.Namespace, session: BenchSession) -> list[Shape]
         raise SettingError(f"--zipf has to be from 0 to {_MOST_ZIPF}")
     layers = [moe_layer("custom", *sizes) for sizes in arguments.shape or ()]
     for layer in layers:
-        why = why_not_layer(layer, world_size)
+        why = unsupported_layer(layer, world_size)
         if why is not None:
             raise SettingError(why)
     layers = layers or moe_layers(world_size, session.device.type == "cuda")
@@ -91,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ditron_train.tools.bench.megatron_ep import HAVE_TE, layer_rows
 
     of_part = _parts() if arguments.fp8 is None else {"layer": []}
-    parts = {name: specs for name, specs in of_part.items() if name in (arguments.part or of_part)}
-    specs = [spec for some in parts.values() for spec in some]
+    parts = {name: cases for name, cases in of_part.items() if name in (arguments.part or of_part)}
+    cases = [case for some in parts.values() for case in some]
     with bench_session("ep", arguments) as session, megatron_groups("expert", session):
         if session.world_size < 2:
             raise SettingError("bench ep takes 2 ranks or more: torchrun --nproc-per-node N -m ditron_train bench ep")
@@ -101,27 +101,27 @@ def run(arguments: argparse.Namespace) -> int:
                 "Transformer Engine is not installed: native runs in PyTorch's deterministic mode"
             )
         for layer in _layers(arguments, session):
-            for spec, shape in _of_layer(specs, layer):
-                add_row(session, spec, shape)
+            for case, shape in _of_layer(cases, layer):
+                add_row(session, case, shape)
             for row in layer_rows(session, layer, arguments.fp8) if "layer" in parts else ():
                 session.add(row)
             session.save()
             if session.device.type == "cuda":
                 torch.cuda.empty_cache()
-        for spec in specs:
+        for case in cases:
             for shape in (
-                () if isinstance(spec, MoeSpec) else spec.shapes(session.world_size, torch.cuda.is_available())
+                () if isinstance(case, MoeCase) else case.shapes(session.world_size, torch.cuda.is_available())
             ):
-                add_row(session, spec, shape)
+                add_row(session, case, shape)
         return session.finish()
 
 
-def _of_layer(specs: list[OpSpec[Any, Any]], layer: Shape) -> Iterator[tuple[OpSpec[Any, Any], Shape]]:
+def _of_layer(cases: list[BenchCase[Any, Any]], layer: Shape) -> Iterator[tuple[BenchCase[Any, Any], Shape]]:
     """Ops and their shapes in a layer, those of one shape together."""
-    shapes = {spec.name: spec.shapes_of_layer(layer) for spec in specs if isinstance(spec, MoeSpec)}
-    gemms = [spec for spec in specs if len(shapes.get(spec.name, ())) > 1]
-    for spec in specs:
-        if spec not in gemms:
-            yield from ((spec, shape) for shape in shapes.get(spec.name, ()))
-    for index in range(max((len(shapes[spec.name]) for spec in gemms), default=0)):
-        yield from ((spec, shapes[spec.name][index]) for spec in gemms)
+    shapes = {case.op.name: case.shapes_of_layer(layer) for case in cases if isinstance(case, MoeCase)}
+    gemms = [case for case in cases if len(shapes.get(case.op.name, ())) > 1]
+    for case in cases:
+        if case not in gemms:
+            yield from ((case, shape) for shape in shapes.get(case.op.name, ()))
+    for index in range(max((len(shapes[case.op.name]) for case in gemms), default=0)):
+        yield from ((case, shapes[case.op.name][index]) for case in gemms)

@@ -15,12 +15,12 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
-from ditron_train.ep.spec import moe_layer, routing_of, why_not_layer
 from ditron_train.megatron import apply
-from ditron_train.megatron.ep.movement_spec import moe_config, repeating
-from ditron_train.policy import Place, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import under_policy
+from ditron_train.tools.cases import RunEnvironment, Shape
+from ditron_train.tools.cases.ep_layers import moe_layer, routing_of, unsupported_layer
+from ditron_train.tools.cases.ep_moves import moe_config, repeating
 from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
 from ditron_train.tools.results import FP8_PREFIX, Pass, Row
 from ditron_train.tools.session import BenchSession
@@ -72,7 +72,7 @@ class _MoeLayers:
         self._is_routed = bool(layer.options["zipf"])
         if self._is_routed:  # a router with random weights routes evenly: this one's choice is given
             world: Any = dist.group.WORLD
-            place = Place(world, session.device, session.dtype)
+            place = RunEnvironment(world, session.device, session.dtype)
             routed, probs = routing_of(layer, place, 0)
             for one in self.layers.values():
                 one.route = lambda hidden_states, padding_mask=None: (probs, routed)  # type: ignore[assignment]
@@ -99,7 +99,7 @@ def moe_contenders(
     sizes = (8192, 7168, 2048, 128, 8) if on_gpu else (24, 32, 48, 4 * session.world_size, 2)
     layer = moe_layer("traced", *sizes)
     if layer.sizes["num_experts"] % session.world_size:
-        raise SettingError(str(why_not_layer(layer, session.world_size)))
+        raise SettingError(str(unsupported_layer(layer, session.world_size)))
     with expert_parallel_world(), repeating(layer), under_policy("strict"):
         pair = _MoeLayers(session, layer, fp8)
         yield {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}

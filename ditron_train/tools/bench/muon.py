@@ -13,17 +13,17 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from ditron_train.optim.spec import MUON_STEP, ORTHOGONALIZE, matrix_shape, step_shape
-from ditron_train.policy import OpSpec, Shape
 from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
-from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.cases import BenchCase, Shape
+from ditron_train.tools.cases.muon import MUON_STEP, ORTHOGONALIZE, matrix_shape, step_shape
+from ditron_train.tools.catalog import cases_of
 from ditron_train.tools.op_rows import OpCalls, add_row, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
 
 
-def _parts() -> dict[str, list[OpSpec[Any, Any]]]:
-    return parts_of(specs_of("muon"))
+def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
+    return parts_of(cases_of("muon"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,24 +55,24 @@ def run(arguments: argparse.Namespace) -> int:
     with bench_session("muon", arguments) as session:
         check_sizes("--shape", arguments.shape)
         check_sizes("--layers", arguments.layers and [[arguments.layers]])
-        specs = [spec for part, of_one in _parts().items() if part in (arguments.part or _parts()) for spec in of_one]
+        cases = [case for part, of_one in _parts().items() if part in (arguments.part or _parts()) for case in of_one]
         known = [
-            shape for specs_of_part in _parts().values() for spec in specs_of_part for shape in spec.shapes(1, True)
+            shape for cases_of_part in _parts().values() for case in cases_of_part for shape in case.shapes(1, True)
         ]
         choose_models(arguments.model, [shape.model.split()[0] for shape in known])
-        for spec in specs:
-            for shape in _shapes(spec, arguments, session):
-                add_row(session, spec, shape, with_peers=not arguments.no_peer, more=_spread_of_paths)
+        for case in cases:
+            for shape in _shapes(case, arguments, session):
+                add_row(session, case, shape, with_peers=not arguments.no_peer, more=_spread_of_paths)
                 session.save()
         return session.finish()
 
 
-def _shapes(spec: OpSpec[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
+def _shapes(case: BenchCase[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
     """The op's own, of the models that are asked for, or what ``--shape`` and ``--layers`` name."""
-    shapes = list(spec.shapes(session.world_size, session.device.type == "cuda"))
-    if arguments.shape and spec is ORTHOGONALIZE and session.world_size == 1:
+    shapes = list(case.shapes(session.world_size, session.device.type == "cuda"))
+    if arguments.shape and case is ORTHOGONALIZE and session.world_size == 1:
         return [matrix_shape("custom", *sizes) for sizes in arguments.shape]
-    if spec is MUON_STEP:
+    if case is MUON_STEP:
         if arguments.shape:
             shapes = [step_shape("custom", arguments.shape, 1)]
         shapes = [

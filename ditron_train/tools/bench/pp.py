@@ -14,15 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import OpSpec, Shape
 from ditron_train.pp import get_pipeline_context
 from ditron_train.pp.messages import FORWARD
-from ditron_train.pp.spec import MESSAGE, MessageCall, limited_groups, message_shapes, start_fused, start_natively
+from ditron_train.pp.spec import MessageCall, start_fused, start_natively
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.stream.copies import copy_bytes
 from ditron_train.tools.arguments import add_common_arguments, check_sizes
-from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.cases import BenchCase, Shape
+from ditron_train.tools.cases.pp import MESSAGES, limited_groups, message_shapes
+from ditron_train.tools.catalog import cases_of
 from ditron_train.tools.op_rows import OpCalls, add_row, parts_of
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession, bench_session
@@ -32,9 +33,9 @@ _MB = 1_000_000
 Around = Callable[[], AbstractContextManager[None]]
 
 
-def _parts() -> dict[str, list[OpSpec[Any, Any]]]:
-    """Ops by ``--part``; what is more than an op has no spec."""
-    return {**parts_of(specs_of("pp")), "gemm_beside_transfer": [], "pipeline_step": []}
+def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
+    """Ops by ``--part``; a pipeline's step is no op."""
+    return {**parts_of(cases_of("pp")), "gemm_beside_transfer": [], "pipeline_step": []}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,15 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
         on_gpu = session.device.type == "cuda"
         with_limited = on_gpu and not arguments.no_limited
         world: Any = dist.group.WORLD
-        ops = [spec for name, specs in _parts().items() if name in parts for spec in specs]
-        planned = {spec.name: _shapes(spec, arguments, session) for spec in ops}
-        rings = [shape for shape in _shapes(MESSAGE, arguments, session) if shape.model == "ring"]
-        if "gemm_beside_transfer" in parts or MESSAGE.name in planned:
+        ops = [case for name, cases in _parts().items() if name in parts for case in cases]
+        planned = {case.op.name: _shapes(case, arguments, session) for case in ops}
+        rings = [shape for shape in _shapes(MESSAGES, arguments, session) if shape.model == "ring"]
+        if "gemm_beside_transfer" in parts or MESSAGES.op.name in planned:
             limited = limited_groups(world, session.device) if with_limited else {}
             get_pipeline_context(world, session.device).reserve(max(shape.sizes["num_bytes"] for shape in rings))
-        for spec in ops:
-            for shape in planned[spec.name]:
-                add_row(session, spec, shape, with_peers=with_limited)
+        for case in ops:
+            for shape in planned[case.op.name]:
+                add_row(session, case, shape, with_peers=with_limited)
             session.save()
         if "gemm_beside_transfer" in parts:
             for shape in [one for one in rings if one.sizes["num_bytes"] >= 8 * _MB] or rings[-1:]:
@@ -87,10 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
         return session.finish()
 
 
-def _shapes(spec: OpSpec[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
+def _shapes(case: BenchCase[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
     """The op's own, messages of the sizes that ``--mb`` names."""
-    shapes = list(spec.shapes(session.world_size, session.device.type == "cuda"))
-    if spec is MESSAGE and arguments.mb:
+    shapes = list(case.shapes(session.world_size, session.device.type == "cuda"))
+    if case is MESSAGES and arguments.mb:
         by_size = [message_shapes(mb * _MB) for mb in arguments.mb]
         return [shapes[index] for index in range(2) for shapes in by_size]
     return shapes
@@ -186,7 +187,7 @@ def _beside_rows(session: BenchSession, shape: Shape, limited: dict[str, dist.Pr
     """How long the GEMMs take while a transfer runs beside them (the limit: beside bare copies of the same bytes,
     which take bandwidth of the memory and power that the GEMMs want), and how long both take together; figures:
     ``docs/measurements/index.md``."""
-    calls = OpCalls(session, MESSAGE, shape)
+    calls = OpCalls(session, MESSAGES, shape)
     num_bytes, fused = shape.sizes["num_bytes"], calls.both()["ditron"]
     comm_us = session.measure({"comm": fused})["comm"].median_us
     beside = _Beside(session, calls.calls, comm_us)

@@ -10,18 +10,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ditron_train.policy import OpSpec
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import add_common_arguments
-from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.cases import BenchCase
+from ditron_train.tools.catalog import cases_of
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import add_row, parts_of, planned_rows
 from ditron_train.tools.session import BenchSession, bench_session
 
 
-def _parts() -> dict[str, list[OpSpec[Any, Any]]]:
-    """Ops by ``--part``; a layer has no spec."""
-    return {**parts_of(specs_of("sp")), "layer": []}
+def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
+    """Ops by ``--part``; a layer is no op."""
+    return {**parts_of(cases_of("sp")), "layer": []}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     check_fp8(arguments.fp8, "bench sp")
     of_part = _parts() if arguments.fp8 is None else {"layer": []}
     with bench_session("sp", arguments) as session:
-        parts = {name: specs for name, specs in of_part.items() if name in (arguments.part or of_part)}
-        planned = planned_rows([spec for specs in parts.values() for spec in specs], arguments, session)
+        parts = {name: cases for name, cases in of_part.items() if name in (arguments.part or of_part)}
+        planned = planned_rows([case for cases in parts.values() for case in cases], arguments, session)
         if "layer" in parts and session.device.type == "cuda":
             _layer_rows(session, arguments.fp8)
-        for spec, shape in planned:
-            add_row(session, spec, shape)
+        for case, shape in planned:
+            add_row(session, case, shape)
             session.save()
         return session.finish()
 

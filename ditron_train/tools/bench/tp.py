@@ -13,26 +13,26 @@ from typing import Any
 
 import torch
 
-from ditron_train.policy import OpSpec, Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import add_common_arguments, add_shape_argument
-from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.cases import BenchCase, Shape
+from ditron_train.tools.cases.tp_gemm import GemmCase, linear_shapes
+from ditron_train.tools.catalog import cases_of
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import OpCalls, add_row, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Timing
 from ditron_train.tp.choices import choose, predict, rates_of
-from ditron_train.tp.spec import GemmSpec, linear_shapes
 
 #: Transformer layers by ``--part``: whether they have sequence parallelism.
 _LAYERS = {"layer": True, "layer_ar": False}
 
 
-def _parts(fp8: str | None = None) -> dict[str, list[OpSpec[Any, Any]]]:
-    """Ops by ``--part``; a layer has no spec. In FP8 the linear layers are measured forward and backward, and a layer
+def _parts(fp8: str | None = None) -> dict[str, list[BenchCase[Any, Any]]]:
+    """Ops by ``--part``; a layer is no op. In FP8 the linear layers are measured forward and backward, and a layer
     without sequence parallelism is native."""
-    parts = parts_of(specs_of("tp", fp8))
+    parts = parts_of(cases_of("tp", fp8))
     if fp8 is not None:
         parts["backward"] = parts.pop("column_linear") + parts.pop("row_linear")
     return {**parts, **{name: [] for name in _LAYERS if fp8 is None or _LAYERS[name]}}
@@ -75,47 +75,47 @@ def run(arguments: argparse.Namespace) -> int:
         known = _parts(fp8)
         for name in set(arguments.part or ()) - known.keys():
             get_logger("bench").warning("no rows for %s: in FP8 it is Megatron's path", name)
-        parts = {name: specs for name, specs in known.items() if name in (arguments.part or known)}
+        parts = {name: cases for name, cases in known.items() if name in (arguments.part or known)}
         on_gpu = session.device.type == "cuda"
         models = [shape.model for shape in linear_shapes("ag_gemm", session.world_size, True)]
         planned = {
-            spec.name: shapes_for(spec, arguments, session.world_size, on_gpu, models=models)
-            for specs in parts.values()
-            for spec in specs
+            case.op.name: shapes_for(case, arguments, session.world_size, on_gpu, models=models)
+            for cases in parts.values()
+            for case in cases
         }
-        for name, specs in parts.items():
-            if name in _LAYERS or any(spec.groups is not None for spec in specs):
-                _megatron_rows(session, specs, planned, arguments, layer=_LAYERS.get(name) if on_gpu else None)
+        for name, cases in parts.items():
+            if name in _LAYERS or any(case.groups is not None for case in cases):
+                _megatron_rows(session, cases, planned, arguments, layer=_LAYERS.get(name) if on_gpu else None)
             else:
-                _rows(session, specs, planned, arguments)
+                _rows(session, cases, planned, arguments)
         return session.finish()
 
 
 def _rows(
     session: BenchSession,
-    specs: list[OpSpec[Any, Any]],
+    cases: list[BenchCase[Any, Any]],
     planned: Mapping[str, list[Shape]],
     arguments: argparse.Namespace,
 ) -> None:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else session.dtype
     predicts = None in (arguments.model or ())
-    for spec in specs:
-        for shape in planned[spec.name]:
-            add_row(session, spec, shape, dtype=dtype, more=_predicted if predicts else lambda *seen: {})
+    for case in cases:
+        for shape in planned[case.op.name]:
+            add_row(session, case, shape, dtype=dtype, more=_predicted if predicts else lambda *seen: {})
 
 
 def _predicted(calls: OpCalls, timings: Mapping[str, Timing]) -> dict[str, float]:
     """What the cost model says of both paths; nothing of an op that it does not know."""
-    if not isinstance(calls.spec, GemmSpec):
+    if not isinstance(calls.case, GemmCase):
         return {}
-    problem, machine = calls.spec.problem(calls.calls[0]), calls.context.machine
+    problem, machine = calls.case.op.problem(calls.calls[0]), calls.context.machine
     predicted = predict(problem, choose(problem, machine), machine, rates_of(machine))
     return {"model_native_us": predicted.native_us, "model_us": predicted.ditron_us}
 
 
 def _megatron_rows(
     session: BenchSession,
-    specs: list[OpSpec[Any, Any]],
+    cases: list[BenchCase[Any, Any]],
     planned: Mapping[str, list[Shape]],
     arguments: argparse.Namespace,
     *,
@@ -131,7 +131,7 @@ def _megatron_rows(
     from ditron_train.tools.bench.megatron_tp import layer_rows, megatron_world
 
     with megatron_world(session):
-        _rows(session, specs, planned, arguments)
+        _rows(session, cases, planned, arguments)
         is_alone = layer is False and session.world_size == 1  # nothing is added up
         for row in () if layer is None or is_alone else layer_rows(session, arguments.fp8, is_split=layer):
             session.add(row)

@@ -78,10 +78,10 @@ def judge_features(facts: Facts) -> list[FeatureState]:
 
 def _ops_of(name: str) -> tuple[str, ...]:
     """Of the catalog; none where what they need cannot be loaded, of which a finding speaks."""
-    from ditron_train.tools.catalog import specs_of
+    from ditron_train.tools.catalog import ops_of
 
     try:
-        return tuple(spec.name.removeprefix(f"{name} ") for spec in specs_of(name))
+        return tuple(op.name.removeprefix(f"{name} ") for op in ops_of(name))
     except (ImportError, OSError, RuntimeError):
         return ()
 

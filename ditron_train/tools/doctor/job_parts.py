@@ -25,7 +25,7 @@ from ditron_train.megatron.sp.linears import LocalLinears
 from ditron_train.megatron.sp.output import why_not_left
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
 from ditron_train.megatron.tp.linear_call import LinearCall
-from ditron_train.megatron.tp.routing import spec_of, why_not_kind
+from ditron_train.megatron.tp.routing import op_of, why_not_kind
 from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,
@@ -154,7 +154,10 @@ def _linears_of_a_layer(job: Job, config: Any) -> Iterator[tuple[str, str | None
                 yield name, reason or why_not_fp8_sizes(kind, x, weight, tp, has_blocks=has_blocks)
                 continue
         reason = reason or why_not_kind(kind, config.sequence_parallel)
-        yield name, reason or spec_of(kind, config.sequence_parallel).why_not(LinearCall(x, weight, _ranks(tp)))
+        yield (
+            name,
+            reason or op_of(kind, config.sequence_parallel).unsupported_reason(LinearCall(x, weight, _ranks(tp))),
+        )
 
 
 def _why_not_mlp(name: str, config: Any) -> str | None:
@@ -247,7 +250,7 @@ def _attention_of(kind: str, job: Job, config: Any) -> Iterator[tuple[str, str |
     shape = AttentionShape(model.heads // tp, (model.heads if mla else model.groups) // tp, head_dim, value_dim)
     rows = (model.seq_length // job.cp, model.micro_batch_size)
     like = tensor(*rows, model.heads // tp, head_dim, dtype=config.params_dtype)
-    yield "attention: exchanges", reason or EXCHANGE.why_not_tensors(UlyssesCall(_ranks(cp), shape, rows, like))
+    yield "attention: exchanges", reason or EXCHANGE.unsupported_tensors(UlyssesCall(_ranks(cp), shape, rows, like))
     if reason is not None:
         return
     x = tensor(rows[0], rows[1], config.hidden_size, dtype=config.params_dtype)
@@ -270,11 +273,11 @@ def _attention_of(kind: str, job: Job, config: Any) -> Iterator[tuple[str, str |
         fused = DitronSelfAttention._why_not_fused(attention, (), {})
     reason = fused or asked.why_not(qkv_layer, out_layer, x)
     call = UlyssesCall(_ranks(cp), shape, rows, like, (qkv, out))
-    yield "attention: QKV projection with its exchange", reason or PROJECTIONS.why_not_tensors(call)
+    yield "attention: QKV projection with its exchange", reason or PROJECTIONS.unsupported_tensors(call)
     reason = asked.why_not_out(out_layer, x) or (None if reason is None else why_not_left(attention))
     yield (
         "attention: output projection with its exchange",
-        reason or OUTPUT.why_not_tensors(call._replace(weights=(out,))),
+        reason or OUTPUT.unsupported_tensors(call._replace(weights=(out,))),
     )
 
 

@@ -8,9 +8,9 @@ import importlib
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ditron_train.policy import Shape
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.versions import pip_command
+from ditron_train.tools.cases import Shape
 from ditron_train.tp.choices import Op
 
 #: Recipes by Megatron's name, and the names of Transformer Engine's classes.

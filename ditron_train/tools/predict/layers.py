@@ -22,7 +22,6 @@ from ditron_train.costs import (
     transposed_us,
 )
 from ditron_train.ep.cost_model import Experts, even_load, moe_layer
-from ditron_train.policy import ModelSizes
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 from ditron_train.sp.cost_model import (
@@ -33,6 +32,7 @@ from ditron_train.sp.cost_model import (
     qkv_backward,
     qkv_forward,
 )
+from ditron_train.tools.cases import ModelSizes
 from ditron_train.tp.linear_costs import Kind, linear_backward, linear_forward, reduced
 
 FEATURES = frozenset({"tp", "sp", "ep", "pp", "muon"})

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from ditron_train.costs import Recipe
-from ditron_train.policy import ModelSizes
 from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.cases import ModelSizes
 
 _NUMBERS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",

@@ -32,7 +32,6 @@ from ditron_train.ep.cost_model import (
     skewed_load,
 )
 from ditron_train.optim.cost_model import muon_step, newton_schulz
-from ditron_train.policy import ModelSizes
 from ditron_train.pp.cost_model import beside_message, pipeline_step, sent
 from ditron_train.runtime.profiles import Profile
 from ditron_train.sp.cost_model import (
@@ -43,6 +42,7 @@ from ditron_train.sp.cost_model import (
     qkv_backward,
     qkv_forward,
 )
+from ditron_train.tools.cases import ModelSizes
 from ditron_train.tools.predict.layers import Groups, layer_parts, local_layer_us, total
 from ditron_train.tools.predict.step import committed_step
 from ditron_train.tools.results import TRAINING_STEP, Row

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from ditron_train.costs import Estimate, cublas_us, pass_us, quantised_us, ring_us
-from ditron_train.policy import ModelSizes
 from ditron_train.pp.cost_model import pipeline_step, sent
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import Profile
+from ditron_train.tools.cases import ModelSizes
 from ditron_train.tools.fp8.recipes import fp8_format
 from ditron_train.tools.predict.cluster import Cluster
 from ditron_train.tools.predict.host import Side

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ditron_train.policy import OpSpec, Shape
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.traces import export_trace
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import check_folder
-from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
+from ditron_train.tools.cases import BenchCase, Shape
+from ditron_train.tools.catalog import ROOMS, cases_of, megatron_groups
 from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.op_rows import OpCalls, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
@@ -52,22 +52,22 @@ def record_op(
             no shape of, a folder that cannot be written, or an op that is not in FP8.
         NotSupportedError: What the op needs (a GPU, megatron-core, Transformer Engine) is not there.
     """
-    spec = _specs(fp8).get(op)
-    if fp8 is not None and spec is None and op not in _FP8_LAYERS:
-        raise SettingError(f"--fp8 {fp8}: {op} is not in FP8; {', '.join([*_specs(fp8), *_FP8_LAYERS])} are")
-    if shape is not None and not (spec and takes_shape(spec)):
+    case = _cases(fp8).get(op)
+    if fp8 is not None and case is None and op not in _FP8_LAYERS:
+        raise SettingError(f"--fp8 {fp8}: {op} is not in FP8; {', '.join([*_cases(fp8), *_FP8_LAYERS])} are")
+    if shape is not None and not (case and takes_shape(case)):
         raise SettingError(f"--shape is of ag_gemm and gemm_rs; {op} has one of its own")
-    if model is not None and (spec is None or shape is not None):
-        what = "--shape and --model are two shapes" if spec is not None else f"--model is of ops; {op} is a layer"
+    if model is not None and (case is None or shape is not None):
+        what = "--shape and --model are two shapes" if case is not None else f"--model is of ops; {op} is a layer"
         raise SettingError(what)
     check_folder(folder)
     with bench_session("trace", argparse.Namespace()) as session:
         make: Callable[..., Any]
-        if spec is None:
+        if case is None:
             make, needs, feature = _LAYERS[op]
             make = partial(make, fp8=fp8) if fp8 is not None else make
         else:
-            make, needs, feature = partial(_spec_op, spec=spec, model=model), (), None
+            make, needs, feature = partial(_op_at_shape, case=case, model=model), (), None
         for need in needs:
             need(session, op)
         with make(session, op=op, shape=shape) as (title, contenders):
@@ -100,24 +100,25 @@ _te = _module("transformer_engine", f"Transformer Engine: {pip_command('transfor
 
 
 @contextmanager
-def _spec_op(
-    session: BenchSession, op: str, shape: tuple[int, int, int] | None, *, spec: OpSpec[Any, Any], model: str | None
+def _op_at_shape(
+    session: BenchSession, op: str, shape: tuple[int, int, int] | None, *, case: BenchCase[Any, Any], model: str | None
 ) -> Iterator[tuple[str, Contenders]]:
     """An op at its first shape or that of ``model``, a GEMM of a linear layer at ``shape``."""
     on_gpu = session.device.type == "cuda"
-    chosen = spec.traced_shape(session.world_size, on_gpu)
+    chosen = case.traced_shape(session.world_size, on_gpu)
     if shape is not None:
         chosen = Shape("custom", dict(zip("mnk", shape, strict=True)))
     if model is not None:
-        chosen = shapes_for(spec, argparse.Namespace(model=[model]), session.world_size, on_gpu)[0]
-    why = spec.why_not_shape(chosen, session.world_size)
+        chosen = shapes_for(case, argparse.Namespace(model=[model]), session.world_size, on_gpu)[0]
+    why = case.unsupported_shape(chosen, session.world_size)
     if why is not None:
         raise SettingError(why)
     sizes = ", ".join(f"{name} {size}" for name, size in chosen.sizes.items())
-    with megatron_groups(spec.groups, session), spec.surroundings(chosen):
-        calls = OpCalls(session, spec, chosen)
-        require_compared({op: calls.context is not None}, str(calls.why_no_row))
-        yield f"{spec.row}, {sizes}", calls.both()
+    with megatron_groups(case.groups, session), case.surroundings(chosen):
+        calls = OpCalls(session, case, chosen)
+        is_native = case.asks_gate and calls.no_row_reason is not None
+        require_compared({op: not is_native}, str(calls.no_row_reason))
+        yield f"{case.row}, {sizes}", calls.both()
 
 
 @contextmanager
@@ -161,19 +162,19 @@ _LAYERS: dict[str, tuple[Callable[..., Any], tuple[Callable[..., None], ...], st
 _FP8_LAYERS = tuple(name for name in _LAYERS if name != "layer_ar")
 
 
-def _specs(fp8: str | None = None) -> dict[str, OpSpec[Any, Any]]:
+def _cases(fp8: str | None = None) -> dict[str, BenchCase[Any, Any]]:
     """Every op with rows of its own, by the name in them."""
-    return {spec.row: spec for room in ROOMS for specs in parts_of(specs_of(room, fp8)).values() for spec in specs}
+    return {case.row: case for room in ROOMS for cases in parts_of(cases_of(room, fp8)).values() for case in cases}
 
 
-def takes_shape(spec: OpSpec[Any, Any]) -> bool:
+def takes_shape(case: BenchCase[Any, Any]) -> bool:
     """Whether ``--shape M N K`` is of this op."""
-    return {name for shape in spec.shapes(1, False) for name in shape.sizes} == set("mnk")
+    return {name for shape in case.shapes(1, False) for name in shape.sizes} == set("mnk")
 
 
 def traced_ops() -> list[str]:
     """What ``--op`` takes."""
-    return list(dict.fromkeys([*_specs(), *_LAYERS]))
+    return list(dict.fromkeys([*_cases(), *_LAYERS]))
 
 
 def _record(

@@ -1,5 +1,5 @@
-"""The search: for each class of shapes of an op the candidates that its `OpSpec` names, in rounds that learn from what
-was quickest, beside Megatron's path."""
+"""The search: for each class of shapes of an op the candidates that its `SearchSpace` names, in rounds that learn from
+what was quickest, beside Megatron's path."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import OpSpec, Shape
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.logs import get_logger
+from ditron_train.tools.cases import Shape
 from ditron_train.tools.op_rows import OpCalls
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.timing import Contender, measure
+from ditron_train.tools.tune.space import SearchSpace
 
 _WORTH = 0.99  # of the default's time; what gains less may be noise, and the default it stays
 _COMPILER_THREADS = 8
@@ -47,8 +48,8 @@ class ShapeClass:
     """All shapes of one class of one op; they share the candidates and get the choice that is best over all of
     them."""
 
-    def __init__(self, spec: OpSpec[Any, Any], trials: Sequence[OpCalls]) -> None:
-        self.spec = spec
+    def __init__(self, space: SearchSpace[Any, Any], trials: Sequence[OpCalls]) -> None:
+        self.space = space
         self.trials = list(trials)
         self.results = [Result() for _ in trials]
         self.differing: list[Hashable] = []
@@ -62,14 +63,14 @@ class ShapeClass:
     @property
     def name(self) -> str:
         """Op and class, in words."""
-        return f"{self.spec.table_op} {self.spec.shape_class(self.first)}"
+        return f"{self.space.table_op} {self.space.shape_class(self.first)}"
 
     def candidates(self) -> list[Hashable]:
         """What the next round tries; the first is its starting point."""
         ranked = self.ranked() if any(result.times_us for result in self.results) else []
         if not ranked and any(result.native_us < math.inf for result in self.results):
             return []  # nothing had the bits
-        return list(self.spec.candidates(self.first, self.trials[0].context, ranked))
+        return list(self.space.candidates(self.first, self.trials[0].context, ranked))
 
     def score(self, candidate: Hashable) -> float:
         """Geometric mean over the shapes of time over the default's, or over Megatron's path's where the default has
@@ -94,13 +95,13 @@ class ShapeClass:
         """The line of the table; times are those of the class's first shape."""
         ranked, result = self.ranked(), self.results[0]
         if not ranked:
-            native = self.spec.entry(self.first, self.default, is_native=True)
+            native = self.space.entry(self.first, self.default, is_native=True)
             return {**native, "native_us": round(result.native_us, 1)}
         best = ranked[0]
         slower = sum(math.log(one.times_us[best] / one.native_us) for one in self.results) >= 0
         default_us = result.times_us.get(self.default)
         return {
-            **self.spec.entry(self.first, best, is_native=slower),
+            **self.space.entry(self.first, best, is_native=slower),
             "ditron_us": round(result.times_us[best], 1),
             "default_us": None if default_us is None else round(default_us, 1),
             "native_us": round(result.native_us, 1),
@@ -108,14 +109,14 @@ class ShapeClass:
         }
 
 
-def trials_of(session: BenchSession, spec: OpSpec[Any, Any], shapes: Sequence[Shape]) -> list[ShapeClass]:
+def trials_of(session: BenchSession, space: SearchSpace[Any, Any], shapes: Sequence[Shape]) -> list[ShapeClass]:
     """The shapes of one op by class."""
     classes: dict[str, list[OpCalls]] = {}
     for shape in shapes:
-        with spec.surroundings(shape):
-            calls = OpCalls(session, spec, shape)
-        classes.setdefault(spec.shape_class(calls.calls[0]), []).append(calls)
-    return [ShapeClass(spec, trials) for trials in classes.values()]
+        with space.case.surroundings(shape):
+            calls = OpCalls(session, space.case, shape)
+        classes.setdefault(space.shape_class(calls.calls[0]), []).append(calls)
+    return [ShapeClass(space, trials) for trials in classes.values()]
 
 
 def search(
@@ -131,43 +132,42 @@ def search(
     ``advance`` is told what was done after each shape of each round; ``keep`` is called after each round, so that what
     was found survives whatever ends the run.
     """
-    for number in range(max((one.spec.search_rounds for one in classes), default=0)):
-        active = [one for one in classes if number < one.spec.search_rounds]
+    for number in range(max((one.space.rounds for one in classes), default=0)):
+        active = [one for one in classes if number < one.space.rounds]
         planned = [
             (one, trial, result, candidates)
             for one in active
             for candidates in [one.candidates()]
             for trial, result in zip(one.trials, one.results, strict=True)
         ]
-        _compile_all([(trial, one) for _, trial, _, candidates in planned for one in candidates], session)
+        tried = [(one.space, trial, candidate) for one, trial, _, some in planned for candidate in some]
+        _compile_all(tried, session)
         for shape_class, trial, result, candidates in planned:
-            with trial.spec.surroundings(trial.shape):
+            with trial.case.surroundings(trial.shape):
                 kept = [one for one in candidates if _has_native_bits(shape_class, trial, one, session)]
-                _time(trial, result, kept, turns, session, first=number == 0)
+                _time(shape_class.space, trial, result, kept, turns, session, first=number == 0)
             advance(shape_class.name)
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
         keep()
 
 
-def _run_as(trial: OpCalls, candidate: Hashable) -> Contender:
-    spec = trial.spec
-
+def _run_as(space: SearchSpace[Any, Any], trial: OpCalls, candidate: Hashable) -> Contender:
     def run(index: int) -> list[torch.Tensor]:
         call = trial.calls[index % len(trial.calls)]
-        return list(spec.fused_as(call, trial.context, candidate)(*spec.inputs(call)))
+        return list(space.run_as(call, trial.context, candidate)(*space.case.op.inputs(call)))
 
     return run
 
 
-def _compile_all(pairs: Sequence[tuple[OpCalls, Hashable]], session: BenchSession) -> None:
-    """Compiles the kernels of all pairs, each by one of the ranks, several at a time, so that every rank finds them in
-    Triton's cache (collective; ranks of one machine share that cache)."""
+def _compile_all(tried: Sequence[tuple[SearchSpace[Any, Any], OpCalls, Hashable]], session: BenchSession) -> None:
+    """Compiles the kernels of all that is tried, each by one of the ranks, several at a time, so that every rank finds
+    them in Triton's cache (collective; ranks of one machine share that cache)."""
     by_kernel: dict[Hashable, Callable[[], None]] = {}
-    for trial, candidate in pairs:
-        found = trial.spec.compile(trial.calls[0], trial.context, candidate)
+    for space, trial, candidate in tried:
+        found = space.compile(trial.calls[0], trial.context, candidate)
         if found is not None:
-            by_kernel.setdefault((trial.spec.name, found[0]), found[1])
+            by_kernel.setdefault((space.case.op.name, found[0]), found[1])
     if is_interpreter():
         return
     from triton import AsyncCompileMode
@@ -181,7 +181,7 @@ def _compile_all(pairs: Sequence[tuple[OpCalls, Hashable]], session: BenchSessio
 
 
 def _has_native_bits(shape_class: ShapeClass, trial: OpCalls, candidate: Hashable, session: BenchSession) -> bool:
-    fused: Callable[[int], Any] = _run_as(trial, candidate)
+    fused: Callable[[int], Any] = _run_as(shape_class.space, trial, candidate)
     native = trial.run(is_fused=False)
     if session.equal(list(fused(0)), list(native(0))):
         return True
@@ -192,14 +192,21 @@ def _has_native_bits(shape_class: ShapeClass, trial: OpCalls, candidate: Hashabl
 
 
 def _time(
-    trial: OpCalls, result: Result, candidates: Sequence[Hashable], turns: Turns, session: BenchSession, *, first: bool
+    space: SearchSpace[Any, Any],
+    trial: OpCalls,
+    result: Result,
+    candidates: Sequence[Hashable],
+    turns: Turns,
+    session: BenchSession,
+    *,
+    first: bool,
 ) -> None:
     contenders: dict[Hashable, Contender] = {"native": trial.run(is_fused=False)}
     if first:
-        parts = trial.spec.parts(trial.calls[0], trial.context)
+        parts = trial.case.parts(trial.calls[0], trial.context)
         contenders.update({name: lambda index, name=name: parts[name]() for name in _PARTS if name in parts})
     names = list(contenders)
-    contenders.update({candidate: _run_as(trial, candidate) for candidate in candidates})
+    contenders.update({candidate: _run_as(space, trial, candidate) for candidate in candidates})
     timings = measure(
         contenders, group=None, device=session.device, repetitions=turns.repetitions, warmup=1, passes=turns.rounds
     )

@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import ditron_train
-from ditron_train.policy import OpSpec, Shape
 from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
@@ -33,24 +32,27 @@ from ditron_train.runtime.tuning_table import TuningTable, parse_table, read_tab
 from ditron_train.runtime.versions import find_versions
 from ditron_train.symm.exchange import exchange
 from ditron_train.tools.arguments import add_count, add_shape_argument
-from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
+from ditron_train.tools.cases import Shape
+from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_AR, GEMM_RS, local_shapes
+from ditron_train.tools.catalog import ROOMS, megatron_groups, spaces_of
 from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.op_rows import shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.tune.rates import Observed, fit_rates
 from ditron_train.tools.tune.search import ShapeClass, Turns, search, trials_of
+from ditron_train.tools.tune.space import SearchSpace
+from ditron_train.tools.tune.tp_space import GemmSpace
 from ditron_train.tools.verify.cases import add_model_arguments, model_sizes
 from ditron_train.tp.context import get_tp_context
-from ditron_train.tp.spec import AG_GEMM, GEMM_AR, GEMM_RS, GemmSpec, local_shapes
 
 _ROW_BYTES = 16  # rows of symmetric memory are whole so many bytes
 _NOT_BY_DEFAULT = ("gemm_rs nn",)  # runs if a weight is frozen, or no copy engine can be driven
 
 
-def _tuned_specs() -> dict[str, OpSpec[Any, Any]]:
+def _spaces() -> dict[str, SearchSpace[Any, Any]]:
     """The ops that have a choice, by their name in a table."""
-    return {spec.table_op: spec for room in ROOMS for spec in specs_of(room) if spec.table_op is not None}
+    return {space.table_op: space for room in ROOMS for space in spaces_of(room)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op",
         action="append",
-        choices=list(_tuned_specs()),
+        choices=list(_spaces()),
         help=f"op and layout, may be repeated (default: all but {', '.join(_NOT_BY_DEFAULT)})",
     )
     parser.add_argument(
@@ -92,10 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
     with bench_session("tune", arguments) as session, ExitStack() as stack:
         table = _agreed_table(arguments.table, session)
         planned = _planned(arguments, session)
-        for groups in {spec.groups: None for spec, _ in planned if spec.groups is not None}:
+        for groups in {space.case.groups: None for space, _ in planned if space.case.groups is not None}:
             stack.enter_context(megatron_groups(groups, session))
-        classes = [one for spec, shapes in planned for one in trials_of(session, spec, shapes)]
-        num_steps = sum(one.spec.search_rounds * len(one.trials) for one in classes)
+        classes = [one for space, shapes in planned for one in trials_of(session, space, shapes)]
+        num_steps = sum(one.space.rounds * len(one.trials) for one in classes)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), disable=session.rank != 0) as progress:
             task = progress.add_task("compiling", total=num_steps)
@@ -118,9 +120,8 @@ def _save(table: TuningTable, classes: list[ShapeClass], path: Path, session: Be
     table.rates = _rates(classes, session) or table.rates
     table.made_with = _made_with()
     for one in classes:
-        assert one.spec.table_op is not None
-        num_ranks = 1 if one.spec.is_local else session.world_size
-        table.put(one.spec.table_op, num_ranks, one.spec.shape_class(one.first), one.entry())
+        num_ranks = 1 if one.space.is_local else session.world_size
+        table.put(one.space.table_op, num_ranks, one.space.shape_class(one.first), one.entry())
     if session.rank == 0:
         table.save(path)
 
@@ -130,9 +131,9 @@ def _rates(classes: list[ShapeClass], session: BenchSession) -> MachineRates | N
     observed = []
     for one in classes:
         for trial, result in zip(one.trials, one.results, strict=True):
-            if isinstance(one.spec, GemmSpec) and result.parts_us:
+            if isinstance(one.space, GemmSpace) and result.parts_us:
                 parts = result.parts_us
-                problem = one.spec.problem(trial.calls[0])
+                problem = one.space.case.op.problem(trial.calls[0])
                 observed.append(Observed(problem, parts["gemm"], parts["comm"], parts.get("link")))
     if not observed:
         return None
@@ -159,27 +160,29 @@ def _agreed_table(path: Path, session: BenchSession) -> TuningTable:
     return parse_table(text, str(path))
 
 
-def _planned(arguments: argparse.Namespace, session: BenchSession) -> list[tuple[OpSpec[Any, Any], list[Shape]]]:
+def _planned(arguments: argparse.Namespace, session: BenchSession) -> list[tuple[SearchSpace[Any, Any], list[Shape]]]:
     """The ops asked for and their shapes."""
-    specs = _tuned_specs()
-    wanted = arguments.op or [name for name in specs if name not in _NOT_BY_DEFAULT]
+    spaces = _spaces()
+    wanted = arguments.op or [name for name in spaces if name not in _NOT_BY_DEFAULT]
     layers = _linear_layers(arguments, session)
-    planned: list[tuple[OpSpec[Any, Any], list[Shape]]] = []
+    planned: list[tuple[SearchSpace[Any, Any], list[Shape]]] = []
     for name in wanted:
-        spec = specs[name]
-        shapes = _gemms_of(spec, layers) if isinstance(spec, GemmSpec) else _shapes_of(spec, arguments, session)
+        space = spaces[name]
+        shapes = _gemms_of(space, layers) if isinstance(space, GemmSpace) else _shapes_of(space, arguments, session)
         distinct = {tuple(shape.sizes.items()): shape for shape in shapes}
-        refusals = [why for shape in distinct.values() if (why := spec.why_not_shape(shape, session.world_size))]
-        if refusals and not arguments.op and not isinstance(spec, GemmSpec):
+        refusals = [
+            why for shape in distinct.values() if (why := space.case.unsupported_shape(shape, session.world_size))
+        ]
+        if refusals and not arguments.op and not isinstance(space, GemmSpace):
             get_logger("tune").info("%s is left out: %s", name, refusals[0])
             continue
         if refusals:
             raise SettingError(refusals[0])
-        if isinstance(spec, GemmSpec):
-            _check_rows(spec, distinct.values(), session)
+        if isinstance(space, GemmSpace):
+            _check_rows(space, distinct.values(), session)
         if distinct:
-            planned.append((spec, list(distinct.values())))
-    names = [spec.table_op for spec, _ in planned]
+            planned.append((space, list(distinct.values())))
+    names = [space.table_op for space, _ in planned]
     counts = {name: names.count(name) for name in arguments.op or ()} or {"tune": len(names)}
     require_compared(counts, "it has no shape here")
     return planned
@@ -193,41 +196,41 @@ def _linear_layers(arguments: argparse.Namespace, session: BenchSession) -> list
     names_model = arguments.hidden_size is not None
     names_shapes = bool(arguments.shape or arguments.model)
     if names_shapes or not names_model:
-        for spec in (AG_GEMM, GEMM_RS, GEMM_AR):
-            layers += [(spec.op, shape) for shape in shapes_for(spec, arguments, session.world_size, on_gpu)]
+        for case in (AG_GEMM, GEMM_RS, GEMM_AR):
+            layers += [(case.op.kind, shape) for shape in shapes_for(case, arguments, session.world_size, on_gpu)]
     if names_model or not names_shapes:
         model = model_sizes(arguments, on_gpu)
-        for spec in (AG_GEMM, GEMM_RS, GEMM_AR):
-            layers += [(spec.op, shape) for shape in spec.shapes_of_model(model, session.world_size)]
+        for case in (AG_GEMM, GEMM_RS, GEMM_AR):
+            layers += [(case.op.kind, shape) for shape in case.shapes_of_model(model, session.world_size)]
     return layers
 
 
-def _gemms_of(spec: GemmSpec, layers: list[tuple[str, Shape]]) -> list[Shape]:
+def _gemms_of(space: GemmSpace, layers: list[tuple[str, Shape]]) -> list[Shape]:
     """The GEMMs of every layer that this op runs: forward, or the data gradient in backward."""
-    forward = [shape for op, shape in layers if op == spec.op]
-    if spec.layout == "nt":
+    forward = [shape for op, shape in layers if op == space.case.op.kind]
+    if space.case.op.layout == "nt":
         return forward
-    partner = "gemm_rs" if spec.op == "ag_gemm" else "ag_gemm"  # the layers whose data gradient this op is
+    partner = "gemm_rs" if space.case.op.kind == "ag_gemm" else "ag_gemm"  # the layers whose data gradient this op is
     backward = [shape.sizes for op, shape in layers if op == partner]
     return [Shape("dgrad", {"m": sizes["m"], "n": sizes["k"], "k": sizes["n"]}) for sizes in backward]
 
 
-def _check_rows(spec: GemmSpec, shapes: Iterable[Shape], session: BenchSession) -> None:
+def _check_rows(space: GemmSpace, shapes: Iterable[Shape], session: BenchSession) -> None:
     itemsize = session.dtype.itemsize
     for shape in shapes:
-        (_, k), (n, _) = local_shapes(spec.op, shape, session.world_size)
+        (_, k), (n, _) = local_shapes(space.case.op.kind, shape, session.world_size)
         if k * itemsize % _ROW_BYTES or n * itemsize % _ROW_BYTES:
             raise SettingError(f"tune: rows of {k} and {n} {session.dtype} are not whole {_ROW_BYTES} bytes")
 
 
-def _shapes_of(spec: OpSpec[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
+def _shapes_of(space: SearchSpace[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
     """Of an op that is no linear layer: a model's, or what is published; nothing where ``--shape`` names layers."""
     on_gpu = session.device.type == "cuda"
     if arguments.hidden_size is not None:
-        return list(spec.shapes_of_model(model_sizes(arguments, on_gpu), session.world_size))
+        return list(space.case.shapes_of_model(model_sizes(arguments, on_gpu), session.world_size))
     if arguments.shape and not arguments.op:
         return []
-    published = list(spec.tuned_shapes(session.world_size, on_gpu))
+    published = list(space.shapes(session.world_size, on_gpu))
     return [shape for shape in published if not arguments.model or shape.model in arguments.model]
 
 
@@ -255,5 +258,5 @@ def _as_table(classes: list[ShapeClass], session: BenchSession) -> Table:
         hidden = {*times, "shape", "native"}
         choice = "native" if entry["native"] else ", ".join(f"{k} {v}" for k, v in entry.items() if k not in hidden)
         cells = [str(entry.get(name) if entry.get(name) is not None else "") for name in times]
-        shown.add_row(one.spec.table_op, one.spec.shape_class(one.first), choice, *cells, str(len(one.differing)))
+        shown.add_row(one.space.table_op, one.space.shape_class(one.first), choice, *cells, str(len(one.differing)))
     return shown

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ditron_train.policy import ModelSizes, Shape
 from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.cases import ModelSizes, Shape
+from ditron_train.tools.cases.tp_gemm import local_shapes
 from ditron_train.tp.choices import Op
-from ditron_train.tp.spec import local_shapes
 
 if TYPE_CHECKING:  # megatron-core need not be there for what is asked of this module alone
     from ditron_train.megatron.tp.spec import Kind

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.megatron.tp.linear_call import LinearCall
-from ditron_train.megatron.tp.routing import spec_of, why_not_kind
-from ditron_train.megatron.tp.spec import LinearSpec
-from ditron_train.policy import Place, Shape, gate, results
+from ditron_train.megatron.tp.routing import op_of, why_not_kind
+from ditron_train.policy import fused_results, gate, native_results
+from ditron_train.tools.cases import RunEnvironment, Shape
+from ditron_train.tools.cases.tp_linear import LinearCase
 from ditron_train.tools.session import BenchSession, same_result
 from ditron_train.tools.verify.cases import Case
 from ditron_train.tools.verify.outcome import RESULTS, Outcome, Stress
@@ -28,34 +29,37 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
     """
     if why_not_kind(case.kind, case.sequence_parallel) is not None:
         return Outcome(case, False, dict.fromkeys(RESULTS, 0))
-    spec = spec_of(case.kind, case.sequence_parallel)
-    call = _sample(session, spec, case, seed)
+    op = op_of(case.kind, case.sequence_parallel)
+    call = _sample(session, LinearCase(op), case, seed)
     gate.forget("tp")  # thousands of random shapes are more than a job would ever ask for
-    context = gate.context_for(spec, call)
+    context = gate.context_for(op, call)
     if context is None:
         return Outcome(case, False, dict.fromkeys(RESULTS, 0))
     different = torch.zeros(len(RESULTS), dtype=torch.int64, device=session.device)
     late = np.random.default_rng(seed)
     for turn in range(stress.repeat):
         if turn:
-            call = _sample(session, spec, case, seed + turn)
-        native = results(spec, call)
+            call = _sample(session, LinearCase(op), case, seed + turn)
+        native = native_results(op, call)
         _disturb(session, context, stress, late)
-        different += _differences(results(spec, call, context), native)
+        different += _differences(fused_results(op, call, context), native)
     context.synchronize()  # raises what an op recorded
     num_different = dict(zip(RESULTS, different.tolist()))
     if not timed:
         return Outcome(case, True, num_different)
-    contenders = {"native": lambda index: results(spec, call), "ditron": lambda index: results(spec, call, context)}
+    contenders = {
+        "native": lambda index: native_results(op, call),
+        "ditron": lambda index: fused_results(op, call, context),
+    }
     timings = session.measure(contenders)
     return Outcome(case, True, num_different, timings["native"].median_us, timings["ditron"].median_us)
 
 
-def _sample(session: BenchSession, spec: LinearSpec, case: Case, seed: int) -> LinearCall:
+def _sample(session: BenchSession, linear: LinearCase, case: Case, seed: int) -> LinearCall:
     world = dist.group.WORLD
     assert world is not None
     shape = Shape(case.name, {"m": case.m, "n": case.n, "k": case.k})
-    return spec.sample(shape, Place(world, session.device, case.dtype), seed)
+    return linear.sample(shape, RunEnvironment(world, session.device, case.dtype), seed)
 
 
 def _differences(ours: list[torch.Tensor], native: list[torch.Tensor]) -> torch.Tensor:

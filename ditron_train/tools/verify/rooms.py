@@ -1,5 +1,5 @@
-"""Every op of a room against Megatron's path, as its `OpSpec` says: a row compares every bit before it is timed, so a
-short run of each is the check."""
+"""Every op of a room against Megatron's path, as its `BenchCase` says: a row compares every bit before it is timed, so
+a short run of each is the check."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from ditron_train.ep.spec import layers_of_model
-from ditron_train.policy import ModelSizes, Shape
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.catalog import ROOMS, megatron_groups, specs_of
+from ditron_train.tools.cases import ModelSizes, Shape
+from ditron_train.tools.cases.ep_layers import layers_of_model
+from ditron_train.tools.catalog import ROOMS, cases_of, megatron_groups
 from ditron_train.tools.fp8.recipes import why_not_aligned
 from ditron_train.tools.op_rows import add_row
 from ditron_train.tools.results import Row
@@ -49,9 +49,9 @@ def check_rooms(rooms: Sequence[str], model: ModelSizes, world_size: int, fp8: s
         SettingError: The model does not divide over the ranks.
     """
     for room in rooms:
-        for spec in specs_of(room, fp8):
-            for shape in spec.shapes_of_model(model, world_size):
-                why = spec.why_not_shape(shape, world_size)
+        for case in cases_of(room, fp8):
+            for shape in case.shapes_of_model(model, world_size):
+                why = case.unsupported_shape(shape, world_size)
                 if why is not None:
                     raise SettingError(why)
 
@@ -119,11 +119,11 @@ def verify_rooms(
     ``report`` (collective); with ``fp8`` those that a room has in this recipe."""
     for room in rooms:
         quick, before = _quick(report, stress, seed), len(report.rows)
-        for groups, specs in groupby(specs_of(room, fp8), key=lambda spec: spec.groups):
+        for groups, cases in groupby(cases_of(room, fp8), key=lambda case: case.groups):
             with megatron_groups(groups, session):
-                for spec in specs:
-                    for shape in spec.shapes_of_model(model, session.world_size):
-                        add_row(quick, spec, shape, with_peers=False)
+                for case in cases:
+                    for shape in case.shapes_of_model(model, session.world_size):
+                        add_row(quick, case, shape, with_peers=False)
         for row in _layer_rows(room, quick, model, fp8):
             quick.add(row)
         report.compared[room] = len(report.rows) - before
@@ -153,7 +153,7 @@ def _shape(case: Case) -> Shape:
 def verify_fp8_layers(cases: Sequence[Case], report: Report, stress: Stress, seed: int, fp8: str) -> None:
     """The linear layers of ``cases`` in a recipe: results, gradients and the state of scales, as rows of ``report``
     (collective, inside Megatron's groups)."""
-    specs = {spec.row: spec for spec in specs_of("tp", fp8)}
+    layers = {layer.row: layer for layer in cases_of("tp", fp8)}
     quick = _quick(report, stress, seed)
     for case in cases:
-        add_row(quick, specs[f"{case.kind}_linear"], _shape(case), with_peers=False)
+        add_row(quick, layers[f"{case.kind}_linear"], _shape(case), with_peers=False)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ditron_train.ep import spec as ep_spec
-from ditron_train.megatron.ep.movement_spec import busiest_link, repeating
-from ditron_train.policy import Shape
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.bench import ep
+from ditron_train.tools.cases import Shape, ep_gemm
+from ditron_train.tools.cases.ep_moves import busiest_link, repeating
 from ditron_train.tools.results import read_results
 from tests.support.processes import run_workers
 
@@ -37,8 +36,8 @@ def test_rows_of_parts_and_routings(tmp_path: Path) -> None:
 
 
 def _run_as_with_rows(fewest: int, *words: str) -> int:
-    ep_spec._fewest_rows = lambda counts, device: fewest
-    ep_spec.fewest_rows_here = lambda product, *_: 257  # nothing is measured in the interpreter
+    ep_gemm._fewest_rows = lambda counts, device: fewest
+    ep_gemm.fewest_rows_here = lambda product, *_: 257  # nothing is measured in the interpreter
     return _run(*words)
 
 
@@ -59,12 +58,12 @@ def test_grouped_gemms_that_a_layer_leaves_native_have_no_rows(tmp_path: Path) -
 
 def test_a_wgrad_of_many_tiles_is_measured_whatever_the_rows(monkeypatch) -> None:
     """The other products where experts have as many rows as they need: forward 300, dgrad 600 here."""
-    monkeypatch.setattr(ep_spec, "fewest_rows_here", lambda product, *_: 300 if product.transpose else 600)
+    monkeypatch.setattr(ep_gemm, "fewest_rows_here", lambda product, *_: 300 if product.transpose else 600)
 
     def measured(fewest: int | None, n: int, k: int) -> list[str]:
         weight = torch.empty(n, k, device="meta")
-        call = ep_spec.GroupCall(*[weight] * 2, [weight], weight, [0], fewest, *[None] * 2)
-        return [one.product for one in ep_spec.SPECS if one.why_no_row(call) is None]
+        call = ep_gemm.GroupCall(*[weight] * 2, [weight], weight, [0], fewest, *[None] * 2)
+        return [one.op.product for one in ep_gemm.CASES if one.no_row_reason(call) is None]
 
     assert measured(299, 4096, 1408) == ["wgrad"] and measured(299, 1408, 2048) == []
     assert measured(300, 4096, 1408) == ["forward", "wgrad"] and measured(300, 1408, 2048) == ["forward"]

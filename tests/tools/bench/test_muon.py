@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ditron_train.optim.spec import newton_schulz_flops, symmetry_ceiling
 from ditron_train.tools.bench import muon
+from ditron_train.tools.cases.muon import newton_schulz_flops, symmetry_ceiling
 from ditron_train.tools.results import Row, Stamp, read_results
 from documents.roofline import draw_roofline, has_roofline
 from tests.support.processes import run_workers

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.bench import tp
+from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS
 from ditron_train.tools.op_rows import shapes_for
 from ditron_train.tools.results import read_results
-from ditron_train.tp.spec import AG_GEMM, GEMM_RS
 from tests.support.processes import run_workers
 
 
@@ -101,6 +101,6 @@ def _refused_model() -> str:
 
 
 def test_every_published_shape_divides() -> None:
-    for spec in (AG_GEMM, GEMM_RS):
+    for case in (AG_GEMM, GEMM_RS):
         for world_size in (2, 4, 8):
-            assert len(shapes_for(spec, _arguments(), world_size, True)) == 6
+            assert len(shapes_for(case, _arguments(), world_size, True)) == 6

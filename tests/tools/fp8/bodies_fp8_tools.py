@@ -23,7 +23,7 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
     operands.Float8Tensor = operands.Storage  # which rows of experts are, here walked through alone
     from ditron_train.megatron.tp.te_fp8 import overlapping
     from ditron_train.policy import Answer
-    from ditron_train.tools.fp8 import layers, products
+    from ditron_train.tools.cases import tp_fp8_layers, tp_fp8_products
     from ditron_train.tp import get_tp_context
 
     def make(kind, n, k, world_size, recipe):
@@ -50,9 +50,9 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
         return Answer(get_tp_context(dist.group.WORLD, torch.device("cpu"))) if covered else "not covered here"
 
     # Whole numbers, which quantising leaves as they are.
-    layers.math = types.SimpleNamespace(sqrt=lambda k: 1)
-    layers._layers, layers.Fp8LinearSpec._route = make, route
-    products.why_native = lambda recipe: None if covered else "not covered here"
+    tp_fp8_layers.math = types.SimpleNamespace(sqrt=lambda k: 1)
+    tp_fp8_layers._layers, tp_fp8_layers.LayerOp.route = make, route
+    tp_fp8_products.why_native = lambda recipe: None if covered else "not covered here"
     yield
 
 

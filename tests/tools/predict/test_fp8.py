@@ -10,9 +10,9 @@ import torch
 
 from ditron_train.costs import cublas_us, one_node, product_rates
 from ditron_train.ep.cost_model import expert_product
-from ditron_train.policy import ModelSizes
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import network_named, profile_named
+from ditron_train.tools.cases import ModelSizes
 from ditron_train.tools.predict.cluster import Cluster
 from ditron_train.tools.predict.layers import Groups, layer_parts, total
 from ditron_train.tools.predict.megatron_arguments import Job, parse_job

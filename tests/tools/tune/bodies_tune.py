@@ -13,20 +13,23 @@ import torch.distributed as dist
 
 from ditron_train.ep import get_ep_context
 from ditron_train.ep.grouped_gemm import choose_group_config
-from ditron_train.ep.spec import GroupGemmSpec
-from ditron_train.policy import OpSpec, Place, results
+from ditron_train.policy import fused_results, native_results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.tuning_table import forget_tables
 from ditron_train.sp import choices as sp_choices
-from ditron_train.tools.catalog import specs_of
+from ditron_train.tools.cases import RunEnvironment
+from ditron_train.tools.cases.tp_gemm import GemmCall
+from ditron_train.tools.catalog import spaces_of
 from ditron_train.tools.timing import Contender, Timing
 from ditron_train.tools.tune import search
 from ditron_train.tools.tune import tuner as tune
+from ditron_train.tools.tune.ep_space import GroupGemmSpace
+from ditron_train.tools.tune.space import SearchSpace
+from ditron_train.tools.tune.tp_space import GemmSpace
 from ditron_train.tp import ag_gemm, get_tp_context
 from ditron_train.tp.ag_gemm import AgGemmPlan
 from ditron_train.tp.choices import Choice, Problem, choose
 from ditron_train.tp.context import TPContext
-from ditron_train.tp.spec import GemmCall, GemmSpec
 
 
 def tune_once(path: str, *words: str) -> int | str:
@@ -41,18 +44,18 @@ def tune_once(path: str, *words: str) -> int | str:
 
 def tune_with_wrong_bits(path: str, *words: str) -> int | str:
     """The same, where copy engines are made to give other bits."""
-    right = GemmSpec.fused_as
+    right = GemmSpace.run_as
 
-    def wrong(self: GemmSpec, call: GemmCall, context: TPContext, candidate: Choice):
+    def wrong(self: GemmSpace, call: GemmCall, context: TPContext, candidate: Choice):
         run = right(self, call, context, candidate)
-        is_wrong = candidate.gather.mode == "copy" and self.op == "ag_gemm"
+        is_wrong = candidate.gather.mode == "copy" and self.case.op.kind == "ag_gemm"
         return lambda *given: [one + is_wrong for one in run(*given)]
 
-    GemmSpec.fused_as = wrong
+    GemmSpace.run_as = wrong
     try:
         return tune_once(path, *words)
     finally:
-        GemmSpec.fused_as = right
+        GemmSpace.run_as = right
 
 
 def use_table(path: str, m: int, n: int, k: int) -> tuple[Choice, bool]:
@@ -99,19 +102,19 @@ def _config_of(candidate: Hashable) -> object:
 
 def use_choices(path: str) -> dict[str, tuple[int, int, bool]]:
     """By op: columns of the tile without a table and with it, and whether the op then has Megatron's bits."""
-    place, found = Place(dist.group.WORLD, torch.device("cpu"), torch.float32), {}
+    place, found = RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32), {}
     for room, row in (("sp", "gemm_a2a"), ("sp", "a2a_gemm"), ("ep", "group_gemm"), ("ep", "group_wgrad")):
-        (spec,) = (one for one in specs_of(room) if one.row == row and one.has_rows)
-        call = spec.sample(spec.tuned_shapes(place.world_size, False)[0], place, 0)
-        context = spec.context(call)
+        (space,) = (one for one in spaces_of(room) if one.case.row == row and one.case.has_rows)
+        call = space.case.sample(space.shapes(place.world_size, False)[0], place, 0)
+        op, context = space.case.op, space.case.op.make_context(call)
         columns = []
         for table in ("off", path):
             os.environ["DITRON_TUNING"] = table
             forget_tables()
-            columns.append(_config_of(chosen_for(spec, call, context)).block_n)
+            columns.append(_config_of(chosen_for(space, call, context)).block_n)
         if room == "sp":
             context.prepared.clear()
-        pairs = zip(results(spec, call, context), results(spec, call), strict=True)
+        pairs = zip(fused_results(op, call, context), native_results(op, call), strict=True)
         found[row] = (*columns, all(torch.equal(fused, native) for fused, native in pairs))
         del os.environ["DITRON_TUNING"]
         forget_tables()
@@ -134,11 +137,11 @@ def use_counts(path: str) -> list[tuple[int, int]]:
     return list(zip(*found, strict=True))
 
 
-def chosen_for(spec: OpSpec, call: object, context: object) -> object:
+def chosen_for(space: SearchSpace, call: object, context: object) -> object:
     """What the op itself would choose."""
-    if isinstance(spec, GroupGemmSpec):
+    if isinstance(space, GroupGemmSpace):
         sizes = (len(call.weights), call.x.shape[0], *call.weights[0].shape)
-        return choose_group_config(spec.table_op, *sizes, call.x.dtype, "interpreter", call.x.device)
-    op, layout = spec.table_op.split()
+        return choose_group_config(space.table_op, *sizes, call.x.dtype, "interpreter", call.x.device)
+    op, layout = space.table_op.split()
     rows = call.x.shape[0] // (1 if op == "gemm_a2a" else context.world_size)
     return sp_choices.choose(sp_choices.Product(op, layout, rows, *call.weight.shape, call.x.dtype), context)

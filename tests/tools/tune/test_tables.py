@@ -27,8 +27,10 @@ from ditron_train.runtime.tuning_table import (
     shape_class,
     shipped_name,
 )
+from ditron_train.tools.cases.tp_gemm import GemmCase, GemmOp
 from ditron_train.tools.tune.rates import Observed, fit_rates
 from ditron_train.tools.tune.search import Result, ShapeClass
+from ditron_train.tools.tune.tp_space import GemmSpace
 from ditron_train.tp.choices import (
     Choice,
     GatherPlan,
@@ -47,7 +49,6 @@ from ditron_train.tp.choices import (
     transfer_variants,
     wire_bytes,
 )
-from ditron_train.tp.spec import GemmSpec
 
 H200 = Machine("NVIDIA H200", "sm_90", 132)
 RATES = default_rates("sm_90")
@@ -281,11 +282,17 @@ def test_measured_rates_come_back() -> None:
     assert fit_rates(observed[:1], H200).nccl_gbps == RATES.nccl_gbps  # one size makes no line
 
 
-class _PosedSpec(GemmSpec):
+class _PosedOp(GemmOp):
     """Calls are problems."""
 
     def problem(self, call: Problem) -> Problem:
         return call
+
+
+def _posed_space() -> GemmSpace:
+    case = GemmCase("ag_gemm", "nt")
+    case.op = _PosedOp("ag_gemm", "nt")
+    return GemmSpace(case)
 
 
 class _Trial:
@@ -299,7 +306,7 @@ class _Context:
 
 
 def _shape_class(*problems: Problem) -> ShapeClass:
-    return ShapeClass(_PosedSpec("ag_gemm", "nt"), [_Trial(problem) for problem in problems])
+    return ShapeClass(_posed_space(), [_Trial(problem) for problem in problems])
 
 
 def _class_of(*times: dict[Choice, float]) -> ShapeClass:

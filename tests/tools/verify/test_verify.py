@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.optim.spec import MUON_STEP
-from ditron_train.policy import Shape
-from ditron_train.pp.spec import MESSAGE, message_shapes
 from ditron_train.runtime.errors import SettingError
 from ditron_train.symm.arena import close_all_arenas
-from ditron_train.tools.catalog import ROOMS, specs_of
+from ditron_train.tools.cases import Shape
+from ditron_train.tools.cases.muon import MUON_STEP
+from ditron_train.tools.cases.pp import MESSAGES, message_shapes
+from ditron_train.tools.catalog import ROOMS, cases_of
 from ditron_train.tools.nothing_compared import NothingComparedError
 from ditron_train.tools.results import read_results
 from ditron_train.tools.verify import rooms
@@ -108,9 +108,9 @@ def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
     reached."""
     with _messages_alone() as patch:
         if is_wrong:
-            patch.setattr(MESSAGE, "fused", _wrong_message(lambda: True))
+            patch.setattr(MESSAGES.op, "fused", _wrong_message(lambda: True))
         if is_cut_short:
-            patch.setattr(MESSAGE, "shapes_of_model", _one_and_then_the_end())
+            patch.setattr(MESSAGES, "shapes_of_model", _one_and_then_the_end())
         try:
             return run(arguments(*words, "--rooms", "pp"))
         except KeyboardInterrupt as error:
@@ -126,7 +126,7 @@ def _messages_alone() -> Iterator[pytest.MonkeyPatch]:
 
 
 def _wrong_message(is_wrong: Callable[[], bool]) -> Callable[..., Any]:
-    right = MESSAGE.fused
+    right = MESSAGES.op.fused
 
     def fused(call: Any, context: Any) -> Callable[..., list[torch.Tensor]]:
         def function(data: torch.Tensor) -> list[torch.Tensor]:
@@ -168,7 +168,7 @@ def _run_with_a_late_difference(folder: str) -> int:
         return len(calls) == 5  # two comparisons of the row's own come first
 
     with _messages_alone() as patch:
-        patch.setattr(MESSAGE, "fused", _wrong_message(is_third))
+        patch.setattr(MESSAGES.op, "fused", _wrong_message(is_third))
         return run(
             arguments("--random", "1", "--rooms", "pp", "--repeat", "3", "--straggler-ms", "2", "--output", folder)
         )
@@ -193,12 +193,12 @@ def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
 def test_rooms_take_the_models_sizes() -> None:
     words = "--hidden-size 64 --num-attention-heads 8 --num-query-groups 2 --seq-length 32 --num-experts 4".split()
     model = model_sizes(arguments(*words, "--moe-router-topk", "1", "--moe-ffn-hidden-size", "96"), True)
-    (projection, *_) = specs_of("sp")
+    (projection, *_) = cases_of("sp")
     assert list(projection.shapes_of_model(model, 2)[0].sizes.values()) == [32, 8, 2, 8]
-    dispatch = specs_of("ep")[0].shapes_of_model(model, 2)
+    dispatch = cases_of("ep")[0].shapes_of_model(model, 2)
     assert [list(shape.sizes.values()) for shape in dispatch] == [[32, 64, 96, 4, 1]] * 2
     assert [shape.model for shape in dispatch] == ["custom", "custom, Zipf 1"]
-    assert [shape.sizes["num_bytes"] for shape in MESSAGE.shapes_of_model(model, 2)] == [4096, 4096]
+    assert [shape.sizes["num_bytes"] for shape in MESSAGES.shapes_of_model(model, 2)] == [4096, 4096]
     (step,) = MUON_STEP.shapes_of_model(model, 2)
     assert step.options["layer"] == ((96, 64), (64, 64), (256, 64), (64, 128))
     for world_size in (2, 4, 8):  # the small model of machines without a GPU
@@ -320,7 +320,7 @@ def test_ranks_that_ran_all_of_it_natively_compared_nothing(tmp_path: Path) -> N
 
 def _without_rows(*words: str) -> int | str:
     with _messages_alone() as patch:
-        patch.setattr(MESSAGE, "why_no_row", lambda call: "a layer would not run it")
+        patch.setattr(MESSAGES, "no_row_reason", lambda call: "a layer would not run it")
         return _said_of_nothing(*words)
 
 

@@ -1,4 +1,4 @@
-"""Dispatch and combine declared for the tools: each by itself, against megatron-core's alltoall dispatcher, with
+"""Dispatch and combine as tools measure them: each by itself, against megatron-core's alltoall dispatcher, with
 Transformer Engine's fused permutation where that is installed; else in PyTorch's deterministic mode, whose bits
 repeat."""
 
@@ -16,11 +16,11 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from ditron_train.ep import EPContext, combine
-from ditron_train.ep.context import move_class, usual_senders
-from ditron_train.ep.spec import MoeSpec, routing_of
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
-from ditron_train.policy import Cost, Function, OpSpec, Place, Shape
+from ditron_train.policy import Function, Op
 from ditron_train.runtime.settings import under_policy
+from ditron_train.tools.cases.case import BenchCase, Cost, RunEnvironment, Shape
+from ditron_train.tools.cases.ep_layers import MoeCase, routing_of
 
 
 def moe_config(
@@ -140,120 +140,40 @@ class TokensCall(NamedTuple):
     group: dist.ProcessGroup
 
 
-class _MoveSpec(MoeSpec[TokensCall, EPContext]):
-    groups = "expert"
-
-    @contextlib.contextmanager
-    def surroundings(self, shape: Shape) -> Iterator[None]:
-        """See `OpSpec`: no gradients, and the fused path wherever it can run, as the policy would measure it."""
-        with repeating(shape), torch.no_grad(), under_policy("force"):
-            yield
-
-    def context(self, call: TokensCall) -> EPContext:
-        """See `OpSpec`: the dispatcher's own, which it has from its first call."""
+class _MoveOp(Op[TokensCall, EPContext]):
+    def make_context(self, call: TokensCall) -> EPContext:
+        """The dispatcher's own, which it has from its first call."""
         tokens = call.tokens if call.dispatched is None else call.dispatched
         call.pair.dispatch("ditron", tokens, call.routed, call.probs)
         context = call.pair.ditron.ep_context
         assert isinstance(context, EPContext), "of a group that spans no nodes"
         return context
 
-    def _tokens(self, shape: Shape, place: Place, seed: int) -> TokensCall:
-        sizes, is_deterministic = shape.sizes, shape.options["deterministic"]
-        names = ("hidden", "ffn_hidden", "num_experts", "topk")
-        config = moe_config(
-            **{name: sizes[name] for name in names}, dtype=place.dtype, fused=False if is_deterministic else None
-        )
-        routed, probs = routing_of(shape, place, seed)
-        generator = torch.Generator(place.device).manual_seed(1000 * seed + place.rank)
-        tokens = torch.empty(
-            sizes["tokens_per_rank"], sizes["hidden"], device=place.device, dtype=place.dtype
-        ).normal_(generator=generator)
-        return TokensCall(DispatcherPair(config), tokens, routed, probs, None, place.group)
 
-    def comm_sms(self, call: TokensCall, context: EPContext) -> int:
-        return 0 if context.target == "interpreter" else context.senders(self.row, call.tokens.shape[1])
-
-    def tuned_shapes(self, world_size: int, on_gpu: bool) -> Sequence[Shape]:
-        """See `OpSpec`: one layer; more would fill the memory."""
-        return self.shapes(world_size, on_gpu)[:1]
-
-    def shape_class(self, call: TokensCall) -> str:
-        config = call.pair.ditron.config
-        return move_class(config.num_moe_experts, config.moe_router_topk, call.tokens.shape[1])
-
-    def candidates(self, call: TokensCall, context: EPContext, ranked: Sequence[Any]) -> Sequence[int]:
-        """See `OpSpec`: how many programs push; in the interpreter there is one."""
-        if ranked:
-            return []
-        counts = () if context.target == "interpreter" else (4, 8, 12, 16, 24, 32)
-        usual = usual_senders(self.row, context.move.num_senders, context.world_size)
-        return list(dict.fromkeys([usual, *counts]))
-
-    def fused_as(self, call: TokensCall, context: EPContext, candidate: int) -> Function:
-
-        def function(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-            context.tried_senders = candidate
-            try:
-                return self.fused(call, context)(*inputs)
-            finally:
-                context.tried_senders = None
-
-        return function
-
-    def entry(self, call: TokensCall, candidate: int, *, is_native: bool) -> dict[str, Any]:
-        return {"senders": candidate, "native": is_native}
-
-    def _moved_bytes(self, call: TokensCall, hidden: int) -> tuple[float, float, float]:
-        """Bytes of distinct (token, rank) rows on the busiest link; the most that one rank has of them, its own
-        included; bytes of (token, expert) copies on the busiest link (collective)."""
-        world_size = dist.get_world_size(call.group)
-        per_rank = call.routed.view(len(call.routed), world_size, -1).sum(2)
-        mine = torch.stack([(per_rank > 0).sum(0), per_rank.sum(0)])
-        everyone = [torch.empty_like(mine) for _ in range(world_size)]
-        dist.all_gather(everyone, mine, group=call.group)
-        distinct, copies = torch.stack(everyone, 1).double()
-        rows = busiest_link(distinct), float(distinct.sum(1).max()), busiest_link(copies)
-        link, most, copied = (number * hidden * call.tokens.element_size() for number in rows)
-        return link, most, copied
-
-
-class DispatchSpec(_MoveSpec):
+class DispatchOp(_MoveOp):
     """Tokens to the experts' rows: rows, tokens per expert, probabilities."""
 
-    name, row, table_op = "ep dispatch", "dispatch", "dispatch"
-
-    def sample(self, shape: Shape, place: Place, seed: int) -> TokensCall:
-        return self._tokens(shape, place, seed)
+    name = "ep dispatch"
 
     def inputs(self, call: TokensCall) -> Sequence[torch.Tensor]:
         return call.tokens, call.routed, call.probs
 
-    def megatron(self, call: TokensCall) -> Function:
+    def native(self, call: TokensCall) -> Function:
         return lambda *inputs: call.pair.dispatch("native", *inputs)
 
     def fused(self, call: TokensCall, context: EPContext) -> Function:
         return lambda *inputs: call.pair.dispatch("ditron", *inputs)
 
-    def cost(self, call: TokensCall, context: EPContext) -> Cost:
-        link, most, _ = self._moved_bytes(call, call.tokens.shape[1])
-        return Cost(link, 0.0, most)
 
-
-class CombineSpec(_MoveSpec):
+class CombineOp(_MoveOp):
     """The experts' rows back to tokens."""
 
-    name, row, table_op = "ep combine", "combine", "combine"
-
-    def sample(self, shape: Shape, place: Place, seed: int) -> TokensCall:
-        """See `OpSpec`: the rows that Megatron's dispatcher gives."""
-        call = self._tokens(shape, place, seed)
-        rows = call.pair.dispatch("native", call.tokens, call.routed, call.probs)[0].clone()
-        return call._replace(tokens=rows, dispatched=call.tokens)
+    name = "ep combine"
 
     def inputs(self, call: TokensCall) -> Sequence[torch.Tensor]:
         return (call.tokens,)
 
-    def megatron(self, call: TokensCall) -> Function:
+    def native(self, call: TokensCall) -> Function:
         return lambda rows: [call.pair.combine("native", rows)]
 
     def fused(self, call: TokensCall, context: EPContext) -> Function:
@@ -261,8 +181,61 @@ class CombineSpec(_MoveSpec):
         layout, order = dispatched
         return lambda rows: [combine(rows, layout, context, order=order)[0]]
 
+
+class MoveCase(MoeCase[TokensCall, EPContext]):
+    """Against megatron-core's alltoall dispatcher."""
+
+    groups = "expert"
+
+    def __init__(self, op: DispatchOp | CombineOp) -> None:
+        super().__init__(op)
+        self.row = op.name.removeprefix("ep ")
+
+    @contextlib.contextmanager
+    def surroundings(self, shape: Shape) -> Iterator[None]:
+        """No gradients, and the fused path wherever it can run, as the policy would measure it."""
+        with repeating(shape), torch.no_grad(), under_policy("force"):
+            yield
+
+    def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> TokensCall:
+        """Tokens, or the rows that Megatron's dispatcher makes of them."""
+        sizes, is_deterministic = shape.sizes, shape.options["deterministic"]
+        names = ("hidden", "ffn_hidden", "num_experts", "topk")
+        config = moe_config(
+            **{name: sizes[name] for name in names}, dtype=environment.dtype, fused=False if is_deterministic else None
+        )
+        routed, probs = routing_of(shape, environment, seed)
+        generator = torch.Generator(environment.device).manual_seed(1000 * seed + environment.rank)
+        tokens = torch.empty(
+            sizes["tokens_per_rank"], sizes["hidden"], device=environment.device, dtype=environment.dtype
+        ).normal_(generator=generator)
+        pair = DispatcherPair(config)
+        if isinstance(self.op, DispatchOp):
+            return TokensCall(pair, tokens, routed, probs, None, environment.group)
+        rows = pair.dispatch("native", tokens, routed, probs)[0].clone()
+        return TokensCall(pair, rows, routed, probs, tokens, environment.group)
+
+    def comm_sms(self, call: TokensCall, context: EPContext) -> int:
+        return 0 if context.target == "interpreter" else context.senders(self.row, call.tokens.shape[1])
+
     def cost(self, call: TokensCall, context: EPContext) -> Cost:
-        return Cost(self._moved_bytes(call, call.tokens.shape[1])[2], 0.0)
+        link, most, copies = _moved_bytes(call, call.tokens.shape[1])
+        return Cost(link, 0.0, most) if isinstance(self.op, DispatchOp) else Cost(copies, 0.0)
 
 
-SPECS: Sequence[OpSpec[Any, Any]] = (DispatchSpec(), CombineSpec())
+def _moved_bytes(call: TokensCall, hidden: int) -> tuple[float, float, float]:
+    """Bytes of distinct (token, rank) rows on the busiest link; the most that one rank has of them, its own
+    included; bytes of (token, expert) copies on the busiest link (collective)."""
+    world_size = dist.get_world_size(call.group)
+    per_rank = call.routed.view(len(call.routed), world_size, -1).sum(2)
+    mine = torch.stack([(per_rank > 0).sum(0), per_rank.sum(0)])
+    everyone = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(everyone, mine, group=call.group)
+    distinct, copies = torch.stack(everyone, 1).double()
+    rows = busiest_link(distinct), float(distinct.sum(1).max()), busiest_link(copies)
+    link, most, copied = (number * hidden * call.tokens.element_size() for number in rows)
+    return link, most, copied
+
+
+DISPATCH, COMBINE = MoveCase(DispatchOp()), MoveCase(CombineOp())
+CASES: Sequence[BenchCase[Any, Any]] = (DISPATCH, COMBINE)

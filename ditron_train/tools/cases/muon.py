@@ -1,4 +1,4 @@
-"""Muon declared for the tools: Newton-Schulz iterations of one matrix, and whole steps, sharded by matrices.
+"""Muon as tools measure it: Newton-Schulz iterations of one matrix, and whole steps, sharded by matrices.
 
 Megatron's path is the published algorithm in torch's operators (`ditron_train.optim.reference`). Operations are those
 of the whole algorithm, whoever computes less of it.
@@ -21,9 +21,10 @@ from ditron_train.optim.reference import (
     reference_shards,
     reference_step,
 )
-from ditron_train.policy import Function, ModelSizes, OpSpec, Place, Shape
+from ditron_train.policy import Function, Op
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.values import normal_values
+from ditron_train.tools.cases.case import BenchCase, ModelSizes, RunEnvironment, Shape
 
 _RATIOS = {"square": 1.0, "8:3": 8 / 3, "4:1": 4.0}
 _SIZES = (1024, 2048, 4096, 8192, 16384)
@@ -85,26 +86,28 @@ def _compiled() -> Callable[..., torch.Tensor]:
     return torch.compile(reference_newton_schulz)
 
 
-class OrthogonalizeSpec(OpSpec[MatrixCall, object]):
-    """Five steps of one matrix on one GPU. The limit is Megatron's time over the ceiling of symmetry."""
+class OrthogonalizeOp(Op[MatrixCall, None]):
+    """Five steps of one matrix on one GPU. Its products are chosen by an op of their own."""
 
-    name, row = "muon orthogonalize", "newton_schulz"
-
-    def context(self, call: MatrixCall) -> object:
-        """See `OpSpec`: none; the products are chosen by a spec of their own."""
-        return self
+    name = "muon orthogonalize"
 
     def inputs(self, call: MatrixCall) -> Sequence[torch.Tensor]:
         return (call.matrix,)
 
-    def megatron(self, call: MatrixCall) -> Function:
+    def native(self, call: MatrixCall) -> Function:
         return lambda matrix: [reference_newton_schulz(matrix)]
 
-    def fused(self, call: MatrixCall, context: object) -> Function:
+    def fused(self, call: MatrixCall, context: None) -> Function:
         return lambda matrix: [orthogonalize(matrix)]
 
+
+class OrthogonalizeCase(BenchCase[MatrixCall, None]):
+    """The limit is Megatron's time over the ceiling of symmetry."""
+
+    row = "newton_schulz"
+
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`: of one process."""
+        """Of one process."""
         if world_size > 1:
             return []
         table = [
@@ -117,13 +120,15 @@ class OrthogonalizeSpec(OpSpec[MatrixCall, object]):
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
         return [matrix_shape("custom", *sizes) for sizes in model.matrices.values()] if world_size == 1 else []
 
-    def sample(self, shape: Shape, place: Place, seed: int) -> MatrixCall:
-        return MatrixCall(normal_values(tuple(shape.sizes.values()), torch.float32, place.device, seed), place.group)
+    def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> MatrixCall:
+        return MatrixCall(
+            normal_values(tuple(shape.sizes.values()), torch.float32, environment.device, seed), environment.group
+        )
 
     def most_repetitions(self, shape: Shape, world_size: int) -> int:
         return _most(newton_schulz_flops(shape.sizes["m"], shape.sizes["n"]))
 
-    def columns(self, call: MatrixCall, context: object, times_us: Mapping[str, float]) -> dict[str, Any]:
+    def columns(self, call: MatrixCall, context: None, times_us: Mapping[str, float]) -> dict[str, Any]:
         rows, columns = call.matrix.shape
         return {
             "dtype": torch.bfloat16,
@@ -131,7 +136,7 @@ class OrthogonalizeSpec(OpSpec[MatrixCall, object]):
             "tflops": newton_schulz_flops(rows, columns) / times_us["ditron"] / 1e6,
         }
 
-    def peers(self, call: MatrixCall, context: object) -> Mapping[str, Callable[[], object]]:
+    def peers(self, call: MatrixCall, context: None) -> Mapping[str, Callable[[], object]]:
         return {} if is_interpreter() else {"torch.compile": lambda: _compiled()(call.matrix)}
 
 
@@ -178,15 +183,14 @@ class StepCall(NamedTuple):
     group: dist.ProcessGroup
 
 
-class MuonStepSpec(OpSpec[StepCall, Muon]):
+class MuonStepOp(Op[StepCall, Muon]):
     """A step of all matrices; with several ranks each steps its own and sends them, natively after all are done. Both
-    paths have a state, so both are called equally often in front of a comparison."""
+    paths have a state, so both are called equally often before a comparison."""
 
-    name, row = "muon step", "muon_step"
-    num_sets = 1  # of matrices, which fill the memory
+    name = "muon step"
 
-    def context(self, call: StepCall) -> Muon:
-        """See `OpSpec`: the optimizer."""
+    def make_context(self, call: StepCall) -> Muon:
+        """The optimizer."""
         layer = call.shape.options["layer"]
         qkv, qkv_rows = _qkv(layer), layer[0][0]
         return Muon(
@@ -199,10 +203,10 @@ class MuonStepSpec(OpSpec[StepCall, Muon]):
         )
 
     def inputs(self, call: StepCall) -> Sequence[torch.Tensor]:
-        """See `OpSpec`: the gradients, which the parameters have."""
+        """The gradients, which the parameters have."""
         return call.gradients
 
-    def megatron(self, call: StepCall) -> Function:
+    def native(self, call: StepCall) -> Function:
         layer = call.shape.options["layer"]
         qkv, qkv_rows = _qkv(layer), layer[0][0]
 
@@ -229,6 +233,13 @@ class MuonStepSpec(OpSpec[StepCall, Muon]):
 
         return step
 
+
+class MuonStepCase(BenchCase[StepCall, Muon]):
+    """Against a step of the published algorithm."""
+
+    row = "muon_step"
+    num_sets = 1  # of matrices, which fill the memory
+
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
         if not on_gpu:
             return [step_shape("tiny", _TINY, 2)]
@@ -237,20 +248,20 @@ class MuonStepSpec(OpSpec[StepCall, Muon]):
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
         return [step_shape("custom", list(model.matrices.values()), 1)]
 
-    def sample(self, shape: Shape, place: Place, seed: int) -> StepCall:
+    def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> StepCall:
         sizes = shape.options["layer"] * shape.sizes["num_layers"]
         first = 10_000 * seed
         params = [
-            torch.nn.Parameter(normal_values(one, torch.float32, place.device, first + index))
+            torch.nn.Parameter(normal_values(one, torch.float32, environment.device, first + index))
             for index, one in enumerate(sizes)
         ]
         native = [param.detach().clone() for param in params]
         for index, param in enumerate(params):
-            param.grad = normal_values(param.shape, torch.float32, place.device, first + 1000 + index)
-        shards = reference_shards(native, place.world_size)
-        momenta = {index: torch.zeros_like(native[index]) for index in shards[place.rank]}
+            param.grad = normal_values(param.shape, torch.float32, environment.device, first + 1000 + index)
+        shards = reference_shards(native, environment.world_size)
+        momenta = {index: torch.zeros_like(native[index]) for index in shards[environment.rank]}
         gradients = [param.grad for param in params if param.grad is not None]
-        return StepCall(shape, params, native, momenta, shards, gradients, place.group)
+        return StepCall(shape, params, native, momenta, shards, gradients, environment.group)
 
     def most_repetitions(self, shape: Shape, world_size: int) -> int:
         return _most(_step_flops(shape) / world_size)
@@ -259,5 +270,5 @@ class MuonStepSpec(OpSpec[StepCall, Muon]):
         return {"dtype": torch.float32, "tflops": _step_flops(call.shape) / times_us["ditron"] / 1e6}
 
 
-ORTHOGONALIZE, MUON_STEP = OrthogonalizeSpec(), MuonStepSpec()
-SPECS: Sequence[OpSpec[Any, Any]] = (ORTHOGONALIZE, MUON_STEP)
+ORTHOGONALIZE, MUON_STEP = OrthogonalizeCase(OrthogonalizeOp()), MuonStepCase(MuonStepOp())
+CASES: Sequence[BenchCase[Any, Any]] = (ORTHOGONALIZE, MUON_STEP)

@@ -1,4 +1,4 @@
-"""AG-GEMM and GEMM-RS of quantised operands declared for the tools: against Transformer Engine's gather, product and
+"""AG-GEMM and GEMM-RS of quantised operands as tools measure them: against Transformer Engine's gather, product and
 reduce-scatter one after the other. Imported only where Transformer Engine is installed."""
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from ditron_train.megatron.tp.te_blocks import travel_options
 from ditron_train.megatron.tp.te_fp8 import Scaling, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
-from ditron_train.policy import Cost, Function, Place, Shape
+from ditron_train.policy import Function, Op
 from ditron_train.runtime.values import make_values
+from ditron_train.tools.cases.case import BenchCase, Cost, RunEnvironment, Shape
+from ditron_train.tools.cases.tp_fp8 import RecipeCase
+from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS, GemmCase, local_shapes
 from ditron_train.tools.fp8.recipes import why_native, why_not_aligned
-from ditron_train.tools.fp8.shaped_spec import Fp8ShapedSpec
+from ditron_train.tools.results import FP8_PREFIX
 from ditron_train.tp import TPContext, get_tp_context
-from ditron_train.tp.choices import Op, Problem, wire_bytes
-from ditron_train.tp.spec import local_shapes
+from ditron_train.tp.choices import Op as Kind
+from ditron_train.tp.choices import Problem, wire_bytes
 
 
 class Fp8Operands(NamedTuple):
@@ -62,22 +65,21 @@ def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, tr
     return quantizer
 
 
-class Fp8GemmSpec(Fp8ShapedSpec[Fp8Operands]):
+class Fp8GemmOp(Op[Fp8Operands, TPContext]):
     """The forward product of a column (``ag_gemm``) or a row (``gemm_rs``) layer, from quantised operands on."""
 
-    def __init__(self, op: Op, recipe: str) -> None:
-        super().__init__(op, recipe, op)
-        self.row = op
-        self._kind: Any = "column" if op == "ag_gemm" else "row"
+    def __init__(self, kind: Kind, recipe: str) -> None:
+        self.kind, self.recipe = kind, recipe
+        self.name = f"tp {kind} {FP8_PREFIX}{recipe}"
 
     def device(self, call: Fp8Operands) -> torch.device:
         return data_of(call.x).device
 
-    def context(self, call: Fp8Operands) -> TPContext:
+    def make_context(self, call: Fp8Operands) -> TPContext:
         return get_tp_context(call.group, self.device(call))
 
     def inputs(self, call: Fp8Operands) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `OpSpec`: the bytes."""
+        """The bytes."""
         return data_of(call.x), data_of(call.weight)
 
     def _run(self, call: Fp8Operands, context: TPContext | None) -> list[torch.Tensor]:
@@ -85,42 +87,54 @@ class Fp8GemmSpec(Fp8ShapedSpec[Fp8Operands]):
         options: dict[str, Any] = dict(out_dtype=torch.bfloat16, use_split_accumulator=self.recipe == "blockwise")
         scaling: Scaling = "block" if self.recipe == "blockwise" else "tensor"
         features = data_of(call.weight).shape[0], data_of(call.weight).shape[1]
-        with torch.no_grad(), passing(forward_pass(self._kind, context, scaling, features)):
-            if self.op == "ag_gemm":
+        with (
+            torch.no_grad(),
+            passing(forward_pass("column" if self.kind == "ag_gemm" else "row", context, scaling, features)),
+        ):
+            if self.kind == "ag_gemm":
                 total, _ = gather(call.x, call.group, quantizer=call.quantizer)
                 return [multiply(call.weight, total, **options)[0]]
             partial, *_ = multiply(call.weight, call.x, **options)
             return [scatter(partial, call.group)[0]]
 
-    def megatron(self, call: Fp8Operands) -> Function:
+    def native(self, call: Fp8Operands) -> Function:
         return lambda x, weight: self._run(call, None)
 
     def fused(self, call: Fp8Operands, context: TPContext) -> Function:
         return lambda x, weight: self._run(call, context)
 
-    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
-        """See `OpSpec`: also those that do not divide over the ranks, which are an error."""
-        shapes = self._bf16.shapes(world_size, on_gpu)
-        return [shape for shape in shapes if why_not_aligned(self.op, shape, world_size, self.recipe) is None]
 
-    def why_no_row(self, call: Fp8Operands) -> str | None:
+class Fp8GemmCase(RecipeCase[Fp8Operands]):
+    """Against Transformer Engine's gather, product and reduce-scatter one after the other."""
+
+    op: Fp8GemmOp
+
+    def __init__(self, gemm: GemmCase, recipe: str) -> None:
+        super().__init__(Fp8GemmOp(gemm.op.kind, recipe), gemm.row, gemm, recipe)
+
+    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
+        """Also those that do not divide over the ranks, which are an error."""
+        shapes = self.gemm.shapes(world_size, on_gpu)
+        return [shape for shape in shapes if why_not_aligned(self.op.kind, shape, world_size, self.recipe) is None]
+
+    def no_row_reason(self, call: Fp8Operands) -> str | None:
         return why_native(self.recipe)
 
-    def sample(self, shape: Shape, place: Place, seed: int) -> Fp8Operands:
-        shapes, is_gathered = local_shapes(self.op, shape, place.world_size), self.op == "ag_gemm"
+    def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> Fp8Operands:
+        shapes, is_gathered = local_shapes(self.op.kind, shape, environment.world_size), self.op.kind == "ag_gemm"
         x, weight = (
-            make_values(one, torch.bfloat16, place.device, seed=2 * seed + index, rank=place.rank)
+            make_values(one, torch.bfloat16, environment.device, seed=2 * seed + index, rank=environment.rank)
             for index, one in enumerate(shapes)
         )
-        quantizer = _quantizer(self.recipe, place.device, travels=is_gathered)
-        matrix = _quantizer(self.recipe, place.device, is_weight=True)(weight)
-        return Fp8Operands(quantizer(x), matrix, quantizer, place.group)
+        quantizer = _quantizer(self.recipe, environment.device, travels=is_gathered)
+        matrix = _quantizer(self.recipe, environment.device, is_weight=True)(weight)
+        return Fp8Operands(quantizer(x), matrix, quantizer, environment.group)
 
     def _problem(self, call: Fp8Operands) -> Problem:
-        (rows, k), (n, _) = (tuple(one.shape) for one in self.inputs(call))
+        (rows, k), (n, _) = (tuple(one.shape) for one in self.op.inputs(call))
         world_size = dist.get_world_size(call.group)
-        m = rows * (world_size if self.op == "ag_gemm" else 1)
-        return Problem(self.op, m, n, k, "nt", torch.float8_e4m3fn, world_size)
+        m = rows * (world_size if self.op.kind == "ag_gemm" else 1)
+        return Problem(self.op.kind, m, n, k, "nt", torch.float8_e4m3fn, world_size)
 
     def cost(self, call: Fp8Operands, context: TPContext) -> Cost:
         problem = self._problem(call)
@@ -128,7 +142,7 @@ class Fp8GemmSpec(Fp8ShapedSpec[Fp8Operands]):
 
     def parts(self, call: Fp8Operands, context: TPContext) -> Mapping[str, Callable[[], object]]:
         options: dict[str, Any] = dict(out_dtype=torch.bfloat16, use_split_accumulator=self.recipe == "blockwise")
-        if self.op == "ag_gemm":
+        if self.op.kind == "ag_gemm":
             total, _ = gather(call.x, call.group, quantizer=call.quantizer)
             return {
                 "gemm": lambda: multiply(call.weight, total, **options),
@@ -138,7 +152,7 @@ class Fp8GemmSpec(Fp8ShapedSpec[Fp8Operands]):
         return {"gemm": lambda: multiply(call.weight, call.x, **options), "comm": lambda: scatter(partial, call.group)}
 
     def peers(self, call: Fp8Operands, context: TPContext) -> Mapping[str, Callable[[], object]]:
-        """See `OpSpec`: PyTorch's async-TP, which knows one scale a tensor."""
+        """PyTorch's async-TP, which knows one scale a tensor."""
         if self.recipe == "blockwise" or context.target == "interpreter":
             return {}
         return {"async-TP": lambda: self._async_tp(call)}
@@ -146,10 +160,10 @@ class Fp8GemmSpec(Fp8ShapedSpec[Fp8Operands]):
     def _async_tp(self, call: Fp8Operands) -> torch.Tensor:
         import torch.distributed._symmetric_memory  # noqa: F401  (registers the ops)
 
-        x, weight = (one.view(torch.float8_e4m3fn) for one in self.inputs(call))
+        x, weight = (one.view(torch.float8_e4m3fn) for one in self.op.inputs(call))
         scales = [operand.get_metadata()["fp8_scale_inv"].reshape(()) for operand in (call.x, call.weight)]
         name, dtype = call.group.group_name, torch.bfloat16
-        if self.op == "ag_gemm":
+        if self.op.kind == "ag_gemm":
             fused = torch.ops.symm_mem.fused_all_gather_scaled_matmul
             operands = (x, [weight.t()], scales[0], [scales[1]])
             return fused(*operands, 0, name, [None], [None], [dtype], [True])[1][0]
@@ -158,6 +172,6 @@ class Fp8GemmSpec(Fp8ShapedSpec[Fp8Operands]):
         return scattered(x, weight.t(), *scales, "sum", 0, 0, name, sizes, out_dtype=dtype, use_fast_accum=True)
 
 
-def fp8_specs(recipe: str) -> list[Fp8GemmSpec]:
+def fp8_cases(recipe: str) -> list[BenchCase[Any, Any]]:
     """Both products in a recipe."""
-    return [Fp8GemmSpec("ag_gemm", recipe), Fp8GemmSpec("gemm_rs", recipe)]
+    return [Fp8GemmCase(AG_GEMM, recipe), Fp8GemmCase(GEMM_RS, recipe)]

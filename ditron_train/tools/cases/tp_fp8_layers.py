@@ -1,4 +1,4 @@
-"""Linear layers in FP8 declared for the tools: Megatron's, of Transformer Engine, and ours, with all that they do
+"""Linear layers in FP8 as tools measure them: Megatron's, of Transformer Engine, and ours, with all that they do
 around the products: scales and their exchange, quantising, transposes, state. Results, gradients and state are
 compared."""
 
@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import Function, Pass, Place, Shape
+from ditron_train.megatron.tp.spec import Kind
+from ditron_train.policy import Function, Op
 from ditron_train.runtime.settings import under_policy
 from ditron_train.runtime.values import make_values
+from ditron_train.tools.cases.case import BenchCase, RunEnvironment, Shape
+from ditron_train.tools.cases.tp_fp8 import RecipeCase
+from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS, local_shapes
 from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
-from ditron_train.tools.fp8.shaped_spec import Fp8ShapedSpec
-from ditron_train.tp.spec import local_shapes
+from ditron_train.tools.results import FP8_PREFIX
 
 
 class LayerCall(NamedTuple):
@@ -48,71 +51,81 @@ def used_state(layer: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
-class Fp8LinearSpec(Fp8ShapedSpec[LayerCall]):
-    """A column or a row layer, forward and backward."""
+class LayerOp(Op[LayerCall, Any]):
+    """A column or a row layer, forward and backward, with all that it does around its products."""
 
-    measured: Pass = "forward_backward"
-    groups = "tensor"
-    num_sets = 2  # with their layers
-
-    def __init__(self, kind: str, recipe: str) -> None:
-        super().__init__("ag_gemm" if kind == "column" else "gemm_rs", recipe, kind)
-        self.kind, self.row = kind, f"{kind}_linear"
+    def __init__(self, kind: Kind, recipe: str) -> None:
+        self.kind = kind
+        self.name = f"tp {kind} {FP8_PREFIX}{recipe}"
 
     def inputs(self, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
         return call.x, call.native.weight
 
-    def _route(self, call: LayerCall) -> Any:
+    def route(self, call: LayerCall) -> Any:
+        """The answer of the gate, or why the layer does not ask it."""
         from ditron_train.megatron.tp.te_routes import answer_in_fp8, why_not_fp8
 
-        kind: Any = self.kind
         with fp8_context(call.config):
             reason = why_not_fp8(call.ours, call.x)
-            return reason if reason is not None else answer_in_fp8(call.ours, kind, call.x)
+            return reason if reason is not None else answer_in_fp8(call.ours, self.kind, call.x)
 
-    def why_no_row(self, call: LayerCall) -> str | None:
-        found = self._route(call)
+    def make_context(self, call: LayerCall) -> Any:
+        """None where the layer runs by Megatron's path."""
+        found = self.route(call)
+        return None if found is None or isinstance(found, str) else found.context
+
+    def native(self, call: LayerCall) -> Function:
+        return lambda x, weight: _step(call.native, call)
+
+    def fused(self, call: LayerCall, context: Any) -> Function:
+        return lambda x, weight: _step(call.ours, call)
+
+
+def _step(layer: Any, call: LayerCall) -> list[torch.Tensor]:
+    x = call.x.detach().requires_grad_()
+    with torch.enable_grad():
+        with fp8_context(call.config):
+            y, _ = layer(x)
+        gradients = torch.autograd.grad(y, [x, layer.weight], call.grad)
+    return [y.detach(), *gradients, *used_state(layer)]
+
+
+class LayerCase(RecipeCase[LayerCall]):
+    """Megatron's layer of Transformer Engine and ours; results, gradients and state are compared."""
+
+    op: LayerOp
+    measured = "forward_backward"
+    groups = "tensor"
+    asks_gate = True
+    num_sets = 2  # with their layers
+
+    def __init__(self, kind: Kind, recipe: str) -> None:
+        super().__init__(LayerOp(kind, recipe), f"{kind}_linear", AG_GEMM if kind == "column" else GEMM_RS, recipe)
+
+    def no_row_reason(self, call: LayerCall) -> str | None:
+        found = self.op.route(call)
         if found is None:
             return "the policy keeps it on Megatron's path (the log says why)"
         return found if isinstance(found, str) else None
 
-    def context(self, call: LayerCall) -> Any:
-        """See `OpSpec`; None where the layer runs by Megatron's path."""
-        found = self._route(call)
-        return None if found is None or isinstance(found, str) else found.context
-
     def surroundings(self, shape: Shape) -> Any:
-        """See `OpSpec`: whatever has native's bits is ours here, be it faster at this shape or not."""
+        """Whatever has native's bits is ours here, be it faster at this shape or not."""
         return under_policy("bits")
 
-    def _step(self, layer: Any, call: LayerCall) -> list[torch.Tensor]:
-        x = call.x.detach().requires_grad_()
-        with torch.enable_grad():
-            with fp8_context(call.config):
-                y, _ = layer(x)
-            gradients = torch.autograd.grad(y, [x, layer.weight], call.grad)
-        return [y.detach(), *gradients, *used_state(layer)]
-
-    def megatron(self, call: LayerCall) -> Function:
-        return lambda x, weight: self._step(call.native, call)
-
-    def fused(self, call: LayerCall, context: Any) -> Function:
-        return lambda x, weight: self._step(call.ours, call)
-
-    def sample(self, shape: Shape, place: Place, seed: int) -> LayerCall:
+    def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> LayerCall:
         m, n, k = (shape.sizes[name] for name in "mnk")
-        (rows, own_k), (own_n, _) = local_shapes(self.op, shape, place.world_size)
-        config, native, ours = _layers(self.kind, n, k, place.world_size, self.recipe)
-        out_rows = m if self.kind == "column" else m // place.world_size
+        (rows, own_k), (own_n, _) = local_shapes(self.gemm.op.kind, shape, environment.world_size)
+        config, native, ours = _layers(self.op.kind, n, k, environment.world_size, self.recipe)
+        out_rows = m if self.op.kind == "column" else m // environment.world_size
         sizes = ((rows, 1, own_k), (out_rows, 1, own_n), tuple(native.weight.shape))
         x, grad, weight = (
-            make_values(one, torch.bfloat16, place.device, seed=3 * seed + index, rank=place.rank)
+            make_values(one, torch.bfloat16, environment.device, seed=3 * seed + index, rank=environment.rank)
             for index, one in enumerate(sizes)
         )
         with torch.no_grad():
             for layer in (native, ours):
                 layer.weight.copy_(weight / math.sqrt(own_k))
-        return LayerCall(x, grad, native, ours, config, place.group)
+        return LayerCall(x, grad, native, ours, config, environment.group)
 
 
 def _layers(kind: str, n: int, k: int, world_size: int, recipe: str) -> tuple[Any, Any, Any]:
@@ -134,6 +147,6 @@ def _layers(kind: str, n: int, k: int, world_size: int, recipe: str) -> tuple[An
     return config, *made
 
 
-def fp8_specs(recipe: str) -> list[Fp8LinearSpec]:
+def fp8_cases(recipe: str) -> list[BenchCase[Any, Any]]:
     """Both layers in a recipe."""
-    return [Fp8LinearSpec("column", recipe), Fp8LinearSpec("row", recipe)]
+    return [LayerCase("column", recipe), LayerCase("row", recipe)]

@@ -1,0 +1,209 @@
+"""``Op``: what the gate has to know of an accelerated op at run time.
+
+Which layer calls it is said by the layer's own module; how it is measured and tuned is said by the tools
+(``ditron_train.tools.cases``, ``ditron_train.tools.tune``), which hold an op and what they need beside it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy.decide import Decision, decide
+from ditron_train.policy.probe import Run, check_memory
+from ditron_train.runtime.settings import get_settings
+
+Call = TypeVar("Call")
+Context = TypeVar("Context")
+#: From the inputs of a call to its results.
+Function = Callable[..., Sequence[torch.Tensor]]
+
+_PEAK = 8  # times a call's inputs: order-probe inputs, and both paths' results and gradients
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the policy compares and times for one call.
+
+    Attributes:
+        description: Op, shape and dtype in words, the subpackage first: the key of a plan file.
+        native: The native path on some data: results, then gradients.
+        fused: The fused path on the same data.
+        summed_dtype: The type that NCCL adds up over the ranks on the native path, if it does.
+        extra_cases: More of both paths on other data: compared, not timed.
+        host_counts: Whether the fused path has to be faster also when the device waits for the host: if what runs
+            around the call may keep the host from being ahead of it.
+        log_decision: Whether the log says that the fused path runs; not of a part of what another decision is about.
+    """
+
+    description: str
+    native: Run
+    fused: Run
+    summed_dtype: torch.dtype | None = None
+    extra_cases: Sequence[tuple[Run, Run]] = field(default_factory=tuple)
+    host_counts: bool = False
+    log_decision: bool = True
+
+
+class Op(ABC, Generic[Call, Context]):
+    """One op. A `Call` holds everything of one call on this rank: tensors, group and options. The context owns the
+    op's memory; it is None for an op that has none.
+
+    Attributes:
+        name: The subpackage, then the op: ``tp column``. It is in log lines and begins the keys of a plan.
+        log_name: What log lines call the op, if that is not its name.
+        logs_native: Whether the gate says why a call runs natively.
+        looks_at_host: Whether the gate looks, during a job, at whether the CPU is ahead; only for an op that all ranks
+            of its group call equally often, since they agree at a call.
+    """
+
+    name: str
+    log_name: str | None = None
+    logs_native: bool = True
+    looks_at_host: bool = False
+
+    def group(self, call: Call) -> dist.ProcessGroup | None:
+        """Who decides together: the call's ``group``; None for an op of one process."""
+        return call.group  # type: ignore[attr-defined,no-any-return]
+
+    def device(self, call: Call) -> torch.device:
+        """Where the call's tensors are."""
+        return self.inputs(call)[0].device
+
+    def key(self, call: Call) -> tuple[Hashable, ...]:
+        """All that the decision depends on beside the group, which the ranks of the group see alike: by default
+        shapes, types and device of the inputs."""
+        inputs = self.inputs(call)
+        return (*((tuple(tensor.shape), tensor.dtype) for tensor in inputs), self.device(call))
+
+    def unsupported_reason(self, call: Call) -> str | None:
+        """Why the fused path does not take the call, or None. It asks no peer, and every rank of the group finds the
+        same."""
+        return None
+
+    def make_context(self, call: Call) -> Context:
+        """The context of the fused path (collective at its first use); by default None.
+
+        Raises:
+            ArenaError, NotSupportedError: It cannot be had; on every rank alike.
+        """
+        return None  # type: ignore[return-value]
+
+    @abstractmethod
+    def inputs(self, call: Call) -> Sequence[torch.Tensor]:
+        """The tensors that ``native`` and ``fused`` take."""
+
+    def needs_grad(self, call: Call) -> Sequence[bool]:
+        """Which inputs get gradients if the results do."""
+        return [True] * len(self.inputs(call))
+
+    def grads(self, call: Call) -> Sequence[torch.Tensor]:
+        """Gradients of the results; empty for an op without a backward."""
+        return ()
+
+    @abstractmethod
+    def native(self, call: Call) -> Function:
+        """The native path: a function of ``inputs``."""
+
+    @abstractmethod
+    def fused(self, call: Call, context: Context) -> Function:
+        """The fused path: the same function of ``inputs``, bitwise identical."""
+
+    def decide(self, call: Call, context: Context) -> Decision:
+        """The policy's decision (collective)."""
+        group, device = self.group(call), self.device(call)
+        assert group is not None, f"{self.name} decides by itself"
+        if device.type == "cuda" and get_settings().policy != "force":  # before a trial makes data
+            check_memory(self.peak_bytes(call), device, group)
+        trial = self.trial(call, context)
+        return decide(
+            trial.description,
+            trial.native,
+            trial.fused,
+            group=group,
+            device=device,
+            sums=trial.summed_dtype,
+            also=trial.extra_cases,
+            host_counts=trial.host_counts,
+            log_decision=trial.log_decision,
+        )
+
+    def trial(self, call: Call, context: Context) -> Trial:
+        """What is compared and timed: by default the call itself."""
+        return make_trial(self, call, context)
+
+    def peak_bytes(self, call: Call) -> int:
+        """The most GPU memory that a trial takes beside the job's own tensors; every rank has to have it."""
+        return _PEAK * sum(tensor.nbytes for tensor in self.inputs(call))
+
+    def describe(self, call: Call, context: Context) -> str:
+        """Op, shape and dtype: the key of a plan."""
+        inputs = self.inputs(call)
+        sizes = " ".join("x".join(map(str, tensor.shape)) for tensor in inputs)
+        return f"{self.name} {sizes} {dtype_name(inputs[0].dtype)}"
+
+    def describe_shape(self, call: Call) -> str:
+        """The call's shape as a log line says it before the reason, with a space at its end."""
+        return ""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As keys of a plan have it: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def make_trial(
+    op: Op[Call, Context],
+    call: Call,
+    context: Context,
+    *,
+    order_probe: Callable[[], Sequence[Call]] = tuple,
+    extra_cases: Sequence[tuple[Run, Run]] = (),
+    summed_dtype: torch.dtype | None = None,
+    log_decision: bool = True,
+) -> Trial:
+    """A trial of both paths of an op.
+
+    Args:
+        op, context: Of the call.
+        call: What is timed: it has gradients for its results.
+        order_probe: Makes calls of the same shape with order-probe inputs, whose results show in which order sums were
+            taken; they are compared on GPUs.
+        extra_cases, summed_dtype, log_decision: As of `Trial`.
+    """
+    calls = [call, *(order_probe() if op.device(call).type == "cuda" else ())]
+    first, *more = (
+        (lambda one=one: native_results(op, one), lambda one=one: fused_results(op, one, context)) for one in calls
+    )
+    cases = [*more, *extra_cases]
+    return Trial(op.describe(call, context), *first, summed_dtype, cases, log_decision=log_decision)
+
+
+def native_results(op: Op[Call, Any], call: Call) -> list[torch.Tensor]:
+    """Results of the native path, then the gradients of the inputs."""
+    return _results(op, call, op.native(call))
+
+
+def fused_results(op: Op[Call, Context], call: Call, context: Context) -> list[torch.Tensor]:
+    """Results of the fused path, then the gradients of the inputs."""
+    return _results(op, call, op.fused(call, context))
+
+
+def _results(op: Op[Call, Any], call: Call, function: Function) -> list[torch.Tensor]:
+    grads = op.grads(call)
+    if not grads:
+        return list(function(*op.inputs(call)))
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [
+            tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(op.inputs(call), op.needs_grad(call), strict=True)
+        ]
+        found = list(function(*leaves))
+        torch.autograd.backward(found, list(grads))
+    gradients = [leaf.grad for leaf in leaves if leaf.requires_grad]
+    return [*(result.detach() for result in found), *(grad for grad in gradients if grad is not None)]
