@@ -2,7 +2,8 @@
 
 They enqueue on the current stream (all but ``a2a_gemm`` on the context's communication stream too), never wait for the
 device but at the first call of a new shape, and give the bits of GEMM, all-to-all and reorder wherever the tile GEMM
-gives cuBLAS's (``gemm.known_bits``): rows and columns are only moved, and every sum runs over all of K in order.
+gives cuBLAS's (``policy.gate`` compares them): rows and columns are only moved, and every sum runs over all of K in
+order.
 """
 
 from __future__ import annotations

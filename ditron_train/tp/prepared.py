@@ -182,7 +182,7 @@ def can_copy(context: TPContext) -> bool:
 
 
 class AllGatherCall(NamedTuple):
-    """Of ``ops.start_all_gather``; no rows are an error."""
+    """An all-gather whose chunks the caller waits for; no rows are an error."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -208,7 +208,7 @@ class AllGatherCall(NamedTuple):
 
 
 class ReduceScatterCall(NamedTuple):
-    """Of ``ops.start_reduce_scatter``; no rows are an error."""
+    """A reduce-scatter whose rows the caller writes chunk by chunk; no rows are an error."""
 
     shape: torch.Size
     dtype: torch.dtype
