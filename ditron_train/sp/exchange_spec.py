@@ -12,9 +12,9 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
 from ditron_train.sp.choices import exchange_class, exchange_programs
 from ditron_train.sp.context import SPContext
+from ditron_train.sp.exchange import to_heads, to_sequence
 from ditron_train.sp.layouts import output_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
-from ditron_train.sp.ops import to_heads, to_sequence
 from ditron_train.sp.spec import BEHIND, FRONT, ProjectionCall, ProjectionSpec, Side
 from ditron_train.sp.transfer_sizes import EXCHANGE_PROGRAMS
 
