@@ -138,7 +138,7 @@ def choose_config(m: int, n: int, k: int, dtype: torch.dtype, target: str, num_s
         n: Columns of the result.
         k: Length of the sums.
         dtype: Type of both operands.
-        target: As ``runtime.kernel_target``.
+        target: As ``runtime.device.kernel_target``.
         num_sms: Programs that run at a time.
 
     Raises:

@@ -1,2 +1,2 @@
-"""Floor 0: device facts, errors, logging, settings, supported versions. Nothing is imported here: what says that torch
+"""Device facts, errors, logging, settings, supported versions. Nothing is imported here: what says that torch
 is missing must work without it."""

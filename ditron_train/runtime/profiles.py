@@ -16,6 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ditron_train.runtime.device import device_name, kernel_target, num_sms
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json, read_regular, save_text
 from ditron_train.runtime.rates import MachineRates, NetworkRates
@@ -42,6 +45,15 @@ class Machine:
     device: str
     target: str
     num_sms: int
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The machine that ``device`` is.
+
+    Raises:
+        NotSupportedError: As ``kernel_target``.
+    """
+    return Machine(device_name(device), kernel_target(device), num_sms(device))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Floor 3: Ulysses sequence parallelism (Megatron's context parallelism with ``a2a``), its projections fused with its
 exchanges."""
 
+from ditron_train.sp.a2a_gemm import a2a_gemm
 from ditron_train.sp.context import SPContext, get_sp_context
+from ditron_train.sp.exchange import gather_sequence, to_heads, to_sequence
 from ditron_train.sp.functions import (
     InputShards,
     LateWgrad,
@@ -11,8 +13,8 @@ from ditron_train.sp.functions import (
     qkv_projection,
     sequence_exchange,
 )
+from ditron_train.sp.gemm_a2a import gemm_a2a
 from ditron_train.sp.layouts import HeadsLayout, output_layout, packed_rows, qkv_layout, split_by_heads
-from ditron_train.sp.ops import a2a_gemm, gather_sequence, gemm_a2a, to_heads, to_sequence
 
 __all__ = [
     "HeadsLayout",

@@ -34,10 +34,12 @@ import torch
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.sp.a2a_gemm import a2a_gemm
 from ditron_train.sp.context import SPContext
+from ditron_train.sp.exchange import gather_sequence, to_heads, to_sequence
+from ditron_train.sp.gemm_a2a import gemm_a2a
 from ditron_train.sp.head_norms import Norms, backward_of_norms, normalised, parameters_of
 from ditron_train.sp.layouts import HeadsLayout
-from ditron_train.sp.ops import a2a_gemm, gather_sequence, gemm_a2a, to_heads, to_sequence
 from ditron_train.sp.transfer_sizes import hides_gather
 
 

@@ -1,4 +1,4 @@
-"""Floor 0: symmetric memory of a process group, and the channels (signals, epochs, deadlines) that ops use on it."""
+"""Symmetric memory of a process group, and the channels (signals, epochs, deadlines) that ops use on it."""
 
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, close_all_arenas, get_arena
 from ditron_train.symm.channel import Channel, check_all, forget_failed

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from ditron_train.policy import Function, fused_results, native_results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
+from ditron_train.runtime.profiles import known_rates, machine_of
 from ditron_train.tools.arguments import check_sizes, choose_models
 from ditron_train.tools.cases import BenchCase, RunEnvironment, Shape
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 from ditron_train.tools.timing import Contender, Timing
 
-WIRE_GBPS = 370.0  # what a copy engine moves over NVLink on an H200, the link speed that limits are computed with
 _COMPARED = 2  # sets of inputs
 
 _T = TypeVar("_T")
@@ -176,10 +176,10 @@ def _op_row(
     timings = session.measure(contenders, most=case.most_repetitions(shape, session.world_size))
     times = {name: timing.median_us for name, timing in timings.items()}
     cost = case.cost(calls.calls[0], calls.context)
-    wire_us = None if cost is None else cost.wire_bytes / WIRE_GBPS / 1e3
     limit_us = None
-    if wire_us is not None and session.device.type == "cuda":
-        limit_us = max(times.get("gemm", 0.0), wire_us)
+    if cost is not None and session.device.type == "cuda":
+        link_gbps = known_rates(machine_of(session.device)).link_gbps
+        limit_us = max(times.get("gemm", 0.0), cost.wire_bytes / link_gbps / 1e3)
     peers = [name for name in times if name not in ("native", "gemm", "comm", "ditron")]
     for name in peers if len(peers) > 1 else ():
         get_logger("bench").info("%s: %.0f us", name, times[name])

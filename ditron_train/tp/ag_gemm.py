@@ -181,7 +181,7 @@ def ag_gemm_kernel(
             through ``own_desc``, so that nobody copies them in front of the GEMM; else the order is a table, a tile
             may wait for several ranks, and own rows have been copied to their place. ``halve_tail``: the tiles from
             ``num_whole_tiles`` on, at most half a wave, are computed in halves of columns, as in ``gemm_kernel``.
-        TARGET: See ``runtime.kernel_target``.
+        TARGET: See ``runtime.device.kernel_target``.
     """
     TILE: tl.constexpr = OP.tile
     HALF_N: tl.constexpr = TILE.block_n // 2

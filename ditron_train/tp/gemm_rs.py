@@ -268,7 +268,7 @@ def gemm_rs_kernel(
         slot_rows, slot_stride, flags_per_rank: As of ``_Reduction``.
         OP: ``GemmRsConstants``. ``even``: every rank owns the same whole number of row tiles. ``fold_rows``: rows of a
             block that is added up at once. ``ranks_pow2``: ranks, as the next power of two.
-        TARGET: See ``runtime.kernel_target``.
+        TARGET: See ``runtime.device.kernel_target``.
     """
     TILE: tl.constexpr = OP.tile
     epoch = dl.next_epoch(channel.tickets)

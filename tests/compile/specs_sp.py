@@ -30,7 +30,7 @@ def _gemm(name, kernel, signature, layout, block, stages, targets, **constexprs)
     b = f"{block_n},{block_k}" if layout == "nt" else f"{block_k},{block_n}"
     return KernelSpec(
         name=name,
-        kernel=f"ditron_train.sp.gemm_kernels:{kernel}",
+        kernel=f"ditron_train.sp.{kernel.removesuffix('_kernel')}:{kernel}",
         signature={
             "a_desc": f"tensordesc<bf16[{block_m},{block_k}]>",
             "b_desc": f"tensordesc<bf16[{b}]>",
@@ -90,7 +90,7 @@ def _copy(name, kernel, towards_heads, num_parts, signature=None, **constexprs):
     has_table = towards_heads and num_parts == 3
     return KernelSpec(
         name=name,
-        kernel=f"ditron_train.sp.kernels:{kernel}",
+        kernel=f"ditron_train.sp.transfer:{kernel}",
         signature={"pointers": _pointers("bf16"), "channel": _CHANNEL, "shape": _SHAPE, **(signature or {})},
         constexprs={
             "COPY": _copy_blocks(128, num_parts, width, towards_heads=towards_heads, has_table=has_table),
@@ -153,7 +153,7 @@ SPECS = [
     ),
     KernelSpec(
         name="sp_arrived",
-        kernel="ditron_train.sp.kernels:arrived_kernel",
+        kernel="ditron_train.sp.transfer:arrived_kernel",
         signature={"channel": _CHANNEL, "num_granules": "i32"},
         constexprs={"WORLD_SIZE": 8},
         num_warps=1,

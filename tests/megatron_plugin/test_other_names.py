@@ -49,7 +49,15 @@ def test_functions_that_are_called_have_the_other_names_too():
     replaced = with_names(module["outer"], {"product": lambda x: ("ours", x)})
     assert replaced(2) == (("ours", 1), ("decorated", "native", 1))
     assert module["outer"](2) == (("native", 1), ("decorated", "native", 1)), "the native code is as it was"
-    assert replaced.__globals__["plain"] is module["plain"]
+
+
+def test_what_the_module_binds_later_is_seen():
+    module = _module()
+    replaced = with_names(module["outer"], {"product": lambda x: ("ours", x)})
+    module["plain"] = lambda x: 10 * x
+    assert replaced(2)[0] == ("ours", 10)
+    module["inner"] = None
+    assert replaced(2)[0] == ("ours", 10), "the replaced names, and functions that use them, stay what they are"
 
 
 def test_names_of_functions_that_are_called_count():

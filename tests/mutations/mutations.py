@@ -359,7 +359,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "heads-of-the-wrong-rank",
         "wrong rank in an exchange",
-        "ditron_train/sp/kernels.py",
+        "ditron_train/sp/transfer.py",
         "        first_group = source * shape.num_groups",
         "        first_group = rank * shape.num_groups",
         (f"{SP_OPS}::test_exchanges_move_any_bits[2-5]",),
@@ -367,7 +367,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rows-taken-before-they-arrive",
         "dropped wait in a kernel",
-        "ditron_train/sp/kernels.py",
+        "ditron_train/sp/transfer.py",
         "dl.wait_many(flags, flags_per_granule, epoch, channel.control, source, first_flag, FLAGS, TARGET)",
         "dl.wait_many(flags, flags_per_granule, epoch - 1, channel.control, source, first_flag, FLAGS, TARGET)",
         (f"{SP_OPS}::test_rows_that_arrive_late_are_waited_for",),
@@ -375,7 +375,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rows-multiplied-before-they-arrive",
         "dropped wait in a kernel",
-        "ditron_train/sp/gemm_kernels.py",
+        "ditron_train/sp/a2a_gemm.py",
         "dl.wait_ranks(flags, num_granules, epoch, channel.control, granule, WORLD_SIZE, RANKS_POW2, TARGET)",
         "dl.wait_ranks(flags, num_granules, epoch - 1, channel.control, granule, WORLD_SIZE, RANKS_POW2, TARGET)",
         (f"{SP_OPS}::test_rows_that_arrive_late_are_waited_for",),
@@ -383,7 +383,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "second-half-of-the-sequence-shifted",
         "off by one in an uneven split",
-        "ditron_train/sp/kernels.py",
+        "ditron_train/sp/transfer.py",
         "second = (2 * COPY.world_size - 2 - owner) * shape.half_rows + row",
         "second = (2 * COPY.world_size - 1 - owner) * shape.half_rows + row - 1",
         (f"{SP_OPS}::test_exchanges_move_any_bits[2-5]",),

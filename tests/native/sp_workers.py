@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
-from ditron_train.sp.prepared import PreparedGemmA2A
+from ditron_train.sp.gemm_a2a import PreparedGemmA2A
 from tests.support.megatron_version import batch_on_this_cp_rank
 
 VOCABULARY, BATCH = 64, 2

@@ -4,6 +4,7 @@ with."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 from unittest import mock
 
@@ -15,17 +16,16 @@ from ditron_train.sp import (
     HeadsLayout,
     LateWgrad,
     SPContext,
-    gemm_kernels,
     get_sp_context,
     heads_exchange,
-    kernels,
     output_layout,
     output_projection,
     qkv_layout,
     qkv_projection,
     sequence_exchange,
+    transfer,
 )
-from ditron_train.sp.prepared import PreparedA2AGemm
+from ditron_train.sp.a2a_gemm import PreparedA2AGemm
 from tests.support.refused_launches import check_refused_launches
 
 
@@ -301,7 +301,9 @@ def check_late_rank(late_s: float) -> None:
 
         return call
 
-    stores = [(kernels, "push_item"), (gemm_kernels, "push_item"), (gemm_kernels, "store_tile")]
+    # By name: the package has functions of the modules' names.
+    by_kernel = [importlib.import_module(f"ditron_train.sp.{name}") for name in ("a2a_gemm", "gemm_a2a")]
+    stores = [(transfer, "push_item"), (by_kernel[0], "push_item"), *((one, "store_tile") for one in by_kernel)]
     for late_rank in range(world):
         with contextlib.ExitStack() as stack:
             for module, name in stores if rank == late_rank else ():

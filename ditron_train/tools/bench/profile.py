@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ditron_train
-from ditron_train.runtime.device import device_name, kernel_target, num_sms
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.nvidia_driver import driver_version
-from ditron_train.runtime.profiles import Machine, Profile, known_rates, profile_of_device
+from ditron_train.runtime.profiles import Profile, known_rates, machine_of, profile_of_device
 from ditron_train.runtime.provenance import nccl_version
 from ditron_train.tools.arguments import add_count
 from ditron_train.tools.bench.profile_fp8 import fp8_calls, fp8_library
@@ -81,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _start(session: BenchSession) -> Profile:
     """The nearest profile under this machine's name."""
     device = session.device
-    machine = Machine(device_name(device), kernel_target(device), num_sms(device))
+    machine = machine_of(device)
     known = profile_of_device(machine.device)
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory / 2**30 if on_gpu else 1.0

@@ -14,13 +14,16 @@ from ditron_train.data import load_workloads
 from ditron_train.policy import Function, Op
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
+from ditron_train.sp.a2a_gemm import a2a_gemm
 from ditron_train.sp.choices import Product, ProjectionChoice, choose, exchange_programs
 from ditron_train.sp.choices import ProjectionOp as ProductName
 from ditron_train.sp.context import SPContext, get_sp_context
+from ditron_train.sp.exchange import to_heads, to_sequence
 from ditron_train.sp.functions import output_projection, qkv_projection
+from ditron_train.sp.gemm_a2a import gemm_a2a
 from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
-from ditron_train.sp.ops import WeightLayout, a2a_gemm, gemm_a2a, to_heads, to_sequence
+from ditron_train.sp.transfer import WeightLayout
 from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, Pass, RunEnvironment, Shape
 
 _LONG_FLOP = 8e12  # of one GEMM: some 10 ms, which vary less

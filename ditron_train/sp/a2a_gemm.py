@@ -1,0 +1,310 @@
+"""``a2a_gemm``: the exchange of heads for tokens, then a projection; kernel, what is prepared for a shape, and the op.
+
+    all_to_all_single(arrived, chunks of ``parts``, those of rank r to rank r)
+    y = torch.cat(list(arrived), dim=1) @ weight.t()
+
+    some programs   | push granule 0 of own columns to all ranks, flags | granule 1 | ... | then multiply, too |
+    the others      | wait for granule 0 of all ranks | multiply its row tiles | granule 1 | ...               |
+
+One kernel on the current stream. It gives the bits of reorder, all-to-all and GEMM wherever the tile GEMM gives
+cuBLAS's (``policy.gate`` compares them). What else was tried, with times: ``docs/measurements/sp.md``.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import ditron_train.lang as dl
+from ditron_train.gemm.kernels import store_tile, tile_product
+from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.sizes import next_power_of_2
+from ditron_train.schedule.tiles import grouped_tile
+from ditron_train.sp import transfer_sizes
+from ditron_train.sp.choices import Product, ProjectionChoice, choose
+from ditron_train.sp.context import SPContext
+from ditron_train.sp.layouts import HeadsLayout
+from ditron_train.sp.transfer import (
+    A2A_GEMM,
+    Transfer,
+    WeightLayout,
+    check_gemm,
+    check_parts,
+    kind_of,
+    kinds_of,
+    memory_of,
+    next_work,
+    push_item,
+    start_epoch,
+)
+from ditron_train.stream.events import current_handle
+
+
+@triton.jit
+def _num_behind(signals_ptr, num_flags, epoch):
+    """How many of ``num_flags`` flags are not at ``epoch`` yet, the same number in all threads; orders nothing.
+
+    At least as many lanes as threads: no element is loaded twice, so warps cannot see different values.
+    """
+    lanes = tl.arange(0, 1024)
+    behind = tl.cast(0, tl.int32)
+    for first in range(0, num_flags, 1024):
+        flags = first + lanes
+        seen = tl.load(signals_ptr + flags, mask=flags < num_flags, other=epoch, volatile=True)
+        behind += tl.sum(((seen - epoch) < 0).to(tl.int32), axis=0)
+    return behind
+
+
+@triton.jit
+def _push_drawn(pointers, channel, shape, rank, epoch, COPY: tl.constexpr, TARGET: tl.constexpr):
+    """Pushes granules of this rank's share, drawn from the counter of this epoch, until none is left."""
+    counter_ptr = channel.tickets + 2 + (epoch & 1)
+    num_items = tl.cdiv(shape.M, COPY.granule_rows) * COPY.world_size
+    work = next_work(counter_ptr)
+    while work < num_items:
+        item = work
+        work = next_work(counter_ptr)
+        push_item(item, pointers, channel, shape, rank, epoch, COPY, TARGET)
+
+
+class _Turns(NamedTuple):
+    """The turns of one program: how its early tiles are counted (first, step), its first late tile, all its turns."""
+
+    num_early: Any
+    first_early: Any
+    step_early: Any
+    first_late: Any
+    total: Any
+
+
+@triton.jit
+def _deal(num_tiles, num_early_tiles, num_push):
+    """The turns of this program: see ``a2a_gemm_kernel``; its twin in NumPy: ``tests/support/orders_of_tiles.py``."""
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    step_early = num_programs - num_push
+    first_early = program - num_push
+    num_early = tl.where(
+        first_early >= 0, tl.cdiv(tl.maximum(num_early_tiles - first_early, 0), tl.maximum(step_early, 1)), 0
+    )
+    first_late = num_early_tiles + program
+    total = num_early + tl.cdiv(tl.maximum(num_tiles - first_late, 0), num_programs)
+    return _Turns(num_early, first_early, step_early, first_late, total)
+
+
+@triton.jit
+def _place_of_turn(
+    turn, turns, num_tiles_m, num_tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """First row and column of a program's tile in its turn ``turn``."""
+    num_programs = tl.num_programs(0)
+    tile_id = tl.where(
+        turn < turns.num_early,
+        turns.first_early + turn * turns.step_early,
+        turns.first_late + (turn - turns.num_early) * num_programs,
+    )
+    tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
+    return tile_m * BLOCK_M, tile_n * BLOCK_N
+
+
+@triton.jit(do_not_specialize=["num_push", "num_early_tiles"])
+def a2a_gemm_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    pointers,
+    channel,
+    shape,
+    N,
+    K,
+    num_push,
+    num_early_tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    SPLIT_STORE: tl.constexpr,
+    COPY: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """C [M, N] = ``to_sequence`` buffer A [M, K] @ B, persistent; a row tile starts when all ranks' columns of it
+    arrived.
+
+    The first ``num_push`` programs push this rank's share to every rank (``push_item``) before they multiply. They
+    draw their work from a counter (ticket slots 2 and 3 by epoch parity; the other one is reset for the next launch),
+    so those that run do it all; and programs start in their order: no program waits for one that finds no SM, because
+    another stream's kernel holds it.
+
+    The sums run over K in order, so a tile needs every source. It waits for the flags of its granule, which is one row
+    tile or several. Once a program has seen that everything is there, it goes on without waits, in one flattened loop
+    of tiles and K blocks: there the loads of a tile run under the stores of the one before.
+
+    The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push
+    takes its SMs for as long as it lasts.
+    """
+    WORLD_SIZE: tl.constexpr = COPY.world_size
+    GRANULE_ROWS: tl.constexpr = COPY.granule_rows
+    epoch = dl.next_epoch(channel.tickets)
+    dl.next_epoch(channel.tickets + 1)  # the exchange's receiving kernel counts there: in step
+    rank = dl.rank(channel.control)
+    num_granules = tl.cdiv(shape.M, GRANULE_ROWS)
+    start_epoch(channel, epoch, rank, WORLD_SIZE, TARGET)
+    if tl.program_id(0) < num_push:
+        dl.await_peers(channel.ready, epoch, channel.control, rank, WORLD_SIZE, TARGET)
+        _push_drawn(pointers, channel, shape, rank, epoch, COPY, TARGET)
+    num_tiles_m = tl.cdiv(shape.M, BLOCK_M)
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_k_tiles = tl.cdiv(K, BLOCK_K)
+    turns = _deal(num_tiles_m * num_tiles_n, num_early_tiles, num_push)
+    turn = tl.cast(0, tl.int32)
+    behind = tl.cast(1, tl.int32)  # flags of all granules of all ranks that were not seen yet
+    while (turn < turns.total) & (behind > 0):
+        row, col = _place_of_turn(turn, turns, num_tiles_m, num_tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        granule = row // GRANULE_ROWS
+        flags = channel.signals + granule
+        dl.wait_ranks(flags, num_granules, epoch, channel.control, granule, WORLD_SIZE, RANKS_POW2, TARGET)
+        dl.fence_async_proxy(TARGET)
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+        turn += 1
+        behind = _num_behind(channel.signals, WORLD_SIZE * num_granules, epoch)
+    dl.fence(TARGET)  # the acquire of what _num_behind saw
+    dl.fence_async_proxy(TARGET)
+    for late_turn in tl.range(turn, turns.total, 1, flatten=True):
+        row, col = _place_of_turn(late_turn, turns, num_tiles_m, num_tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
+        store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
+    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
+
+
+class PreparedA2AGemm:
+    """All heads of the local rows times a weight, the push of this rank's share in the same kernel."""
+
+    def __init__(
+        self,
+        context: SPContext,
+        layout: HeadsLayout,
+        m: int,
+        n: int,
+        dtype: torch.dtype,
+        weight_layout: WeightLayout,
+        choice: ProjectionChoice,
+        packed: bool,
+    ) -> None:
+        config = choice.config
+        self.config, self.n = config, n
+        self.k = k = context.world_size * layout.num_columns
+        granule_rows = transfer_sizes.granule_rows(m, config.block_m, layout.num_columns * dtype.itemsize)
+        self._transfer = transfer = Transfer(
+            context, A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, packed=packed
+        )
+        self._a = make_descriptor(transfer.buffer.local[:, :k], (config.block_m, config.block_k))
+        self._b_block = config.b_block(weight_layout == "nt")
+        num_tiles, world = config.num_tiles(m, n), context.world_size
+        if context.is_cuda:
+            num_programs = context.num_sms
+            self._deal = transfer_sizes.deal_of(m, n, k, world, config, num_programs, dtype.itemsize, choice.programs)
+        else:
+            num_programs, self._deal = 2, (1, num_tiles // 3)
+        self._launch = KernelLaunch(
+            a2a_gemm_kernel,
+            num_programs,
+            {
+                **config.tile_constants(transpose_b=weight_layout == "nt"),
+                "COPY": transfer.blocks,
+                "RANKS_POW2": next_power_of_2(world),
+                "TARGET": context.target,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+    def borrowed(self) -> torch.Tensor:
+        """What the last call multiplied [m, k]; where rows are not padded, where it lies: until the next op of the
+        context."""
+        return self._transfer.buffer.local[:, : self.k].contiguous()
+
+    def __call__(
+        self, parts: Sequence[torch.Tensor], weight: torch.Tensor, keep: bool, table: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """([m, n], what was multiplied [m, k] or None)."""
+        transfer = self._transfer
+        context = transfer.context
+        parts = [part.contiguous() for part in parts]
+        out = empty_aligned(transfer.m, self.n, transfer.dtype, context.device)
+        key = (weight.stride(), *memory_of(weight, out, *parts, table))
+        if not self._launch.repeat(key, current_handle(context.device)):
+            operand = aligned_operand(weight)
+            self._launch(
+                self._a,
+                make_descriptor(operand, self._b_block),
+                make_descriptor(out, self.config.store_block),
+                *transfer.copy_arguments(parts, table),
+                self.n,
+                self.k,
+                *self._deal,
+                key=key if operand is weight else None,
+            )
+        context.leave(transfer.channel)
+        return out.contiguous(), transfer.buffer.local[:, : self.k].clone() if keep else None
+
+
+@outside_compile
+def a2a_gemm(
+    parts: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    *,
+    context: SPContext,
+    layout: HeadsLayout,
+    weight_layout: WeightLayout = "nt",
+    return_gathered: Literal["no", "copy", "borrow"] = "no",
+    row_table: torch.Tensor | None = None,
+    choice: ProjectionChoice | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Gives every rank all heads of its chunks and projects them: the output projection's forward, QKV's dgrad.
+
+    The bits are those of the reorder and all-to-all of each part, then the GEMM over all heads.
+
+    Args:
+        parts: One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
+        weight: [N, world * layout.num_columns] (``nt``) or its transpose (``nn``).
+        context: The group's context.
+        layout: Columns of one rank.
+        weight_layout: How ``weight`` lies.
+        return_gathered: ``copy``: also return what was multiplied, [local rows, world * layout.num_columns];
+            ``borrow``: the same, which may lie in the context's buffer: until the next op of the context.
+        row_table: As ``gemm_a2a``.
+        choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
+
+    Returns:
+        [s / world, ..., N], and the gathered rows if asked for.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
+    """
+    context.enter("a2a_gemm", parts[0].shape, weight.shape, weight.dtype)
+    kinds = *kinds_of(parts), weight.shape, weight.dtype, weight.device
+    key = ("a2a_gemm", *kinds, layout, weight_layout, choice, kind_of(row_table))
+    prepared = context.prepared.get(key)
+    if prepared is None:
+        name, world = "a2a_gemm", context.world_size
+        check_parts(name, context, layout, parts, row_table, whole_sequence=True)
+        k = world * layout.num_columns
+        check_gemm(name, context, parts[0], k, -1, weight, weight_layout)
+        m, n = parts[0].shape[:-2].numel() // world, weight.shape[0 if weight_layout == "nt" else 1]
+        dtype = parts[0].dtype
+        chosen = choice or choose(Product("a2a_gemm", weight_layout, m, n, k, dtype), context)
+        prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen, row_table is not None)
+        context.prepared[key] = prepared
+    out, gathered = prepared(parts, weight, return_gathered == "copy", row_table)
+    if return_gathered == "borrow":
+        gathered = prepared.borrowed()
+    lead = parts[0].shape[:-2]
+    y = out.view(lead[0] // context.world_size, *lead[1:], prepared.n)
+    return (y, gathered) if gathered is not None else y

@@ -1,0 +1,224 @@
+"""``to_heads``, ``to_sequence`` and ``gather_sequence``: the exchanges of Ulysses without a GEMM.
+
+``to_heads`` is, for each part, an all-to-all and the reorder of chunks; ``to_sequence`` is its inverse:
+
+    arrived = all_to_all_single(torch.stack(part.chunk(world, dim=heads)))
+    whole = torch.cat([chunk of position i for i in range(2 * world)])  # rank r sent chunks r and 2 * world - 1 - r
+
+    current stream        | push: granule 0 to rank + 1, rank + 2, ..., own; granule 1 ... |
+    communication stream  | receive: wait for the flag of each granule, take the parts apart |
+
+``gather_sequence`` is the exchange in front of an A2A-GEMM by itself: the push runs on the communication stream while
+the caller's work (a weight gradient) runs on the current one.
+
+All enqueue, and never wait for the device but at the first call of a new shape. Bits are those of the all-to-all and
+the reorder: rows and columns are only moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.sp import transfer_sizes
+from ditron_train.sp.choices import exchange_programs
+from ditron_train.sp.context import SPContext
+from ditron_train.sp.layouts import HeadsLayout
+from ditron_train.sp.transfer import (
+    GATHER,
+    TO_HEADS,
+    TO_SEQUENCE,
+    Receiver,
+    Transfer,
+    arrived_kernel,
+    check_parts,
+    kind_of,
+    kinds_of,
+    push_kernel,
+)
+from ditron_train.stream.events import current_handle
+
+
+class PreparedExchange:
+    """``to_heads`` or ``to_sequence`` of one shape: a push, and beside it the kernel that takes apart what arrives."""
+
+    def __init__(
+        self,
+        context: SPContext,
+        layout: HeadsLayout,
+        m: int,
+        dtype: torch.dtype,
+        *,
+        towards_heads: bool,
+        packed: bool,
+        programs: int,
+    ) -> None:
+        operation = TO_HEADS if towards_heads else TO_SEQUENCE
+        self._transfer = transfer = Transfer(context, operation, layout, m, dtype, packed=packed)
+        self._push = transfer.copy_kernel(push_kernel, programs)
+        self._receive = Receiver(transfer, programs)
+
+    def __call__(
+        self, parts: Sequence[torch.Tensor], lead: Sequence[int], table: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """``lead``: leading dimensions of the result."""
+        transfer = self._transfer
+        context = transfer.context
+        parts = [part.contiguous() for part in parts]
+        results = self._receive.empty(lead)
+        context.fork()
+        with context.aborting(transfer.channel):
+            # The push first: with one hardware queue the kernel that waits would stand in front of it.
+            transfer.copy(self._push, parts, table)
+            self._receive(results, table)
+        context.join()
+        context.leave(transfer.channel)
+        return results
+
+
+class PreparedGather:
+    """All heads of the local rows, as an A2A-GEMM multiplies them, left in the context's buffer."""
+
+    def __init__(self, context: SPContext, layout: HeadsLayout, m: int, dtype: torch.dtype, *, packed: bool) -> None:
+        self._transfer = transfer = Transfer(context, GATHER, layout, m, dtype, packed=packed)
+        self._columns = context.world_size * layout.num_columns
+        self._push = transfer.copy_kernel(push_kernel, transfer_sizes.GATHER_PROGRAMS)
+        constants = {"WORLD_SIZE": context.world_size, "TARGET": context.target}
+        self._arrived = KernelLaunch(arrived_kernel, 1, constants, num_warps=1)
+
+    def __call__(
+        self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, meanwhile: Callable[[], object]
+    ) -> torch.Tensor:
+        """[m, world * columns], until the next op of the context (a copy where rows are padded).
+
+        ``meanwhile``: enqueued while they arrive.
+        """
+        transfer = self._transfer
+        context = transfer.context
+        parts = [part.contiguous() for part in parts]
+        context.start(transfer.channel, lambda: transfer.copy(self._push, parts, table, on_side=True))
+        with context.aborting(transfer.channel):
+            try:
+                meanwhile()
+            finally:  # whatever it raises: launches are counted, and the other stream still reads what is given here
+                if not self._arrived.repeat("arrived", current_handle(context.device)):
+                    given = transfer.channel.pointers(transfer.signature), transfer.num_granules
+                    self._arrived(*given, key="arrived")
+        context.join()
+        context.leave(transfer.channel)
+        return transfer.buffer.local[:, : self._columns].contiguous()
+
+
+@outside_compile
+def gather_sequence(
+    parts: Sequence[torch.Tensor],
+    *,
+    context: SPContext,
+    layout: HeadsLayout,
+    row_table: torch.Tensor | None = None,
+    meanwhile: Callable[[], object],
+) -> torch.Tensor:
+    """Gives every rank all heads of its chunks, as ``a2a_gemm`` multiplies them, under other work.
+
+    Args:
+        parts, context, layout, row_table: As ``a2a_gemm``.
+        meanwhile: Enqueues what runs while they arrive, on the current stream.
+
+    Returns:
+        [local rows, world * layout.num_columns], in the context's buffer: until its next op.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``a2a_gemm``.
+    """
+    name = "gather_sequence"
+    context.enter(name, parts[0].shape, parts[0].dtype)
+    key = (name, layout, kind_of(row_table), *kinds_of(parts))
+    prepared = context.prepared.get(key)
+    if prepared is None:
+        check_parts(name, context, layout, parts, row_table, whole_sequence=True)
+        m = parts[0].shape[:-2].numel() // context.world_size
+        prepared = PreparedGather(context, layout, m, parts[0].dtype, packed=row_table is not None)
+        context.prepared[key] = prepared
+    return prepared(parts, row_table, meanwhile)
+
+
+def _exchange(
+    name: str,
+    context: SPContext,
+    layout: HeadsLayout,
+    parts: Sequence[torch.Tensor],
+    towards_heads: bool,
+    row_table: torch.Tensor | None,
+    programs: int | None,
+) -> tuple[torch.Tensor, ...]:
+    context.enter(name, parts[0].shape, parts[0].dtype)
+    world = context.world_size
+    key = (name, layout, programs, kind_of(row_table), *kinds_of(parts))
+    prepared = context.prepared.get(key)
+    if prepared is None:
+        check_parts(name, context, layout, parts, row_table, whole_sequence=not towards_heads)
+        m = parts[0].shape[:-2].numel() // (1 if towards_heads else world)
+        options = dict(towards_heads=towards_heads, packed=row_table is not None)
+        programs = programs or exchange_programs(name, m, world * layout.num_columns, context)
+        prepared = PreparedExchange(context, layout, m, parts[0].dtype, **options, programs=programs)
+        context.prepared[key] = prepared
+    lead = parts[0].shape[:-2]
+    return prepared(parts, (lead[0] * world if towards_heads else lead[0] // world, *lead[1:]), row_table)
+
+
+@outside_compile
+def to_heads(
+    parts: Sequence[torch.Tensor],
+    *,
+    context: SPContext,
+    layout: HeadsLayout,
+    row_table: torch.Tensor | None = None,
+    programs: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The exchange before attention: all heads of this rank's chunks become this rank's heads of the whole sequence.
+
+    Args:
+        parts: One tensor a part, [s / world, ..., world * heads of a rank, head size]; fp32, bf16 or fp16, any
+            strides.
+        context: The group's context.
+        layout: Columns of one rank.
+        row_table: As ``gemm_a2a``.
+        programs: That move data; by the shape where None. They do not change bits.
+
+    Returns:
+        One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
+    """
+    return _exchange("to_heads", context, layout, parts, True, row_table, programs)
+
+
+@outside_compile
+def to_sequence(
+    parts: Sequence[torch.Tensor],
+    *,
+    context: SPContext,
+    layout: HeadsLayout,
+    row_table: torch.Tensor | None = None,
+    programs: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The inverse of ``to_heads``, the exchange after attention.
+
+    Args:
+        parts: One tensor a part, [s, ..., heads of this rank, head size].
+        context: The group's context.
+        layout: Columns of one rank.
+        row_table: As ``gemm_a2a``.
+        programs: As ``to_heads``.
+
+    Returns:
+        One tensor a part, [s / world, ..., world * heads of a rank, head size].
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
+    """
+    return _exchange("to_sequence", context, layout, parts, False, row_table, programs)
