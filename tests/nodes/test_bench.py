@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ditron_train.policy import Answer
 from tests.nodes import bench_nodes as nodes
 from tests.support.nodes import why_no_nodes
 from tests.support.patience import HANG_S
@@ -88,10 +89,11 @@ def test_a_pass_that_is_left_to_the_process_group_repeats_megatrons_time(
     monkeypatch, left, exchanges, plan, is_native
 ):
     context = SimpleNamespace(leaves_gather="gather" in left, leaves_sums="sums" in left)
-    monkeypatch.setattr(nodes.gate, "answer_for", lambda spec, call: SimpleNamespace(context=context, reason=None))
-    spec, shape = SimpleNamespace(name="tp column", row="x", measured="forward"), SimpleNamespace(model="m", sizes={})
+    monkeypatch.setattr(nodes.gate, "answer_for", lambda op, call: Answer(context))
+    op, shape = SimpleNamespace(name="tp column"), SimpleNamespace(model="m", sizes={})
     strict = [lambda: [1], lambda: [1], lambda: [1]]  # native, by rails throughout, as the answer has it
-    case = nodes._Case(spec, None, shape, *strict[:2], lambda _: strict[2], frozenset(exchanges), measured="forward")
+    paths = (*strict[:2], lambda _: strict[2])
+    case = nodes._Case(op, "x", None, shape, *paths, frozenset(exchanges), measured="forward")
     session = _Session()
     nodes._add_row(session, case, [])
     (row,) = session.rows

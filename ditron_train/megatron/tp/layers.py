@@ -18,6 +18,7 @@ from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.tp.routing import op_of, route
+from ditron_train.megatron.tp.spec import linear_of
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.linear import column_linear, is_whole
@@ -91,7 +92,7 @@ class DitronRowParallelLinear(RowParallelLinear, metaclass=InPlaceOf, native=Row
         if context is None:
             return super().forward(input_)
         wgrad = NativeWgrad(self.weight, self.gradient_accumulation_fusion)
-        linear = op_of("row", self.sequence_parallel).linear
+        linear = linear_of(op_of("row", self.sequence_parallel))
         output = linear(input_, self.weight, context=context, wgrad=wgrad)
         if self.skip_bias_add:
             return output, self.bias

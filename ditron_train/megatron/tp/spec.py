@@ -57,16 +57,11 @@ class LinearOp(Op[LinearCall, Any]):
         kind: Which layer.
         is_reduced: Without sequence parallelism: the row layer's forward is a GEMM and an all-reduce, and tokens are
             whole everywhere: ``x [s, b, K]`` of every call holds all of them.
-
-    Attributes:
-        linear: The fused layer's function.
     """
 
     def __init__(self, kind: Kind, *, is_reduced: bool = False) -> None:
         self.kind, self.is_reduced = kind, is_reduced
         self.name = f"tp {kind}" + (" ar" if is_reduced else "")
-        row: Callable[..., torch.Tensor] = row_linear_ar if is_reduced else row_linear
-        self.linear = column_linear if kind == "column" else row
 
     def key(self, call: LinearCall) -> tuple[Hashable, ...]:
         x, weight = call.x, call.weight
@@ -171,7 +166,8 @@ class LinearOp(Op[LinearCall, Any]):
         return lambda x, weight: (native(x, weight, group=call.group),)
 
     def fused(self, call: LinearCall, context: Any) -> Function:
-        return lambda x, weight: (self.linear(x, weight, context=context),)
+        linear = linear_of(self)
+        return lambda x, weight: (linear(x, weight, context=context),)
 
     def output_rows(self, rows: int, world_size: int) -> int:
         """Of the result of ``rows`` of the input."""
@@ -196,6 +192,13 @@ class LinearOp(Op[LinearCall, Any]):
             summed_dtype=call.x.dtype if follows_ring else None,
             log_decision=not call.is_forward and call.instead_of is None,  # else it is a part of what will run
         )
+
+
+def linear_of(op: LinearOp) -> Callable[..., torch.Tensor]:
+    """The fused layer's function."""
+    if op.kind == "column":
+        return column_linear
+    return row_linear_ar if op.is_reduced else row_linear
 
 
 def _unsupported_rows(op: LinearOp, call: LinearCall, world_size: int) -> str | None:

@@ -23,7 +23,7 @@ from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import computes_in_fp8
 from ditron_train.megatron.shared.te_wgrad import bias_in_product, wgrad_of
 from ditron_train.megatron.tp.routing import op_of, route
-from ditron_train.megatron.tp.spec import Kind
+from ditron_train.megatron.tp.spec import Kind, linear_of
 from ditron_train.megatron.tp.te_coverage import WITHOUT_SEQUENCE_PARALLEL
 from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of
 from ditron_train.megatron.tp.te_passes import reduce_amax_in_passes
@@ -129,7 +129,7 @@ def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torc
     if bias_in_product(layer) is not None:
         options.update(bias=layer.bias, rounds_once=True)
     # Natively a layer multiplies a whole copy of an input with strides.
-    return op_of(kind, layer.sequence_parallel).linear(x.contiguous(), layer.weight, context=context, **options)
+    return linear_of(op_of(kind, layer.sequence_parallel))(x.contiguous(), layer.weight, context=context, **options)
 
 
 @outside_compile
