@@ -571,8 +571,8 @@ class PartsGather(BaseGather):
         context = self.context
         addresses = tuple(part.data_ptr() for part in parts)
         context.start(self.channel, lambda: self._send(addresses), (self, addresses), addresses)
-        own = [(to, address, size) for (to, size), address in zip(self._own, addresses)]
         try:
+            own = [(to, address, size) for (to, size), address in zip(self._own, addresses)]
             if context.is_cuda:
                 memcpys_async(own, current_handle(context.device))
             else:

@@ -194,6 +194,25 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{TP_OPS}::test_an_op_that_all_ranks_give_up_in_the_middle_leaves_the_next_ones_right[wgrad]",),
     ),
     Mutation(
+        "recorded-though-its-key-says-too-little",
+        "stale recording",
+        "ditron_train/stream/plan.py",
+        "and enqueue() is not False:",
+        "and (enqueue(),):",
+        (
+            "tests/stream/test_recorded_graph.py::test_what_its_key_does_not_name_is_not_recorded",
+            f"{TP_OPS}::test_recorded_ops_are_named_by_all_that_they_depend_on",
+        ),
+    ),
+    Mutation(
+        "gather-left-open-where-own-rows-fail",
+        "dropped abort",
+        "ditron_train/tp/gather.py",
+        "            except BaseException:\n                self.abort()\n",
+        "            except BaseException:\n",
+        (f"{TP_OPS}::test_a_copy_of_own_rows_that_fails_leaves_no_open_epoch",),
+    ),
+    Mutation(
         "bias-inside-added-twice",
         "bias added twice",
         "ditron_train/tp/linear.py",

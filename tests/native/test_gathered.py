@@ -199,7 +199,7 @@ class _Started:
 
     num_given_up = 0
 
-    def give_up(self):
+    def abort(self):
         self.num_given_up += 1
 
 

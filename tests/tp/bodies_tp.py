@@ -36,6 +36,7 @@ from ditron_train.tp import (
 from ditron_train.tp import gather as tp_gather
 from ditron_train.tp.choices import Choice
 from ditron_train.tp.context import FLAGS_PER_RANK
+from ditron_train.tp.gather import start_gather_of_parts
 from ditron_train.tp.linear import PlainWgrad, _column_gradients
 from tests.support.patience import HANG_S, Lateness
 from tests.support.refused_launches import check_refused_launches
@@ -687,6 +688,35 @@ def refused(op: str) -> int:
     }
     try:
         return check_refused_launches(context, lambda repeat: [calls[op]()])
+    finally:
+        context.arena.close()
+
+
+def check_own_rows_that_fail(op: str) -> None:
+    """This rank's own rows cannot be copied once a gather has started, on all ranks: the next call is right."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    context = TPContext(dist.new_group(list(range(world))), CPU)
+    x = integers((8, 64), rank)
+    gathers = {
+        "rows": lambda: start_all_gather(x, context=context).wait(),
+        "parts": lambda: start_gather_of_parts([x], context=context).wait()[0],
+    }
+    expected = torch.cat([integers((8, 64), peer) for peer in range(world)])
+    try:
+        assert torch.equal(gathers[op](), expected)
+        (gather,) = context.prepared.values()
+        own = mock.Mock(copy_=mock.Mock(side_effect=_OutOfMemory)) if op == "rows" else [None]
+        with mock.patch.object(gather, "own_rows" if op == "rows" else "_own", own):
+            try:
+                gathers[op]()
+            except (_OutOfMemory, TypeError):
+                pass
+            else:
+                raise AssertionError("the copy did not fail")
+        started, consumed = context.gather_channel.tickets[:2].tolist()
+        assert started == consumed
+        dist.barrier()
+        assert torch.equal(gathers[op](), expected)
     finally:
         context.arena.close()
 

@@ -120,6 +120,11 @@ def test_a_launch_that_is_refused_leaves_no_fork_and_no_open_epoch(op):
         assert launches >= 2
 
 
+@pytest.mark.parametrize("op", ["rows", "parts"])
+def test_a_copy_of_own_rows_that_fails_leaves_no_open_epoch(op):
+    run_workers(2, bodies.check_own_rows_that_fail, op, env={"DITRON_TIMEOUT_S": "20"})
+
+
 @pytest.mark.parametrize("op", ["ag_gemm push", "ag_gemm copy"])
 def test_an_interrupt_is_not_hidden_by_a_wait(op):
     """Found by ``verify --faults``: who was interrupted in a kernel waited for its peers, and blamed them."""

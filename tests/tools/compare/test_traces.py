@@ -18,7 +18,7 @@ from ditron_train.tools.trace.timeline import read_chrome_trace
 from tests.support.made_traces import NATIVE, OURS
 
 
-def job(folder, events=None, step=2, rank=0, features=(), **header):
+def job(folder, events=None, step=2, rank=0, features=(), fused_calls=None, **header):
     """Notes of three steps, and a trace where there are events."""
     folder.mkdir(parents=True)
     trace = None if events is None else {"step": step, "rank": rank}
@@ -37,6 +37,7 @@ def job(folder, events=None, step=2, rank=0, features=(), **header):
             "grad_norm": None,
             "step": n,
             "seconds": None if n in (1, step) else n / 10,
+            "fused_calls": fused_calls or {},
         }
         for n in (1, 2, 3)
     ]
@@ -53,12 +54,15 @@ def compare(*words):
 
 
 def test_notes_with_traces_print_them(tmp_path, capsys):
-    native, ours = job(tmp_path / "native", NATIVE), job(tmp_path / "ours", OURS, features=["tp"])
+    native, ours = (
+        job(tmp_path / "native", NATIVE),
+        job(tmp_path / "ours", OURS, fused_calls={"tp": 3}, features=["tp"]),
+    )
     assert read_job(native).step_ms(1) == pytest.approx(300)  # of step 3 alone
     assert compare("--notes", native, ours) == 0
     printed = capsys.readouterr().out
     assert "rank 0 in step 2, ms" in printed and "ag_gemm_kernel" in printed and "-0.10" in printed
-    assert compare("--notes", native, job(tmp_path / "without", features=["tp"])) == 0
+    assert compare("--notes", native, job(tmp_path / "without", fused_calls={"tp": 3}, features=["tp"])) == 0
     assert "kernel" not in capsys.readouterr().out
 
 
@@ -66,7 +70,7 @@ def test_traces_that_are_not_there(tmp_path):
     native, without = job(tmp_path / "native", NATIVE), job(tmp_path / "without", features=["tp"])
     with pytest.raises(SettingError, match="without recorded no trace: start it with --ditron-record-trace"):
         compare("--trace", "--notes", native, without)
-    ours = job(tmp_path / "ours", OURS, features=["tp"])
+    ours = job(tmp_path / "ours", OURS, fused_calls={"tp": 3}, features=["tp"])
     trace = ours / "trace-rank0.json"
     for text, says in (
         ("{", "is no Chrome trace"),
