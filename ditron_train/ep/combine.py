@@ -27,7 +27,7 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.ep.context import EPContext, Kind, check_tokens, launch, move_tile, pointers
 from ditron_train.ep.dispatch import start
-from ditron_train.ep.handle import Layout
+from ditron_train.ep.handle import EPHandle
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.values import normal_values
@@ -298,7 +298,7 @@ def sum_returned(sums, inbox, tickets, num_tokens, chunk_tokens, hidden, num_exp
 
 
 def sum_sizes(
-    context: EPContext, layout: Layout, order: SumOrder, hidden: int, elements: int, *, with_grads: bool
+    context: EPContext, layout: EPHandle, order: SumOrder, hidden: int, elements: int, *, with_grads: bool
 ) -> SumSizes:
     """Constants of a kernel that returns rows of ``hidden`` elements, about ``elements`` at a time."""
     shape, (rows, columns) = layout.shape, move_tile(hidden, elements)
@@ -325,7 +325,7 @@ class PendingCombine:
     def __init__(
         self,
         y: torch.Tensor,
-        layout: Layout,
+        layout: EPHandle,
         context: EPContext,
         order: SumOrder,
         row_grads: torch.Tensor | None,
@@ -392,7 +392,7 @@ class PendingCombine:
 @outside_compile
 def combine(
     y: torch.Tensor,
-    layout: Layout,
+    layout: EPHandle,
     context: EPContext,
     *,
     order: SumOrder,
@@ -424,7 +424,7 @@ def combine(
 
 def begin_combine(
     y: torch.Tensor,
-    layout: Layout,
+    layout: EPHandle,
     context: EPContext,
     *,
     order: SumOrder,

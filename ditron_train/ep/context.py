@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep.handle import Layout, LayoutShape, LayoutSizes, Room
+from ditron_train.ep.handle import EPHandle, LayoutShape, LayoutSizes, Room
 from ditron_train.runtime.device import device_name, is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache, check_member
@@ -197,7 +197,7 @@ class EPContext(OpContext):
         """Orders the ops that move rows, of all contexts of the group."""
         return self._calls
 
-    def enter_move(self, channel: Channel, layout: Layout | None = None) -> torch.cuda.Stream | None:
+    def enter_move(self, channel: Channel, layout: EPHandle | None = None) -> torch.cuda.Stream | None:
         """Start of every op that moves rows: raises what an earlier op of any channel recorded (else each channel
         would wait a deadline of its own), orders this stream behind the last one's, and keeps the tables of ``layout``
         for this stream. Returns the stream, None on the CPU."""

@@ -29,7 +29,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.ep.context import EPContext, Kind, TokenBuffers, check_tokens, launch, move_tile, pointers
-from ditron_train.ep.handle import Layout
+from ditron_train.ep.handle import EPHandle
 from ditron_train.ep.layout import PendingLayout, SentAhead
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -288,7 +288,7 @@ def move_sizes(
 @outside_compile
 def dispatch(
     x: torch.Tensor,
-    layout: Layout,
+    layout: EPHandle,
     context: EPContext,
     *,
     probs_dtype: torch.dtype = torch.float32,
@@ -319,7 +319,7 @@ def dispatch(
 
 
 def _dispatch(
-    x: torch.Tensor, layout: Layout, context: EPContext, probs_dtype: torch.dtype, zero_probs: bool
+    x: torch.Tensor, layout: EPHandle, context: EPContext, probs_dtype: torch.dtype, zero_probs: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     check_tokens("dispatch", x, context)
     if x.shape[0] != layout.num_tokens:
@@ -356,7 +356,7 @@ def _dispatch(
 
 
 def _place_ahead(
-    x: torch.Tensor, layout: Layout, context: EPContext, placed: Placed, buffers: TokenBuffers, *, zero_probs: bool
+    x: torch.Tensor, layout: EPHandle, context: EPContext, placed: Placed, buffers: TokenBuffers, *, zero_probs: bool
 ) -> None:
     """Moves tokens that were sent ahead, and those of this rank, to their rows; the senders still run beside it."""
     channel, tables, hidden, move = context.dispatch_channel, layout.tables, x.shape[1], context.move

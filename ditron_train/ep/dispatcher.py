@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Union
+from typing import Any, Protocol, Union
 
 import torch
 
@@ -30,49 +30,95 @@ from ditron_train.ep.context import EPContext
 from ditron_train.ep.dispatch import dispatch
 from ditron_train.ep.gemm_combine import FewProduct, gemm_combine, layout_tiles
 from ditron_train.ep.grouped_gemm import RowTiles, group_gemm, group_wgrad
-from ditron_train.ep.handle import Layout
+from ditron_train.ep.handle import EPHandle
 from ditron_train.ep.plan import PAIRS, Pair
-from ditron_train.ep.rails import RailContext, RailLayout
+from ditron_train.ep.rails import RailContext, RailHandle
 from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_save
 from ditron_train.runtime.outside_compile import outside_compile
 
-AnyLayout = Union[Layout, RailLayout]
+AnyHandle = Union[EPHandle, RailHandle]
 AnyContext = Union[EPContext, RailContext]
 
 
-class _Movement(NamedTuple):
-    dispatch: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    combine: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+#: Rows, and one number for each of them or for each token and expert: probabilities or their gradients.
+Moved = tuple[torch.Tensor, Union[torch.Tensor, None]]
 
 
-_PEER_MEMORY, _RAILS = _Movement(dispatch, combine), _Movement(rails.dispatch, rails.combine)
+class TokenDispatcher(Protocol):
+    """Moves the tokens of one context to their experts and back, by the handle of their routing.
+
+    Arguments, results and errors are those of ``dispatch.dispatch`` and ``combine.combine``.
+    """
+
+    def dispatch(
+        self, x: torch.Tensor, handle: Any, *, probs_dtype: torch.dtype = ..., zero_probs: bool = ...
+    ) -> Moved:
+        """``x`` [T, hidden] to rows [N, hidden] of this rank's experts, the first time with their probabilities
+        [N]."""
+
+    def combine(
+        self,
+        rows: torch.Tensor,
+        handle: Any,
+        *,
+        order: SumOrder,
+        row_grads: torch.Tensor | None = ...,
+        probs_dtype: torch.dtype = ...,
+    ) -> Moved:
+        """Rows [N, hidden] to tokens [T, hidden], gradients of probabilities [N] to [T, num_experts]."""
 
 
-def _mover(layout: AnyLayout) -> _Movement:
-    """What moves the tokens of a layout: inside one node, or over several."""
-    return _RAILS if isinstance(layout, RailLayout) else _PEER_MEMORY
+@dataclass(frozen=True)
+class PeerMemoryDispatcher:
+    """All ranks reach each other's memory: one kernel each way."""
+
+    context: EPContext
+
+    def dispatch(self, x: torch.Tensor, handle: EPHandle, **options: Any) -> Moved:
+        """See ``TokenDispatcher``."""
+        return dispatch(x, handle, self.context, **options)
+
+    def combine(self, rows: torch.Tensor, handle: EPHandle, **options: Any) -> Moved:
+        """See ``TokenDispatcher``."""
+        return combine(rows, handle, self.context, **options)
+
+
+@dataclass(frozen=True)
+class RailDispatcher:
+    """Ranks on several nodes: along rails between nodes, by peer memory inside each."""
+
+    context: RailContext
+
+    def dispatch(self, x: torch.Tensor, handle: RailHandle, **options: Any) -> Moved:
+        """See ``TokenDispatcher``."""
+        return rails.dispatch(x, handle, self.context, **options)
+
+    def combine(self, rows: torch.Tensor, handle: RailHandle, **options: Any) -> Moved:
+        """See ``TokenDispatcher``."""
+        return rails.combine(rows, handle, self.context, **options)
+
+
+def token_dispatcher(context: AnyContext) -> TokenDispatcher:
+    """What moves the tokens of a context."""
+    return RailDispatcher(context) if isinstance(context, RailContext) else PeerMemoryDispatcher(context)
 
 
 @outside_compile
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder
+        ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: AnyHandle, context: AnyContext, order: SumOrder
     ):
-        ctx.layout, ctx.context, ctx.order = layout, context, order
+        ctx.layout, ctx.dispatcher, ctx.order = layout, token_dispatcher(context), order
         ctx.probs_dtype = probs.dtype
-        rows, row_probs = _mover(layout).dispatch(
-            x, layout, context, probs_dtype=probs.dtype, zero_probs=order == "descending"
-        )
-        return rows, row_probs
+        return ctx.dispatcher.dispatch(x, layout, probs_dtype=probs.dtype, zero_probs=order == "descending")
 
     @staticmethod
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor):
         refuse_second_derivatives("dispatch")
-        grad_x, grad_probs = _mover(ctx.layout).combine(
+        grad_x, grad_probs = ctx.dispatcher.combine(
             grad_rows,
             ctx.layout,
-            ctx.context,
             order=ctx.order,
             row_grads=grad_row_probs if ctx.needs_input_grad[1] else None,
             probs_dtype=ctx.probs_dtype,
@@ -83,19 +129,19 @@ class _Dispatch(torch.autograd.Function):
 @outside_compile
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder) -> torch.Tensor:
-        ctx.layout, ctx.context = layout, context
-        return _mover(layout).combine(y, layout, context, order=order)[0]
+    def forward(ctx: Any, y: torch.Tensor, layout: AnyHandle, context: AnyContext, order: SumOrder) -> torch.Tensor:
+        ctx.layout, ctx.dispatcher = layout, token_dispatcher(context)
+        return ctx.dispatcher.combine(y, layout, order=order)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor):
         refuse_second_derivatives("combine")
-        return _mover(ctx.layout).dispatch(grad_out, ctx.layout, ctx.context)[0], None, None, None
+        return ctx.dispatcher.dispatch(grad_out, ctx.layout)[0], None, None, None
 
 
 @outside_compile
 def dispatch_tokens(
-    x: torch.Tensor, probs: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder
+    x: torch.Tensor, probs: torch.Tensor, layout: AnyHandle, context: AnyContext, order: SumOrder
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Differentiable ``dispatch`` of a fresh layout.
 
@@ -113,7 +159,7 @@ def dispatch_tokens(
 
 
 @outside_compile
-def combine_rows(y: torch.Tensor, layout: AnyLayout, context: AnyContext, order: SumOrder) -> torch.Tensor:
+def combine_rows(y: torch.Tensor, layout: AnyHandle, context: AnyContext, order: SumOrder) -> torch.Tensor:
     """Differentiable ``combine``: y [num_rows, hidden] to [num_tokens, hidden]."""
     return _Combine.apply(y, layout, context, order)
 
@@ -142,7 +188,7 @@ class ExpertCall:
         few: Natively; None: ours does.
     """
 
-    layout: Layout
+    layout: EPHandle
     context: EPContext
     order: SumOrder
     fused: frozenset[Pair] = frozenset(PAIRS)

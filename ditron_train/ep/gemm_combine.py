@@ -47,7 +47,7 @@ import ditron_train.lang as dl
 from ditron_train.ep.combine import SumOrder, Sums, sum_sizes, sum_tokens
 from ditron_train.ep.context import EPContext, Kind, check_tokens, launch, pointers
 from ditron_train.ep.grouped_gemm import RowTiles, gemm_operands, group_product, row_tiles, store_block, tile_at
-from ditron_train.ep.handle import Layout
+from ditron_train.ep.handle import EPHandle
 from ditron_train.schedule.tiles import ordered_tile
 
 
@@ -394,7 +394,7 @@ FewProduct = Callable[[torch.Tensor, Sequence[torch.Tensor], bool, torch.Tensor,
 _PLAN_BLOCK = 128  # row tiles that a program of a plan orders
 
 
-def layout_tiles(layout: Layout) -> RowTiles:
+def layout_tiles(layout: EPHandle) -> RowTiles:
     """The row tiles of a layout's experts; listed once, forward and backward use them."""
     if layout.tiles is None:
         layout.tiles = row_tiles(layout.expert_tokens, layout.num_rows)
@@ -402,7 +402,7 @@ def layout_tiles(layout: Layout) -> RowTiles:
 
 
 def _plan(
-    layout: Layout, context: EPContext, tiles: RowTiles, fewest_rows: int, tile_count: int
+    layout: EPHandle, context: EPContext, tiles: RowTiles, fewest_rows: int, tile_count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of the row tiles, and a fresh board; ``tile_count``: what a row tile's counter ends at."""
     shape = layout.shape
@@ -425,7 +425,7 @@ def num_programs(context: EPContext) -> int:
 
 def gemm_combine(
     x: torch.Tensor,
-    layout: Layout,
+    layout: EPHandle,
     context: EPContext,
     weights: Sequence[torch.Tensor],
     *,

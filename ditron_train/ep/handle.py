@@ -20,7 +20,25 @@ from ditron_train.runtime.sizes import next_power_of_2
 
 
 class Tables(NamedTuple):
-    """int32 tables of one layout; ``layout.exchange_counts`` says what they hold."""
+    """int32 tables of one layout, written by ``layout.count_chunks`` and ``layout.exchange_counts``.
+
+    Shapes: C chunks of a rank's tokens, R ranks and E experts of a rank, the last two padded to powers of two.
+
+    Attributes:
+        chunk_counts: [C, R * E] tokens for each expert in the chunks before this one.
+        chunk_dests: [C, R] distinct tokens for each rank in the chunks before this one.
+        chunk_widest: [C] experts of the token that has most.
+        chunk_entries: [R, C + 1] entries for each rank before each chunk; the last column: all of them.
+        row_base: [R * E] first row of this rank's tokens at each expert.
+        slot_base: [R] first slot of this rank's tokens at each rank.
+        entry_base: [R] first entry of this rank at each rank.
+        list_base: [R] first entry for each rank in this rank's own list.
+        recv_offsets: [R, C + 1] first received entry of each source's chunk; the last column: their end.
+        expert_tokens: [E] rows of each local expert.
+        sources: [R, E] rows of each local expert from each rank.
+        limits: [8] rows of this rank, then the rows, slots and places that every rank has room for, then the epoch of
+            the next dispatch.
+    """
 
     chunk_counts: torch.Tensor
     chunk_dests: torch.Tensor
@@ -243,32 +261,37 @@ class HostCounts:
 
 
 @dataclass
-class Layout:
-    """One routing on this rank, kept for backward. Tables are int32 on the device (see ``layout``).
+class EPHandle:
+    """One routing on this rank: made by ``begin_layout``, completed by dispatch, used by combine and by backward.
+
+    Shapes: T tokens of this rank, K top-k (``topk_lanes`` padded to a power of two), R ranks, E experts of a rank,
+    N rows of this rank's experts, P places: T * K, or as many as a padded routing map has entries at most. All tensors
+    but ``tokens_per_expert`` are int32 on the device.
 
     Attributes:
-        num_tokens: Tokens of this rank.
-        chunk_tokens: Tokens of one of its chunks.
-        num_rows: Rows that this rank's experts get (with a capacity: rows of the buffer).
-        tokens_per_expert: int64 [experts_per_rank]: on the CPU with exact sizes, on the device with a capacity.
-        tables: Counts and offsets.
-        expert_ids: [num_tokens, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [places].
-        token_places: ragged: [num_tokens + 1] first place of each token, and their number; else ``expert_ids``, not
-            looked at.
+        shape: What all handles of the context have in common.
+        num_tokens: T.
+        chunk_tokens: Tokens of one of this rank's chunks.
+        num_rows: N (with a capacity: rows of the buffer).
+        tokens_per_expert: int64 [E], rows of each local expert: on the CPU with exact sizes, on the device with a
+            capacity.
+        tables: Counts and offsets, see ``Tables``.
+        expert_ids: [T, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [P].
+        token_places: ragged: [T + 1] first place of each token, and their number; else ``expert_ids``, not looked at.
         ragged: Whether a token may have any number of experts (a padded map), and so as many places.
-        dest_slots: [num_tokens, ranks] slot of a token at each rank, -1 where it is not sent.
-        send_list: [num_tokens * topk, 4] entries that this rank sends; dropped after the first dispatch.
-        entries: [num_rows, 4] entries that this rank received: row, slot, place, probability bits.
-        origins: [num_rows, 2] the same by row: source rank and place.
+        dest_slots: [T, R padded to a power of two] slot of a token at each rank, -1 if the token is not sent there.
+        send_list: [P, 4] entries that this rank sends; None after the first dispatch.
+        entries: [N, 4] entries that this rank received: row, slot, place, probability bits. Written by dispatch.
+        origins: [N, 2] the same by row: source rank and place. Written by dispatch.
         slot_capacity: Slots that every rank has room for.
         entry_capacity: Rows that every rank has room for.
         place_capacity: Places that every rank has room for.
-        ahead: The tokens, where they were sent before the sizes were known (``dispatch_ahead``) and are not placed
-            yet.
+        ahead: [T, hidden], the tokens, if they were sent before the sizes were known (``dispatch_ahead``) and are not
+            placed yet.
         tiles: The experts' row tiles (``grouped_gemm.RowTiles``), once something asked for them.
-        expert_rows: [num_experts] rows of each expert of any rank; None where the host does not know.
-        kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None where there
-            is neither.
+        expert_rows: NumPy [R * E], rows of each expert of any rank; None if the host does not know.
+        kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None if there is
+            neither.
     """
 
     shape: LayoutShape

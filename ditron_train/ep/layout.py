@@ -21,7 +21,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.ep.context import DTYPES, EPContext, Kind, check_tokens, launch, pointers
-from ditron_train.ep.handle import Destinations, HostCounts, Layout, Room, Starts, Tables
+from ditron_train.ep.handle import Destinations, EPHandle, HostCounts, Room, Starts, Tables
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -421,7 +421,7 @@ class PendingLayout:
         tables = self.tables
         return Destinations(self.dest_slots, self.send_list, tables.chunk_entries, tables.list_base, tables.entry_base)
 
-    def finish(self) -> Layout:
+    def finish(self) -> EPHandle:
         """Waits for the counts, makes the buffers large enough and returns the layout.
 
         Raises:
@@ -471,10 +471,10 @@ class PendingLayout:
         room: Room,
         expert_rows: np.ndarray | None,
         ahead: torch.Tensor | None = None,
-    ) -> Layout:
+    ) -> EPHandle:
         shape, device = self.context.shape, self.context.device
         on_one_stream = device.type == "cuda" and current_stream(device) is self.begun_on
-        return Layout(
+        return EPHandle(
             shape=shape,
             num_tokens=self.num_tokens,
             chunk_tokens=self.chunk_tokens,

@@ -26,7 +26,7 @@ from ditron_train.ep.combine import SumOrder
 from ditron_train.ep.combine import combine as combine_in_node
 from ditron_train.ep.context import EPContext, get_ep_context
 from ditron_train.ep.dispatch import dispatch as dispatch_in_node
-from ditron_train.ep.handle import Layout
+from ditron_train.ep.handle import EPHandle
 from ditron_train.ep.layout import PendingLayout
 from ditron_train.ep.layout import begin_layout as begin_layout_in_node
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
@@ -106,7 +106,7 @@ def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: i
 
 
 @dataclass
-class RailLayout:
+class RailHandle:
     """One routing over several nodes, kept for backward.
 
     Attributes:
@@ -126,7 +126,7 @@ class RailLayout:
     num_tokens: int
     num_rows: int
     tokens_per_expert: torch.Tensor
-    inner: Layout
+    inner: EPHandle
     rows_order: torch.Tensor
     inner_order: torch.Tensor
     send_index: torch.Tensor
@@ -145,7 +145,7 @@ class _Visits(NamedTuple):
     Attributes:
         by_node: bool [nodes, tokens, experts of a node].
         node, token: int64: of each visit, by node.
-        sent, received, returned, awaited: As of a ``RailLayout``.
+        sent, received, returned, awaited: As of a ``RailHandle``.
         widest: To how many experts a token of this rail goes at most.
     """
 
@@ -169,7 +169,7 @@ class PendingRailLayout:
     dtype: torch.dtype
     context: RailContext
 
-    def finish(self) -> RailLayout:
+    def finish(self) -> RailHandle:
         """Exchanges what the nodes need to know of each other and lays the visitors out.
 
         Raises:
@@ -178,7 +178,7 @@ class PendingRailLayout:
         with self.context.nodes.naming("expert parallel layout"):
             return self._finished()
 
-    def _finished(self) -> RailLayout:
+    def _finished(self) -> RailHandle:
         context, visits = self.context, self._visits()
         node, token, sent, received = visits.node, visits.token, visits.sent, visits.received
         probs = self.probs.detach().unflatten(1, (context.num_nodes, -1)).transpose(0, 1)
@@ -226,7 +226,7 @@ class PendingRailLayout:
         first = context.inner.rank * local
         return of_rails[:, :-1].unflatten(1, mine.shape).permute(2, 0, 1)[first : first + local].numpy()
 
-    def _on_all_nodes(self, begin: Callable[[], PendingLayout], visits: _Visits, segments: np.ndarray) -> RailLayout:
+    def _on_all_nodes(self, begin: Callable[[], PendingLayout], visits: _Visits, segments: np.ndarray) -> RailHandle:
         """The layout, once every node has room for its own, which they tell each other while the rest is laid out.
 
         Raises:
@@ -243,14 +243,14 @@ class PendingRailLayout:
         assert layout is not None, "no node lacks room"
         return layout
 
-    def _laid_out(self, inner: Layout, visits: _Visits, segments: np.ndarray) -> RailLayout:
+    def _laid_out(self, inner: EPHandle, visits: _Visits, segments: np.ndarray) -> RailHandle:
         context, routed = self.context, self.routing_map
         rows_order = torch.from_numpy(_native_order(segments)).to(routed.device)
         assert len(rows_order) == inner.num_rows
         topk = context.inner.shape.topk
         held = inner.expert_ids[:, :topk].reshape(-1) >= 0
         row_index, experts = _awaited_rows(routed, visits.by_node, context.topk)
-        return RailLayout(
+        return RailHandle(
             num_tokens=routed.shape[0],
             num_rows=inner.num_rows,
             tokens_per_expert=inner.tokens_per_expert,
@@ -281,7 +281,7 @@ def _native_order(segments: np.ndarray) -> np.ndarray:
 
 
 def _awaited_rows(routed: torch.Tensor, by_node: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``RailLayout.row_index`` and ``experts``: rows come back by node, token, expert."""
+    """``RailHandle.row_index`` and ``experts``: rows come back by node, token, expert."""
     num_tokens = routed.shape[0]
     node, token, expert = by_node.nonzero(as_tuple=True)
     expert = node * by_node.shape[2] + expert
@@ -303,7 +303,7 @@ def begin_layout(
 
 def dispatch(
     x: torch.Tensor,
-    layout: RailLayout,
+    layout: RailHandle,
     context: RailContext,
     *,
     probs_dtype: torch.dtype = torch.float32,
@@ -323,7 +323,7 @@ def dispatch(
 
 def combine(
     y: torch.Tensor,
-    layout: RailLayout,
+    layout: RailHandle,
     context: RailContext,
     *,
     order: SumOrder,

@@ -35,7 +35,7 @@ def plan_on_host(routing_maps: Sequence[np.ndarray], shape: LayoutShape, *, ragg
     Args:
         routing_maps: bool [num_tokens of that rank, num_experts] by rank.
         shape: Of the context; ``topk`` must cover the widest token, and bytes must not matter to its chunks.
-        ragged: As ``Layout.ragged``: ``topk`` does not matter then.
+        ragged: As ``EPHandle.ragged``: ``topk`` does not matter then.
     """
     w, local = shape.world_size, shape.experts_per_rank
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(w)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ditron_train.ep import (
     EPContext,
-    Layout,
+    EPHandle,
     PendingLayout,
     begin_layout,
     combine,
@@ -117,7 +117,7 @@ def _sent_ahead(moves_between: int, here: bool) -> tuple[bool, bool]:
     return ahead, torch.equal(_dispatched(x, layout, context), expected)
 
 
-def _dispatched(x: torch.Tensor, layout: Layout, context: EPContext) -> torch.Tensor:
+def _dispatched(x: torch.Tensor, layout: EPHandle, context: EPContext) -> torch.Tensor:
     return dispatch(x, layout, context)[0]
 
 

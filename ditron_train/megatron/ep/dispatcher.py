@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from ditron_train.ep import (
     EPContext,
+    EPHandle,
     ExpertCall,
-    Layout,
     Pair,
     PendingLayout,
     RailContext,
@@ -163,7 +163,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         self._ep_context: EPContext | RailContext | None = None
         self._kept_context: EPContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
-        self._layout: Layout | rails.RailLayout | None = None
+        self._layout: EPHandle | rails.RailHandle | None = None
         self._no_room: str | None = None  # why nothing is pending: tensor parallel ranks learn it in token_dispatch
         self._order: SumOrder | None = None
         self._capacity = FixedCapacity()
@@ -191,7 +191,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         return self._ep_context
 
     @property
-    def dispatched(self) -> tuple[Layout | rails.RailLayout | None, SumOrder | None]:
+    def dispatched(self) -> tuple[EPHandle | rails.RailHandle | None, SumOrder | None]:
         """The layout of the tokens on their way, which ``token_combine`` ends, and the order of their sums."""
         return self._layout, self._order
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep import EPContext, ExpertCall, Layout, Pair, SumOrder, begin_layout, dispatch
+from ditron_train.ep import EPContext, EPHandle, ExpertCall, Pair, SumOrder, begin_layout, dispatch
 from ditron_train.ep.context import compiling
 from ditron_train.ep.dispatcher import backward_in, forward_out
 from ditron_train.ep.plan import NEVER, OTHER_BITS, PAIRS, RowProduct, agreed_fewest_rows, pairs_of_step, products_of
@@ -78,7 +78,7 @@ OPS: Sequence[Op[Any, Any]] = tuple(_PAIRS.values())
 
 
 def fused_pairs_here(
-    experts: Any, layout: Layout, context: EPContext, hidden_states: torch.Tensor, order: SumOrder, *, group: Any
+    experts: Any, layout: EPHandle, context: EPContext, hidden_states: torch.Tensor, order: SumOrder, *, group: Any
 ) -> frozenset[Pair]:
     """Which pairs of a movement and a grouped GEMM are faster as one kernel, with equal bits (collective the first
     time).
@@ -180,7 +180,7 @@ class _PairRuns:
     def __init__(
         self,
         experts: Any,
-        layout: Layout,
+        layout: EPHandle,
         context: EPContext,
         hidden_states: torch.Tensor,
         order: SumOrder,
@@ -199,7 +199,7 @@ class _PairRuns:
         return num_rows * columns * self._like.element_size()
 
     @functools.cached_property
-    def _data(self) -> tuple[Layout, dict[Pair, Callable[[ExpertCall], list[Any]]], list[int], str]:
+    def _data(self) -> tuple[EPHandle, dict[Pair, Callable[[ExpertCall], list[Any]]], list[int], str]:
         """A layout of even routing, the bodies of the pairs on it, tokens of each expert, and all of it in words
         (collective)."""
         experts, context, hidden_states = self._experts, self._context, self._like

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
-from ditron_train.ep import Layout
+from ditron_train.ep import EPHandle
 from ditron_train.ep.dispatcher import group_linear
 from ditron_train.ep.gemm_combine import layout_tiles
 from ditron_train.ep.grouped_gemm import RowTiles, are_whole
@@ -48,7 +48,7 @@ _GROUPED_BASE: Any = grouped_base()
 class DeviceCounts:
     """Rows of each local expert of one layout, known on the device alone."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: EPHandle) -> None:
         self._layout = layout
 
     def tolist(self) -> DeviceCounts:
