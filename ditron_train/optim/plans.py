@@ -182,7 +182,7 @@ class NewtonSchulzOp(Op[StepCall, ProductPlan]):
     logs_native = False  # a product by torch is no other path of the optimizer
 
     def group(self, call: StepCall) -> None:
-        """None."""
+        """None: each process decides alone."""
 
     def device(self, call: StepCall) -> torch.device:
         return call.device

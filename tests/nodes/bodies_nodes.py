@@ -317,7 +317,7 @@ def tp_strides(layout, frozen):
         group = make_group(dist.group.WORLD, range(world), "strides")
         call = LinearCall(x, weight, group, is_frozen=frozen, grad_y=grad_y)
         context = gate.answer_for(COLUMN, call).context
-        for function in (COLUMN.megatron(call), lambda x, weight: (column_linear(x, weight, context=context),)):
+        for function in (COLUMN.native(call), lambda x, weight: (column_linear(x, weight, context=context),)):
             leaf = x.clone().requires_grad_()
             with _counting(linear, "gemm_rs_over_nodes", found):
                 (y,) = function(leaf, weight)

@@ -101,7 +101,6 @@ class Fp8RowsOp(Op[Fp8RowsCall, None]):
         return lambda x: pair_of(call, x, [len(x) // call.num_experts] * call.num_experts)[0]()
 
     def fused(self, call: Fp8RowsCall, context: None) -> Function:
-        """Likewise."""
         return lambda x: pair_of(call, x, [len(x) // call.num_experts] * call.num_experts)[1]()
 
 
