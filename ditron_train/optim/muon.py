@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.optim.adamw_step import adamw_step
-from ditron_train.optim.elementwise import DecayMethod, apply_update, momentum_step
+from ditron_train.optim.elementwise import DecayMethod, adamw_step, apply_update, momentum_step
 from ditron_train.optim.kept_state import CopiedWithOptions
 from ditron_train.optim.newton_schulz import (
     CoefficientType,

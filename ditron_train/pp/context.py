@@ -17,8 +17,7 @@ from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
 from ditron_train.pp.nvshmem_channel import NvshmemChannel, NvshmemPuts, NvshmemSlots, make_nvshmem_arena
 from ditron_train.pp.nvshmem_endpoints import NvshmemReceiver, NvshmemSender
-from ditron_train.pp.sizes import LastingSizes
-from ditron_train.pp.slots import Slots
+from ditron_train.pp.slots import LastingSizes, Slots
 from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ditron_train.pp.kernel_channel import await_flag, current_or_none, launch
-from ditron_train.pp.kernels import HEADER_LANES, await_message_kernel
+from ditron_train.pp.kernel_channel import HEADER_LANES, await_flag, await_message_kernel, current_or_none, launch
 from ditron_train.pp.messages import LANE_NAMES, Copy, Header, disagreement
 from ditron_train.runtime.device import kernel_target
 from ditron_train.stream.waits import cyclic_difference

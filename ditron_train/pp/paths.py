@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.pp.channel import PipelineChannel
-from ditron_train.pp.kernels import MAX_PROGRAMS
+from ditron_train.pp.kernel_channel import MAX_PROGRAMS
 from ditron_train.runtime.errors import DitronError, NotSupportedError, SettingError
 from ditron_train.runtime.settings import Settings
 from ditron_train.stream import driver, waits_can_be_released

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.logs import get_logger
 
 
 def read_regular(path: Path) -> bytes:
@@ -103,3 +104,17 @@ def _is_still(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def export_trace(profiler: Any, path: Path) -> None:
+    """Writes a Chrome trace, whole or not at all; where it cannot be, training goes on, with one log line.
+
+    torch writes it beside ``path`` first. It raises nothing where the disk is full, and leaves what it has written.
+    """
+    path.unlink(missing_ok=True)  # an older one would pass for this one
+    try:
+        profiler.export_chrome_trace(str(path))
+    finally:
+        Path(f"{path}.tmp").unlink(missing_ok=True)
+    if not path.is_file():
+        get_logger("trace").warning("no trace %s: torch could not write it whole; is the disk full?", path)

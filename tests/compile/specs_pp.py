@@ -1,6 +1,6 @@
 """Kernels of the pipeline messages that take no copy engine."""
 
-from ditron_train.pp.kernels import BLOCK_WORDS, HEADER_LANES, NUM_WARPS
+from ditron_train.pp.kernel_channel import BLOCK_WORDS, HEADER_LANES, NUM_WARPS
 from tests.support.compile_check import KernelSpec
 
 _WAIT = {"signal": "i64", "epoch": "i32"}
@@ -8,7 +8,7 @@ _WAIT = {"signal": "i64", "epoch": "i32"}
 SPECS = [
     KernelSpec(
         name="pp_await",
-        kernel="ditron_train.pp.kernels:await_kernel",
+        kernel="ditron_train.pp.kernel_channel:await_kernel",
         signature={**_WAIT, "control_ptr": "*i64", "peer": "i32", "chunk": "i32"},
         num_warps=1,
         aligned=("control_ptr",),
@@ -16,7 +16,7 @@ SPECS = [
     ),
     KernelSpec(
         name="pp_await_message",
-        kernel="ditron_train.pp.kernels:await_message_kernel",
+        kernel="ditron_train.pp.kernel_channel:await_message_kernel",
         signature={
             **_WAIT,
             "sent": "i64",
@@ -34,7 +34,7 @@ SPECS = [
     ),
     KernelSpec(
         name="pp_notify",
-        kernel="ditron_train.pp.kernels:notify_kernel",
+        kernel="ditron_train.pp.kernel_channel:notify_kernel",
         signature=_WAIT,
         num_warps=1,
         aligned=(),
@@ -43,7 +43,7 @@ SPECS = [
     *(
         KernelSpec(
             name=f"pp_push{'' if aligned else '_bytes'}",
-            kernel="ditron_train.pp.kernels:push_kernel",
+            kernel="ditron_train.pp.kernel_channel:push_kernel",
             signature={"destination": "i64", "source": "i64", "num_bytes": "i64", **_WAIT, "arrived_ptr": "*i64"},
             constexprs={"IS_ALIGNED": aligned, "BLOCK": BLOCK_WORDS},
             num_warps={"default": NUM_WARPS, "hip": 16},

@@ -120,8 +120,7 @@ def _seldom(device: torch.device):
     from ditron_train.gemm.configs import GemmConfig
     from ditron_train.policy import self_check
     from ditron_train.policy.all_reduce_order import SumMap
-    from ditron_train.pp.kernel_channel import current_or_none, launch
-    from ditron_train.pp.kernels import HEADER_LANES, await_message_kernel
+    from ditron_train.pp.kernel_channel import HEADER_LANES, await_message_kernel, current_or_none, launch
     from ditron_train.runtime.device import kernel_target
     from ditron_train.sp import gather_sequence, get_sp_context, output_layout
     from ditron_train.symm import Channel, get_arena

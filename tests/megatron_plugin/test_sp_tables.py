@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("megatron.core")
 
-from ditron_train.megatron.sp import dot_product_attention, packed, rotary_tables  # noqa: E402
+from ditron_train.megatron.sp import dot_product_attention, packed  # noqa: E402
 from ditron_train.megatron.sp.nodes import NodesContext  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -54,9 +54,9 @@ def test_layers_that_are_computed_again_gather_no_table(monkeypatch: pytest.Monk
         for part in parts:
             part.copy_(local)
 
-    monkeypatch.setattr(rotary_tables.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(rotary_tables.dist, "all_gather", all_gather)
-    whole_of = rotary_tables.whole_rotary_table
+    monkeypatch.setattr(packed.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(packed.dist, "all_gather", all_gather)
+    whole_of = packed.whole_rotary_table
     try:
         local = torch.arange(16.0).view(8, 2)
         whole = whole_of(local, None)
@@ -66,9 +66,9 @@ def test_layers_that_are_computed_again_gather_no_table(monkeypatch: pytest.Monk
         for number in range(3):  # whatever memory it gets
             local = torch.full((8, 2), float(number))
             assert torch.equal(whole_of(local, None)[:4], local[:4]) and len(gathered) == 3 + number
-        assert len(rotary_tables._TablesOf._entries) <= 2, "the others' memory is gone"
+        assert len(packed._TablesOf._entries) <= 2, "the others' memory is gone"
     finally:
-        rotary_tables.forget_tables()
+        packed.forget_tables()
 
 
 def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,12 +83,10 @@ def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) ->
             asked.append(self._tensor)
             return self._tensor
 
-    for module in (dot_product_attention, packed, rotary_tables):
+    for module in (dot_product_attention, packed):
         monkeypatch.setattr(module, "CachedTensor", Kept)
-    monkeypatch.setattr(rotary_tables.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(
-        rotary_tables.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts]
-    )
+    monkeypatch.setattr(packed.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(packed.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts])
     local, starts = torch.arange(8.0).view(4, 2), torch.tensor([0, 8, 16])
     batch = SimpleNamespace(
         cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None
@@ -96,7 +94,7 @@ def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) ->
     dot_product_attention._kept_causal_mask.cache_clear()
     try:
         makers = (
-            lambda: rotary_tables.whole_rotary_table(local, None),
+            lambda: packed.whole_rotary_table(local, None),
             lambda: dot_product_attention._causal_mask(5, CPU),
             lambda: packed.table_of(batch, 2, 8),
         )
@@ -105,8 +103,8 @@ def test_kept_tables_are_asked_for_by_stream(monkeypatch: pytest.MonkeyPatch) ->
             asked.clear()
             assert make() is first and len(asked) == 1 and asked[0] is first
         local.add_(1)  # positions of another batch, in the same buffer
-        assert torch.equal(rotary_tables.whole_rotary_table(local, None)[:2], local[:2])
+        assert torch.equal(packed.whole_rotary_table(local, None)[:2], local[:2])
     finally:
-        rotary_tables.forget_tables()
+        packed.forget_tables()
         dot_product_attention._kept_causal_mask.cache_clear()
         packed._last_table.clear()

@@ -180,7 +180,7 @@ def tables_of_levels():
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from ditron_train.megatron.sp.rotary_tables import whole_rotary_table
+    from ditron_train.megatron.sp.packed import whole_rotary_table
 
     with _levels(2, 2):
         embedding = RotaryEmbedding(kv_channels=4, rotary_percent=1.0, use_cpu_initialization=True)

@@ -10,7 +10,7 @@ import torch
 from ditron_train.pp import endpoints as lanes
 from ditron_train.pp import network, nvshmem_channel
 from ditron_train.pp.endpoints import Receiver, Sender
-from ditron_train.pp.kernels import HEADER_LANES
+from ditron_train.pp.kernel_channel import HEADER_LANES
 from ditron_train.pp.messages import Header
 from ditron_train.pp.network import NetworkWork
 from ditron_train.pp.nvshmem_channel import NvshmemChannel

@@ -114,7 +114,7 @@ def test_what_layers_keep_for_each_other_is_made_anew(captured):
 
 def test_tables_of_positions_that_a_graph_fills_are_its_own(captured, monkeypatch):
     pytest.importorskip("megatron.core")
-    from ditron_train.megatron.sp import rotary_tables as sp
+    from ditron_train.megatron.sp import packed as sp
 
     monkeypatch.setattr(sp.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(sp.dist, "all_gather", lambda parts, local, group: [part.copy_(local) for part in parts])

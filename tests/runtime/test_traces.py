@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ditron_train.runtime.traces import export_trace
+from ditron_train.runtime.files import export_trace
 
 _ON_A_FULL_DISK = """
 import logging, resource, sys
 from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
-from ditron_train.runtime.traces import export_trace
+from ditron_train.runtime.files import export_trace
 logging.basicConfig(stream=sys.stdout)
 with profile(activities=[ProfilerActivity.CPU]) as profiler:
     for _ in range(200):

@@ -15,9 +15,9 @@ from torch.distributed import distributed_c10d
 
 from ditron_train.runtime.errors import ArenaError
 from ditron_train.symm import rendezvous as module
-from ditron_train.symm import torch_transport
+from ditron_train.symm import transport_choice
 from ditron_train.symm.rendezvous import rendezvous
-from ditron_train.symm.torch_transport import TorchTransport
+from ditron_train.symm.transport_choice import TorchTransport
 
 _LIBRARY = torch._C._distributed_c10d
 
@@ -136,7 +136,7 @@ def a_rendezvous_fails() -> tuple[list[str], int]:
 
     with (
         mock.patch.object(symm_mem, "empty", empty),
-        mock.patch.object(torch_transport, "rendezvous", meet),
+        mock.patch.object(transport_choice, "rendezvous", meet),
         mock.patch.object(TorchTransport, "_why_not", ""),
     ):
         return [hear(group) for group, ranks in zip(groups, lists) if rank in ranks], num_met

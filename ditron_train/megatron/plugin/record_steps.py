@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
 from ditron_train.megatron.plugin.record_trace import StepTracer, TraceRequest, trace_path
+from ditron_train.runtime.device_hold import energy_mj, sm_clock_mhz
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.gpu_clock import energy_mj, sm_clock_mhz
 from ditron_train.runtime.logs import decisions, log_once
 from ditron_train.runtime.provenance import collect_provenance
 from ditron_train.symm.arena import held_bytes

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.traces import export_trace
+from ditron_train.runtime.files import export_trace
 
 MIDDLE = "middle"
 

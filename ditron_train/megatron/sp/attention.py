@@ -28,13 +28,20 @@ from ditron_train.megatron.shared.in_place import InPlaceOf
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.sp.dot_product_attention import DitronDotProductAttention
 from ditron_train.megatron.sp.exchange import AttentionShape
-from ditron_train.megatron.sp.hooks import forget_hooks, why_not_hooks_of_ranks
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.nodes import forget_nodes
 from ditron_train.megatron.sp.norms import norms_of, why_not_norms
 from ditron_train.megatron.sp.output import output_fused
-from ditron_train.megatron.sp.packed import OneRank, packed_of, starts_of, table_of, why_not_packed
-from ditron_train.megatron.sp.rotary_tables import forget_tables, whole_rotary_table
+from ditron_train.megatron.sp.packed import (
+    OneRank,
+    forget_tables,
+    packed_of,
+    starts_of,
+    table_of,
+    whole_rotary_table,
+    why_not_packed,
+)
+from ditron_train.megatron.sp.projections import forget_hooks, why_not_hooks_of_ranks
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp import SPContext, late_wgrad

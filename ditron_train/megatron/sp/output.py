@@ -16,9 +16,9 @@ import torch
 
 from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
 from ditron_train.megatron.sp.exchange import AttentionShape
-from ditron_train.megatron.sp.hooks import why_not_hooks_of_ranks
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.packed import why_not_packed
+from ditron_train.megatron.sp.projections import why_not_hooks_of_ranks
 from ditron_train.megatron.sp.spec import route_output
 from ditron_train.policy import log_native
 from ditron_train.sp import SPContext

@@ -1,12 +1,19 @@
-"""One call of a linear layer, as the policy and the tools see it."""
+"""One call of a linear layer, as the policy and the tools see it.
+
+Which exchanges of a linear layer over nodes go by rails, and which the policy leaves to the process group.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ditron_train.policy import Decision
+from ditron_train.policy.probe import compares
+from ditron_train.runtime.settings import get_settings
 from ditron_train.tp.nodes import NodesTPContext
 
 
@@ -33,3 +40,65 @@ class LinearCall(NamedTuple):
     bias: torch.Tensor | None = None
     is_forward: bool = False
     instead_of: NodesTPContext | None = None
+
+
+_ORDERS = {1: "ascending", -1: "descending", 0: "native"}
+
+
+def _summed(call: LinearCall, context: NodesTPContext, is_column: bool) -> tuple[int, int]:
+    """Rows and columns of the product that is added up over ranks: in a column layer's backward, or in a row layer's
+    forward."""
+    rows, (n, k) = call.x.shape[:-1].numel(), call.weight.shape
+    return (rows * context.world_size, k) if is_column else (rows, n)
+
+
+def words_over_nodes(call: LinearCall, context: NodesTPContext, *, is_column: bool) -> str:
+    """How the exchanges go, for a plan's key."""
+    product, dtype = _summed(call, context, is_column), call.x.dtype
+    step = context.ring_step(*product, dtype) if context.sums_by_rails(*product, dtype) else 0
+    words = f", over {context.nodes.num_nodes} nodes, {_ORDERS[step]} sums" + ", native gather" * context.leaves_gather
+    if call.instead_of is not None:
+        left = "gather" if call.instead_of.leaves_gather else "sums"
+        words += f" instead of native {left}"
+    return words + ", forward" * call.is_forward
+
+
+def decide_over_nodes(
+    decide: Callable[[LinearCall], Decision], call: LinearCall, context: NodesTPContext, *, is_column: bool
+) -> Decision:
+    """Whether the layer runs by rails (collective).
+
+    Where times count, each pass is asked about by itself, and where rails are not faster its exchange is left to the
+    process group: the forward, since an evaluation runs nothing else, then the backward behind the forward that was
+    chosen. At last the layer as it would run is compared with Megatron's path.
+
+    Args:
+        decide: Of one way to run the layer.
+        call: The layer's.
+        context: Of this answer alone; it gets what is left to the process group.
+        is_column: Whether the layer gathers in its forward, else it adds up there.
+    """
+    summed, dtype = _summed(call, context, is_column), call.x.dtype
+    can_sum = context.sums_by_rails(*summed, dtype)
+    if get_settings().policy not in ("strict", "fast") or not compares(call.x.device):
+        decision = decide(call)
+        if can_sum and not decision.use_ditron:
+            context.leaves_sums = True
+            decision = decide(call)
+        return decision
+    forward = decide(call._replace(is_forward=True)) if is_column or can_sum else None
+    if forward is not None and forward.use_ditron:
+        if can_sum or not is_column:
+            other = _without(context, gather=not is_column)
+            if not decide(call._replace(instead_of=other)).use_ditron:
+                context.leaves_gather, context.leaves_sums = other.leaves_gather, other.leaves_sums
+        return decide(call)
+    context.leaves_gather, context.leaves_sums = is_column, not is_column
+    return forward if forward is not None and not can_sum else decide(call)
+
+
+def _without(context: NodesTPContext, *, gather: bool) -> NodesTPContext:
+    """The same context whose gather, or else whose sums, are the process group's."""
+    made = context.for_answer()
+    made.leaves_gather, made.leaves_sums = gather, not gather
+    return made

@@ -25,8 +25,7 @@ from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_b
 from ditron_train.megatron.shared.devices import why_not_on_device
 from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
-from ditron_train.megatron.tp.linear_call import LinearCall
-from ditron_train.megatron.tp.over_nodes import decide_over_nodes, words_over_nodes
+from ditron_train.megatron.tp.linear_call import LinearCall, decide_over_nodes, words_over_nodes
 from ditron_train.policy import Decision, Function, Op, Run, Trial
 from ditron_train.policy.op import dtype_name, make_trial
 from ditron_train.runtime.errors import ArenaError, NotSupportedError

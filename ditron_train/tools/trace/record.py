@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ditron_train.runtime.errors import NotSupportedError, SettingError
-from ditron_train.runtime.traces import export_trace
+from ditron_train.runtime.files import export_trace
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import check_folder
 from ditron_train.tools.cases import BenchCase, Shape
