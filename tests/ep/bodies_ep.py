@@ -299,8 +299,11 @@ def late_rank(late_s):
 
 def overflowing_capacity(topk):
     """An even step that fits, then everything to one rank, with room for less: that raises, or the next look does.
-    With ``topk`` 2 it is the rows alone that are too many: both of a token arrive in one slot."""
-    context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 4, topk)
+    With ``topk`` 2 it is the rows alone that are too many: both of a token arrive in one slot.
+
+    Of a group of its own: the failure stays in its channels, and other tests have such experts, too."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    context = get_ep_context(group, torch.device("cpu"), 4, topk)
     even, full = torch.arange(8) % 4, torch.full((8,), 3)
     try:
         for experts in (even, full):
