@@ -475,7 +475,7 @@ assert te_experts._grouped_kinds(layer, x) == frozenset()
 assert decisions()[-1] == "ep rows (FP8): native, they are quantised elsewhere"
 te_experts.why_not_code = lambda: None
 asked = []
-te_experts.gate.context_for = lambda spec, call: asked.append(call) or (None if call.are_grads else "faster")
+te_experts.gate.is_fused = lambda op, call: asked.append(call) or not call.are_grads
 kinds = te_experts.RowsKind(4, "E4M3", False, 0.0), te_experts.RowsKind(6, "E5M2", True, 0.5)
 assert te_experts._grouped_kinds(layer, x) == {{kinds[0]}}, "the other one is not faster"
 assert [(call.kind, call.width, call.are_grads, call.num_experts) for call in asked] == [
