@@ -750,11 +750,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{LAYERS}::test_layers_equal_native[bias-returned-2]",),
     ),
     Mutation(
-        "column-layers-without-sequence-parallelism-native",
+        "row-layers-without-sequence-parallelism-native",
         "fused path never taken",
-        "ditron_train/megatron/tp/layers.py",
-        'return bool(arguments.get("sequence_parallel") or arguments.get("allreduce_dgrad"))',
-        'return bool(arguments.get("sequence_parallel"))',
+        "ditron_train/megatron/tp/routing.py",
+        'if kind == "column" and not sequence_parallel:',
+        "if not sequence_parallel:",
         (f"{LAYERS}::test_layers_without_sequence_parallelism_equal_native[2-options0-False]",),
     ),
     Mutation(
