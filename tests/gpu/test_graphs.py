@@ -169,8 +169,10 @@ def _train(seed, impl, scope, *, use_te=True, **options):
         if helper is not None and step == 2:
             helper.create_cudagraphs()
         model.zero_grad_buffer()
+        batches = list(_batches(step, use_te))
+        torch.cuda.synchronize()  # Megatron's StaticBufferLoader copies them on a stream that waits for nothing
         losses = run(
-            forward_step_func=_forward_step, data_iterator=iter(list(_batches(step, use_te))), model=[model],
+            forward_step_func=_forward_step, data_iterator=iter(batches), model=[model],
             num_microbatches=NUM_MICROBATCHES, seq_length=LENGTH, micro_batch_size=1, forward_only=False,
         )  # fmt: skip
         torch.cuda.synchronize()
