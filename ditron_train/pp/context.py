@@ -286,7 +286,7 @@ class PipelineContext:
         if not self.in_one_node:
             return exchange(self.group, num_bytes, self._turns)
         assert self.channel is not None
-        asked = self.channel.mailbox.agree(num_bytes, self.channel.host_timeout_s, self.channel.check)
+        asked = self.channel.mailbox.values.agree(num_bytes, self.channel.host_timeout_s, self.channel.check)
         if any(value is None for value in asked):
             listed = ", ".join(
                 f"rank {rank}: {'not heard' if value is None else value}" for rank, value in enumerate(asked)
