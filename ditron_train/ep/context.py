@@ -211,7 +211,7 @@ class EPContext(OpContext):
     def rejoin(self) -> None:
         """``join``, if ``fork`` was called since the last one: a graph's capture asks for no less, and allows no
         more."""
-        if not self._is_joined:
+        if not self.is_joined:
             self.join()
 
     def record(self, op: str, *details: Hashable) -> None:

@@ -96,7 +96,7 @@ class SequenceGatherPlan(Transfer):
         """
         context = self.context
         parts = [part.contiguous() for part in parts]
-        context.start(self.channel, lambda: self.copy(self._push, parts, table, on_side=True))
+        self.fork(lambda: self.copy(self._push, parts, table, on_side=True))
         with self.aborting:
             try:
                 meanwhile()

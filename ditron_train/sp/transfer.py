@@ -31,6 +31,7 @@ from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.sp import transfer_sizes
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
+from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Plan
 
@@ -401,7 +402,7 @@ class Transfer(Plan[SPContext]):
         self.layout, self.m, self.dtype = layout, m, dtype
         widths = self._three(layout.widths, 0)
         values = (operation, m, layout.num_groups, *widths, k, dtype, granule_rows, block_n, int(packed))
-        self.signature = context.agree(self.channel, values)
+        self.signature = agree(context, self.channel, values)
         self.num_granules = -(-m // granule_rows)
         self.flags_per_granule = -(-layout.num_columns // block_n) if block_n else 1
         world = context.world_size
@@ -538,7 +539,7 @@ def check_rows(name: str, context: SPContext, lead: Sequence[int], num_ranks: in
     row_table = None if table is None else TensorKind(*table)
     length, num_rows = lead[0], torch.Size(lead).numel()
     if num_rows == 0:
-        context.agree_on_nothing((context.heads_channel, context.sequence_channel))
+        agree_on_nothing(context, (context.heads_channel, context.sequence_channel))
         raise NotSupportedError(f"{name}: an empty sequence")
     if row_table is not None and (
         length % num_ranks
