@@ -6,4 +6,4 @@ set -euo pipefail
 source "$(dirname "$0")/common.sh"
 prepare test
 cd "$ROOT"
-PYTHONPATH="$ROOT/scripts:$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$PY" -m megatron_tests "$@"
+PYTHONPATH="$ROOT/tests/harness:$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$PY" -m megatron_tests "$@"

@@ -342,7 +342,7 @@ class PendingCombine:
         self._prob_grads = torch.zeros(
             layout.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=y.device
         )
-        self._buffers = context.row_buffers(layout.place_capacity, hidden, y.dtype)
+        self._buffers = context.buffers.row_buffers(layout.place_capacity, hidden, y.dtype)
         self._sizes_of_call = (layout.num_tokens, layout.chunk_tokens, hidden, shape.num_experts)
         tables = layout.tables
         self._sums = Sums(self._out, self._prob_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)

@@ -103,6 +103,111 @@ class FusedConfig:
     place_elements: int = 16384
 
 
+class EPBuffers:
+    """The symmetric buffers that all layers of a group share, whatever their experts."""
+
+    def __init__(self, context: EPContext) -> None:
+        self._context = context
+        self._reserved: set[tuple] = set()
+
+    def _buffer(
+        self, name: str, num_rows: int, most_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype
+    ) -> SymmetricTensor:
+        """All rows that there are, at least ``num_rows``; with headroom up to ``most_rows`` if it has to grow. Same
+        arguments on every rank."""
+        key = (name, row_shape, dtype)
+        kept = self._context.prepared.get(key)
+        if kept is None or kept.shape[0] < num_rows:
+            kept = None  # the old memory is free before more is asked for
+            row_bytes = max(math.prod(row_shape) * dtype.itemsize, 1)
+            if self._context.arena.capacity_bytes(name) < max(num_rows, 1) * row_bytes:
+                num_rows = max(min(int(num_rows * _HEADROOM) + 1, max(most_rows, num_rows)), 1)
+                self._context.arena.tensor(name, (num_rows, *row_shape), dtype)
+            num_rows = self._context.arena.capacity_bytes(name) // row_bytes
+            kept = self._context.prepared[key] = self._context.arena.tensor(name, (num_rows, *row_shape), dtype)
+        return kept
+
+    def rows(self, num_rows: int, most_rows: int, hidden: int, dtype: torch.dtype) -> SymmetricTensor:
+        """The buffer through which tokens and rows travel, ``[num_rows, hidden]``."""
+        return self._buffer("ep/rows", num_rows, most_rows, (hidden,), dtype)
+
+    def _entries_buffer(self, num_rows: int, most_rows: int) -> SymmetricTensor:
+        """Where the entries of a layout arrive, int32 ``[num_rows, 4]``."""
+        return self._buffer("ep/entries", num_rows, most_rows, (4,), torch.int32)
+
+    def _grads_buffer(self, num_places: int) -> SymmetricTensor:
+        """Where gradients of probabilities arrive, fp32 ``[num_places]``."""
+        return self._buffer("ep/prob_grads", num_places, num_places, (), torch.float32)
+
+    def token_buffers(self, num_slots: int, num_entries: int, hidden: int, dtype: torch.dtype) -> TokenBuffers:
+        """What a dispatch works in: that much room on every rank."""
+        tokens = self.rows(num_slots, num_slots, hidden, dtype)
+        entries = self._entries_buffer(num_entries, num_entries)
+        return TokenBuffers(tokens.local, tokens.addresses, entries.local, entries.addresses)
+
+    def row_buffers(self, num_places: int, hidden: int, dtype: torch.dtype) -> RowBuffers:
+        """What a combine works in: that much room on every rank."""
+        rows, grads = self.rows(num_places, num_places, hidden, dtype), self._grads_buffer(num_places)
+        return RowBuffers(rows.local, rows.addresses, grads.local, grads.addresses)
+
+    def reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+        """Makes every buffer that a layout needs large enough (collective where one must grow).
+
+        Args:
+            room: What the largest rank needs.
+            tokens: Of all ranks together.
+            hidden: Elements of a token.
+            dtype: Their type.
+
+        Raises:
+            ArenaError: They do not fit; on every rank alike.
+        """
+        before = self._buffer_bytes()
+        self.rows(max(room.slots, room.places), max(tokens, room.places), hidden, dtype)
+        self._entries_buffer(room.rows, tokens * min(self._context.shape.topk, self._context.shape.experts_per_rank))
+        self._grads_buffer(room.places)
+        now = self._buffer_bytes()
+        if now > before:
+            log_once(
+                f"ep memory {self._context.arena.group_name} {now}",
+                f"ep: {now / 2**20:.1f} MiB of symmetric buffers on every rank",
+            )
+
+    def room_now(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Rows of ``rows_buffer`` and entries of ``entries_buffer`` that are there already; the same on every rank."""
+        row_bytes = hidden * dtype.itemsize
+        return self._context.arena.capacity_bytes("ep/rows") // row_bytes, self._context.arena.capacity_bytes(
+            "ep/entries"
+        ) // 16
+
+    def _buffer_bytes(self) -> int:
+        """Bytes of the buffers that all layers on this group share."""
+        return sum(self._context.arena.capacity_bytes(name) for name in ("ep/rows", "ep/entries", "ep/prob_grads"))
+
+    def has_reserved(self, room: Room, hidden: int, dtype: torch.dtype) -> bool:
+        """Whether ``reserve_room`` was called for this room: a CUDA graph's capture may use it, and no other."""
+        return (room, hidden, dtype) in self._reserved
+
+    def reserve_room(self, room: Room, num_tokens: int, hidden: int, dtype: torch.dtype) -> None:
+        """Makes the buffers of a capacity large enough; the first call of its kind is collective and waits for the
+        device.
+
+        Call it behind an exchange of counts, whose signature carries the capacity: ranks that differ raise here.
+
+        Raises:
+            MismatchError: The ranks differ.
+            ArenaError: They do not fit; on every rank alike.
+            NotSupportedError: A first call while a CUDA graph is being captured.
+        """
+        if self.has_reserved(room, hidden, dtype):
+            return
+        if is_capturing(self._context.device):
+            raise NotSupportedError("expert parallel: run a step of this shape before the CUDA graph is captured")
+        self._context.counts_channel.synchronize()
+        self.reserve(room, num_tokens * self._context.shape.world_size, hidden, dtype)
+        self._reserved.add((room, hidden, dtype))
+
+
 class EPContext(OpContext):
     """What all MoE layers with the same experts share on ``group`` (collective to make).
 
@@ -124,6 +229,7 @@ class EPContext(OpContext):
         ArenaError: No symmetric memory, or its cap is exceeded; on every rank alike.
 
     Attributes:
+        buffers: What dispatch and combine work in.
         counts: Orders the exchanges of counts.
         num_moves: How often ``enter_move`` was called.
         tried_senders: What ``senders`` says while ``tune`` tries it.
@@ -157,7 +263,7 @@ class EPContext(OpContext):
         self.combine_channel = self.add_channel(f"{name}_combine", flags, fields)
         self.launches: dict[tuple, KernelLaunch] = {}
         self.counts_on_their_way: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self._reserved: set[tuple] = set()
+        self.buffers = EPBuffers(self)
         self.counts_channel.overflow_hint = (
             " (the slot is the local expert of that rank which gets most; DITRON_EP_CAPACITY sets the room)"
         )
@@ -211,7 +317,7 @@ class EPContext(OpContext):
     def rejoin(self) -> None:
         """``join``, if ``fork`` was called since the last one: a graph's capture asks for no less, and allows no
         more."""
-        if not self._is_joined:
+        if not self.is_joined:
             self.join()
 
     def record(self, op: str, *details: Hashable) -> None:
@@ -223,119 +329,6 @@ class EPContext(OpContext):
         """Raises what any kernel of this context recorded (host memory only)."""
         for channel in self._channels:
             channel.check()
-
-    def _buffer(
-        self, name: str, num_rows: int, most_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype
-    ) -> SymmetricTensor:
-        """All rows that there are, at least ``num_rows``; with headroom up to ``most_rows`` if it has to grow. Same
-        arguments on every rank."""
-        key = (name, row_shape, dtype)
-        kept = self.prepared.get(key)
-        if kept is None or kept.shape[0] < num_rows:
-            kept = None  # the old memory is free before more is asked for
-            row_bytes = max(math.prod(row_shape) * dtype.itemsize, 1)
-            if self.arena.capacity_bytes(name) < max(num_rows, 1) * row_bytes:
-                num_rows = max(min(int(num_rows * _HEADROOM) + 1, max(most_rows, num_rows)), 1)
-                self.arena.tensor(name, (num_rows, *row_shape), dtype)
-            num_rows = self.arena.capacity_bytes(name) // row_bytes
-            kept = self.prepared[key] = self.arena.tensor(name, (num_rows, *row_shape), dtype)
-        return kept
-
-    def rows_buffer(self, num_rows: int, most_rows: int, hidden: int, dtype: torch.dtype) -> SymmetricTensor:
-        """The buffer through which tokens and rows travel, ``[num_rows, hidden]``."""
-        return self._buffer("ep/rows", num_rows, most_rows, (hidden,), dtype)
-
-    def _entries_buffer(self, num_rows: int, most_rows: int) -> SymmetricTensor:
-        """Where the entries of a layout arrive, int32 ``[num_rows, 4]``."""
-        return self._buffer("ep/entries", num_rows, most_rows, (4,), torch.int32)
-
-    def _grads_buffer(self, num_places: int) -> SymmetricTensor:
-        """Where gradients of probabilities arrive, fp32 ``[num_places]``."""
-        return self._buffer("ep/prob_grads", num_places, num_places, (), torch.float32)
-
-    def token_buffers(self, num_slots: int, num_entries: int, hidden: int, dtype: torch.dtype) -> TokenBuffers:
-        """What a dispatch works in: that much room on every rank."""
-        tokens = self.rows_buffer(num_slots, num_slots, hidden, dtype)
-        entries = self._entries_buffer(num_entries, num_entries)
-        return TokenBuffers(tokens.local, tokens.addresses, entries.local, entries.addresses)
-
-    def row_buffers(self, num_places: int, hidden: int, dtype: torch.dtype) -> RowBuffers:
-        """What a combine works in: that much room on every rank."""
-        rows, grads = self.rows_buffer(num_places, num_places, hidden, dtype), self._grads_buffer(num_places)
-        return RowBuffers(rows.local, rows.addresses, grads.local, grads.addresses)
-
-    def reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
-        """Makes every buffer that a layout needs large enough (collective where one must grow).
-
-        Args:
-            room: What the largest rank needs.
-            tokens: Of all ranks together.
-            hidden: Elements of a token.
-            dtype: Their type.
-
-        Raises:
-            ArenaError: They do not fit; on every rank alike.
-        """
-        before = self._buffer_bytes()
-        self.rows_buffer(max(room.slots, room.places), max(tokens, room.places), hidden, dtype)
-        self._entries_buffer(room.rows, tokens * min(self.shape.topk, self.shape.experts_per_rank))
-        self._grads_buffer(room.places)
-        now = self._buffer_bytes()
-        if now > before:
-            log_once(
-                f"ep memory {self.arena.group_name} {now}",
-                f"ep: {now / 2**20:.1f} MiB of symmetric buffers on every rank",
-            )
-
-    def room_now(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Rows of ``rows_buffer`` and entries of ``entries_buffer`` that are there already; the same on every rank."""
-        row_bytes = hidden * dtype.itemsize
-        return self.arena.capacity_bytes("ep/rows") // row_bytes, self.arena.capacity_bytes("ep/entries") // 16
-
-    def _buffer_bytes(self) -> int:
-        """Bytes of the buffers that all layers on this group share."""
-        return sum(self.arena.capacity_bytes(name) for name in ("ep/rows", "ep/entries", "ep/prob_grads"))
-
-    def room_for(self, num_tokens: int, capacity_factor: float) -> Room:
-        """The fixed sizes of a capacity factor: so many times the rows that a rank gets when routing is even.
-
-        ``num_tokens`` is the number of tokens of every rank. Above ``world_size`` nothing can overflow.
-        """
-        most = num_tokens * self.shape.world_size
-        copies = min(self.shape.topk, self.shape.experts_per_rank)  # of a token at one rank
-        rows = min(math.ceil(num_tokens * self.shape.topk * capacity_factor), most * copies)
-        return Room(rows, min(most, rows), num_tokens * self.shape.topk)
-
-    def room_of_experts(self, num_tokens: int, expert_capacity: int) -> Room:
-        """The sizes where every expert gets ``expert_capacity`` tokens of every rank, each of which has
-        ``num_tokens``."""
-        shape = self.shape
-        of_a_rank = shape.experts_per_rank * expert_capacity
-        slots = shape.world_size * min(num_tokens, of_a_rank)
-        return Room(shape.world_size * of_a_rank, slots, shape.num_experts * expert_capacity)
-
-    def has_reserved(self, room: Room, hidden: int, dtype: torch.dtype) -> bool:
-        """Whether ``reserve_room`` was called for this room: a CUDA graph's capture may use it, and no other."""
-        return (room, hidden, dtype) in self._reserved
-
-    def reserve_room(self, room: Room, num_tokens: int, hidden: int, dtype: torch.dtype) -> None:
-        """Makes the buffers of a capacity large enough; the first call of its kind is collective and waits for the
-        device.
-
-        Call it behind an exchange of counts, whose signature carries the capacity: ranks that differ raise here.
-
-        Raises:
-            MismatchError: The ranks differ.
-            ArenaError: They do not fit; on every rank alike.
-            NotSupportedError: A first call while a CUDA graph is being captured.
-        """
-        if self.has_reserved(room, hidden, dtype):
-            return
-        if is_capturing(self.device):
-            raise NotSupportedError("expert parallel: run a step of this shape before the CUDA graph is captured")
-        self.counts_channel.synchronize()
-        self.reserve(room, num_tokens * self.shape.world_size, hidden, dtype)
-        self._reserved.add((room, hidden, dtype))
 
 
 _moves: weakref.WeakKeyDictionary[SymmetricArena, CallOrder] = weakref.WeakKeyDictionary()

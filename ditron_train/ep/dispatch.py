@@ -330,7 +330,7 @@ def _dispatch(
     x = x.contiguous()
     out = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)
     out_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
-    buffers = context.token_buffers(layout.slot_capacity, layout.entry_capacity, hidden, x.dtype)
+    buffers = context.buffers.token_buffers(layout.slot_capacity, layout.entry_capacity, hidden, x.dtype)
     placed = Placed(out, out_probs, layout.entries, layout.origins)
     if layout.ahead is not None:
         assert layout.ahead.data_ptr() == x.data_ptr() and layout.ahead.shape == x.shape, (
@@ -391,14 +391,14 @@ def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
     check_tokens("dispatch_ahead", x, context)
     if x.shape != (pending.num_tokens, pending.hidden) or x.dtype != pending.dtype:
         raise NotSupportedError(f"dispatch_ahead: {x.dtype} {tuple(x.shape)} are not the layout's tokens")
-    slot_room, entry_room = context.room_now(pending.hidden, x.dtype)
+    slot_room, entry_room = context.buffers.room_now(pending.hidden, x.dtype)
     if pending.room is not None or not x.is_contiguous() or not slot_room or not entry_room:
         return
     if pending.moves_before != context.num_moves:
         return
     channel, move, hidden = context.dispatch_channel, context.move, pending.hidden
     context.enter_move(channel)
-    buffers = context.token_buffers(slot_room, entry_room, hidden, x.dtype)
+    buffers = context.buffers.token_buffers(slot_room, entry_room, hidden, x.dtype)
     sizes = move_sizes(context, hidden, move.push_elements)
     given = pointers(context, channel, hidden, x.dtype, Kind.DISPATCH)
     sizes_of_call = (pending.num_tokens, pending.chunk_tokens, hidden, slot_room, entry_room)

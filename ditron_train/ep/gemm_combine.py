@@ -459,7 +459,7 @@ def gemm_combine(
     y, hidden = operands.y, operands.n
     out = torch.empty(layout.num_tokens, hidden, dtype=x.dtype, device=x.device)
     no_grads = torch.empty(0, shape.num_experts, dtype=torch.float32, device=x.device)
-    buffers = context.row_buffers(layout.place_capacity, hidden, x.dtype)
+    buffers = context.buffers.row_buffers(layout.place_capacity, hidden, x.dtype)
     sizes = sum_sizes(context, layout, order, hidden, context.fused.place_elements, with_grads=False)
     config = operands.config
     programs = num_programs(context)

@@ -8,6 +8,7 @@ returns. What a rank sends to itself takes no slot on the way: its entries name 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -185,6 +186,23 @@ class LayoutShape:
         trips (docs/measurements/ep.md)."""
         by_bytes = next_power_of_2(-(-self.min_chunk_bytes // max(row_bytes, 1)))
         return max(self.min_chunk_tokens, min(by_bytes, 128), next_power_of_2(-(-num_tokens // self.num_chunks)))
+
+    def room_for(self, num_tokens: int, capacity_factor: float) -> Room:
+        """The fixed sizes of a capacity factor: so many times the rows that a rank gets when routing is even.
+
+        ``num_tokens`` is the number of tokens of every rank. Above ``world_size`` nothing can overflow.
+        """
+        most = num_tokens * self.world_size
+        copies = min(self.topk, self.experts_per_rank)  # of a token at one rank
+        rows = min(math.ceil(num_tokens * self.topk * capacity_factor), most * copies)
+        return Room(rows, min(most, rows), num_tokens * self.topk)
+
+    def room_of_experts(self, num_tokens: int, expert_capacity: int) -> Room:
+        """The sizes where every expert gets ``expert_capacity`` tokens of every rank, each of which has
+        ``num_tokens``."""
+        of_a_rank = self.experts_per_rank * expert_capacity
+        slots = self.world_size * min(num_tokens, of_a_rank)
+        return Room(self.world_size * of_a_rank, slots, self.num_experts * expert_capacity)
 
 
 @dataclass(frozen=True)

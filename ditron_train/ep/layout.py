@@ -453,7 +453,7 @@ class PendingLayout:
             )
             if ahead is not None and not sent:
                 context.rejoin()
-            context.reserve(room, int(host.tokens.sum()), self.hidden, self.dtype)
+            context.buffers.reserve(room, int(host.tokens.sum()), self.hidden, self.dtype)
             local = slice(context.rank * shape.experts_per_rank, (context.rank + 1) * shape.experts_per_rank)
             tokens_per_expert = torch.from_numpy(host.expert_rows[local].astype("int64"))
             num_rows = int(host.rows(shape)[context.rank])
@@ -568,12 +568,12 @@ def begin_layout(
     context.rejoin()  # nothing runs there, unless a layout was given up
     room, tokens_per_expert, token_places = None, None, None
     if expert_capacity is not None:
-        room = context.room_of_experts(num_tokens, expert_capacity)
+        room = shape.room_of_experts(num_tokens, expert_capacity)
         of_each = shape.world_size * expert_capacity
         tokens_per_expert = torch.full((shape.experts_per_rank,), of_each, device="cpu")
         token_places = _first_places(routing_map, num_places, device)
     elif capacity_factor is not None:
-        room = context.room_for(num_tokens, capacity_factor)
+        room = shape.room_for(num_tokens, capacity_factor)
     elif padding:
         token_places = _first_places(routing_map, num_places, device)
     chunk_tokens = shape.chunk_tokens(num_tokens, hidden * dtype.itemsize)
@@ -589,7 +589,7 @@ def begin_layout(
     )
     lists = _list_entries(context, tables, routed, probs, token_places, num_places, chunk_tokens, block_tokens)
     if room is not None:
-        context.reserve_room(room, num_tokens, hidden, dtype)
+        context.buffers.reserve_room(room, num_tokens, hidden, dtype)
     return PendingLayout(
         context,
         num_tokens,

@@ -103,7 +103,7 @@ class PipelineChannel(Channel):
 
     def record_timeout(self, *, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int = 1) -> None:
         """See ``Channel``; tells the other ranks of the node, unless one of them has failed before."""
-        if self.mailbox.failed:
+        if self.mailbox.failure.is_posted:
             return
         self._post_timeout(peer, chunk, expected_epoch, seen_epoch, turns)
         super().record_timeout(
@@ -112,19 +112,19 @@ class PipelineChannel(Channel):
 
     def _post_timeout(self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int) -> None:
         """Names the rank that is really missing: all behind it wait, and each may be the first to give up."""
-        missing = self.mailbox.missing_behind(peer)
+        missing = self.mailbox.headers.missing_behind(peer)
         if missing not in (peer, self.arena.rank):
             peer, chunk = missing, -1
-        self.mailbox.post_fault([FAULT_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch, turns])
+        self.mailbox.failure.post([FAULT_TIMEOUT, self.arena.rank, peer, chunk, expected_epoch, seen_epoch, turns])
 
     @property
     def failed(self) -> bool:
         """Whether this rank or another one has recorded a failure (host memory only)."""
-        return super().failed or self.mailbox.failed
+        return super().failed or self.mailbox.failure.is_posted
 
     def fail_mismatch(self, text: str) -> None:
         """Records on all ranks of the node that neighbours disagree, and raises it here."""
-        self.mailbox.post_fault([FAULT_MISMATCH, self.arena.rank], text)
+        self.mailbox.failure.post([FAULT_MISMATCH, self.arena.rank], text)
         self.check()
 
     def check(self) -> None:
@@ -134,7 +134,7 @@ class PipelineChannel(Channel):
             PeerTimeoutError: A wait passed its deadline.
             MismatchError: Neighbours disagree on a message.
         """
-        if self._raised is None and self.mailbox.failed:
+        if self._raised is None and self.mailbox.failure.is_posted:
             self._raised = self._error_of_all()
             note_error(self._raised, self.arena.group_name)
         if self._raised is not None:
@@ -142,7 +142,7 @@ class PipelineChannel(Channel):
         super().check()
 
     def _error_of_all(self) -> DitronError:
-        (kind, reporter, *fields), text = self.mailbox.fault()
+        (kind, reporter, *fields), text = self.mailbox.failure.read()
         if kind == FAULT_MISMATCH:
             return MismatchError(text)
         peer, chunk, expected, seen, turns = fields

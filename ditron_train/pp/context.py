@@ -55,6 +55,7 @@ class PipelineContext:
         local_senders, local_receivers: By lane, ends through symmetric memory; None for those through ``network``.
         network: Lanes through ``torch.distributed``; None where nothing needs them.
         sizes: Of messages that did not fit a slot, where all ranks share a node; else None.
+        routes: Which path messages to and from each neighbour take.
         first_of_crossings: As the function of this name says of the group's stages.
         slot_bytes: Bytes of the largest message that fits into a slot, the same on every rank; 0 before the first
             ``reserve``.
@@ -96,12 +97,12 @@ class PipelineContext:
         self.previous_rank = (self.rank - 1) % self.world_size
         settings = get_settings()
         asked, nodes = paths.asked_by_all(group, settings, node_of_process(), turns)
-        self._nodes = [nodes.index(node) for node in nodes]
-        self.first_of_crossings = first_of_crossings(self._nodes)
-        self._inter_node_path = paths.inter_node_path(asked, settings.transport)
-        self._intra_node_path = asked if asked in (paths.NVSHMEM, paths.NCCL) else paths.COPY
+        inside = asked if asked in (paths.NVSHMEM, paths.NCCL) else paths.COPY
+        between = paths.inter_node_path(asked, settings.transport)
+        self.routes = paths.Routes(self.rank, [nodes.index(node) for node in nodes], inside, between)
+        self.first_of_crossings = first_of_crossings(self.routes.nodes)
         self.network = None
-        if with_network or paths.NCCL in self._paths():
+        if with_network or paths.NCCL in self.routes.of_ring():
             self.network = NetworkLanes(group, self.device)
         self._node_group: dist.ProcessGroup | None = None
         self._nvshmem_channel: NvshmemChannel | None = None
@@ -114,37 +115,25 @@ class PipelineContext:
         self._closed = False
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         num_slots = settings.pp_slots if num_slots is None else num_slots
-        if self._intra_node_path == paths.COPY:
+        if inside == paths.COPY:
             num_loans = num_loans if settings.pp_loans is None else settings.pp_loans
             self._on_all_nodes("making a pipeline's context", partial(self._make_local, num_slots, num_loans, asked))
-        if paths.NVSHMEM in self._paths():
+        if paths.NVSHMEM in self.routes.of_ring():
             self._make_nvshmem(num_slots)
         self.sizes = LastingSizes(self.channel) if self.in_one_node and self.channel is not None else None
-        self._log_routes()
-
-    def _path_to(self, rank: int) -> str:
-        """How this rank's messages reach a neighbour, and the neighbour's this rank."""
-        return self._intra_node_path if self._nodes[rank] == self._nodes[self.rank] else self._inter_node_path
-
-    def _paths(self) -> list[str]:
-        """Of every link of the ring."""
-        nodes = self._nodes
-        return [
-            self._intra_node_path if node == nodes[place - 1] else self._inter_node_path
-            for place, node in enumerate(nodes)
-        ]
+        _log_routes(self)
 
     def _on_all_nodes(self, what: str, step: Callable[[], None]) -> None:
         """``step``, which the ranks of each node do among themselves: where it fails on one node, all ranks are told
         so."""
-        if len(set(self._nodes)) == 1:
+        if len(set(self.routes.nodes)) == 1:
             step()
         else:
             on_all_ranks(self.group, what, step, (ArenaError, NotSupportedError))
 
     def _make_local(self, num_slots: int, num_loans: int | None, asked: str) -> None:
         """Symmetric memory, flags and ends among this group's ranks of this node."""
-        members = [rank for rank in range(self.world_size) if self._nodes[rank] == self._nodes[self.rank]]
+        members = [rank for rank in range(self.world_size) if self.routes.nodes[rank] == self.routes.nodes[self.rank]]
         local_group = self.group
         if len(members) < self.world_size:
             local_group = self._node_group = make_group(self.group, members, "ditron_pp_node")
@@ -153,12 +142,12 @@ class PipelineContext:
         self.arena = get_arena(local_group, self.device)
         self.channel = PipelineChannel(self.arena, Mailbox(local_group, self.device))
         if asked == paths.KERNEL or not paths.streams_can_signal(self.channel, local_group, asked):
-            self._intra_node_path = paths.KERNEL
+            self.routes.inside = paths.KERNEL
             self.channel = KernelChannel(self.arena, self.channel.mailbox)
-        self.slots = Slots(self.arena, num_slots, self._loans(num_loans))
+        self.slots = Slots(self.arena, num_slots, _loans(num_loans, self.world_size, self.channel))
         place = {member: place for place, member in enumerate(members)}
         for lane in (FORWARD, BACKWARD):
-            target, source = self.target(lane), self.source(lane)
+            target, source = self.routes.target(lane), self.routes.source(lane)
             if target in place:
                 self.local_senders[lane] = Sender(self.channel, self.slots, lane, place[target])
             if source in place:
@@ -170,21 +159,11 @@ class PipelineContext:
         self._nvshmem_channel = NvshmemChannel(arena, NvshmemPuts(self.group))
         self._nvshmem_slots = NvshmemSlots(arena, num_slots)
         for lane in (FORWARD, BACKWARD):
-            target, source = self.target(lane), self.source(lane)
-            if self._path_to(target) == paths.NVSHMEM:
+            target, source = self.routes.target(lane), self.routes.source(lane)
+            if self.routes.path_to(target) == paths.NVSHMEM:
                 self.local_senders[lane] = NvshmemSender(self._nvshmem_channel, self._nvshmem_slots, lane, target)
-            if self._path_to(source) == paths.NVSHMEM:
+            if self.routes.path_to(source) == paths.NVSHMEM:
                 self.local_receivers[lane] = NvshmemReceiver(self._nvshmem_channel, self._nvshmem_slots, lane, source)
-
-    def _loans(self, asked: int | None) -> tuple[int, int]:
-        """Slots to lend, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is
-        on its way, and the model holds on to the last one. nvshmem frees memory though a tensor may lie in it.
-        """
-        assert self.channel is not None
-        if not self.channel.flags_in_host or self.arena.transport_name == "nvshmem":
-            return (0, 0)
-        forward = min(self.world_size + 2 if asked is None else asked, MAX_LOANS)
-        return (forward, min(forward, _BACKWARD_LOANS))
 
     def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
         """One element, for tensors whose memory is not known yet."""
@@ -194,34 +173,9 @@ class PipelineContext:
         return self._placeholders[dtype]
 
     @property
-    def how(self) -> str:
-        """How messages go, in words, with the number of the ring's links that take each path."""
-        taken = self._paths()
-        return ", ".join(f"{taken.count(path)} {words}" for path, words in paths.WORDS.items() if path in taken)
-
-    def _log_routes(self) -> None:
-        in_host = self.channel is not None and self.channel.flags_in_host
-        flags = (
-            "host" if in_host else "device" if self.channel is not None or self._nvshmem_channel is not None else "no"
-        )
-        log_once(
-            f"pp routes {self._nodes} {self.how} {flags}",
-            f"pp: links of the pipeline's ring: {self.how}; flags of stage {self.rank} in {flags} memory",
-            name="pp",
-        )
-
-    def target(self, lane: int) -> int:
-        """Group rank that this rank's messages of ``lane`` go to."""
-        return self.next_rank if lane == FORWARD else self.previous_rank
-
-    def source(self, lane: int) -> int:
-        """Group rank that messages of ``lane`` come from."""
-        return self.previous_rank if lane == FORWARD else self.next_rank
-
-    @property
     def in_one_node(self) -> bool:
         """Whether all ranks of the group share a mailbox."""
-        return len(set(self._nodes)) == 1 and self.channel is not None
+        return len(set(self.routes.nodes)) == 1 and self.channel is not None
 
     @property
     def closed(self) -> bool:
@@ -286,7 +240,7 @@ class PipelineContext:
         if not self.in_one_node:
             return exchange(self.group, num_bytes, self._turns)
         assert self.channel is not None
-        asked = self.channel.mailbox.agree(num_bytes, self.channel.host_timeout_s, self.channel.check)
+        asked = self.channel.mailbox.values.agree(num_bytes, self.channel.host_timeout_s, self.channel.check)
         if any(value is None for value in asked):
             listed = ", ".join(
                 f"rank {rank}: {'not heard' if value is None else value}" for rank, value in enumerate(asked)
@@ -343,6 +297,28 @@ class PipelineContext:
                 receiver.return_loans()
         if self.network is not None:
             self.network.release_sent()
+
+
+def _loans(asked: int | None, world_size: int, channel: PipelineChannel) -> tuple[int, int]:
+    """Slots to lend, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is on
+    its way, and the model holds on to the last one. nvshmem frees memory though a tensor may lie in it."""
+    if not channel.flags_in_host or channel.arena.transport_name == "nvshmem":
+        return (0, 0)
+    forward = min(world_size + 2 if asked is None else asked, MAX_LOANS)
+    return (forward, min(forward, _BACKWARD_LOANS))
+
+
+def _log_routes(context: PipelineContext) -> None:
+    routes, channel = context.routes, context.channel
+    in_host = channel is not None and channel.flags_in_host
+    has_flags = channel is not None or paths.NVSHMEM in routes.of_ring()
+    flags = "host" if in_host else "device" if has_flags else "no"
+    words = routes.describe()
+    log_once(
+        f"pp routes {routes.nodes} {words} {flags}",
+        f"pp: links of the pipeline's ring: {words}; flags of stage {context.rank} in {flags} memory",
+        name="pp",
+    )
 
 
 _contexts: GroupCache[tuple[dist.ProcessGroup, str], PipelineContext] = GroupCache(PipelineContext.abandon)

@@ -104,13 +104,13 @@ class Sender(_End):
     def announce(self, header: Header) -> None:
         """Publishes the header of the next message."""
         message = self.messages
-        mailbox = self._host_channel.mailbox
+        headers = self._host_channel.mailbox.headers
         words = header.to_words()
-        if not mailbox.has_room(self.peer, self.lane, message + 1):
+        if not headers.has_room(self.peer, self.lane, message + 1):
             self._host_channel.wait_on_host(
-                lambda: mailbox.has_room(self.peer, self.lane, message + 1), peer=self.peer, chunk=message
+                lambda: headers.has_room(self.peer, self.lane, message + 1), peer=self.peer, chunk=message
             )
-        mailbox.write_header(self.peer, self.lane, message + 1, words)
+        headers.write_header(self.peer, self.lane, message + 1, words)
         self.messages += 1
 
     def send(self, tensor: torch.Tensor, *, lend: bool = True) -> StreamEvent | None:
@@ -151,7 +151,7 @@ class Sender(_End):
         if not self._uses:
             return None
         own = self.channel.arena.rank
-        returned = self._host_channel.mailbox.returned(own, self.lane)
+        returned = self._host_channel.mailbox.headers.returned(own, self.lane)
         count, first = len(self._uses), None
         for place in range(1, count + 1):
             loan = (self._newest_loan + place) % count
@@ -243,14 +243,14 @@ class Receiver(_End):
         return self._header_of(self.messages)
 
     def _header_of(self, message: int) -> Header:
-        mailbox = self._host_channel.mailbox
-        words = mailbox.read_header(self.lane, message + 1)
+        headers = self._host_channel.mailbox.headers
+        words = headers.read_header(self.lane, message + 1)
         if words is None:
-            mailbox.await_header(self.peer, self.lane, message + 1)
+            headers.await_header(self.peer, self.lane, message + 1)
             self._host_channel.wait_on_host(
-                lambda: mailbox.read_header(self.lane, message + 1) is not None, peer=self.peer, chunk=message
+                lambda: headers.read_header(self.lane, message + 1) is not None, peer=self.peer, chunk=message
             )
-            words = mailbox.read_header(self.lane, message + 1)
+            words = headers.read_header(self.lane, message + 1)
             assert words is not None
         return Header.from_words(words)
 
@@ -263,10 +263,10 @@ class Receiver(_End):
 
     def verify(self) -> None:
         """Compares the headers that have come since with what was expected."""
-        mailbox = self._host_channel.mailbox
+        headers = self._host_channel.mailbox.headers
         while self._unverified:
             message, expected = self._unverified[0]
-            words = mailbox.read_header(self.lane, message + 1)
+            words = headers.read_header(self.lane, message + 1)
             if words is None:
                 break
             self._unverified.popleft()
@@ -280,7 +280,7 @@ class Receiver(_End):
                 )
         needed = [self.messages, *(entry[0] for entry in list(self._unverified)[:1])]
         needed += [incoming.message for incoming in list(self._posted)[:1]]
-        mailbox.acknowledge(self.lane, min(needed))
+        headers.acknowledge(self.lane, min(needed))
 
     def post(self, header: Header) -> Incoming:
         """Counts the next message as ``header``, to be taken by ``take``."""
@@ -366,7 +366,7 @@ class Receiver(_End):
         for slot in range(len(self._uses)):
             self._uses[slot] += 1
             mailbox.set_flag(self.peer, _loan_flag(self.lane, slot), self._uses[slot])
-            mailbox.returned(self.peer, self.lane)[slot] = self._uses[slot]
+            mailbox.headers.returned(self.peer, self.lane)[slot] = self._uses[slot]
 
     def return_loans(self) -> None:
         """Gives the slots of lent tensors that nobody holds any more back to the sender, behind their last use."""
@@ -375,4 +375,4 @@ class Receiver(_End):
             if loan.use != self._uses[loan.slot]:
                 continue  # it lies in memory of before the slots grew
             self.channel.notify(self.peer, _loan_flag(self.lane, loan.slot), loan.use, loan.stream)
-            self._host_channel.mailbox.returned(self.peer, self.lane)[loan.slot] = loan.use
+            self._host_channel.mailbox.headers.returned(self.peer, self.lane)[loan.slot] = loan.use

@@ -238,7 +238,7 @@ class KernelChannel(PipelineChannel):
     def check(self) -> None:
         """See ``PipelineChannel``; what a kernel of this rank recorded is told to the other ranks of the node
         first."""
-        if self._record_view[RECORD_STATE] and not self.mailbox.failed:
+        if self._record_view[RECORD_STATE] and not self.mailbox.failure.is_posted:
             words = [int(word) for word in self._record_words]
             assert words[RECORD_KIND] == KIND_TIMEOUT
             peer, chunk, expected, seen = words[RECORD_PEER : RECORD_PEER + 4]

@@ -1,4 +1,5 @@
-"""``Mailbox``: host memory that the ranks of one node share: flags, message headers, and the record of a failure.
+"""``Mailbox``: host memory that the ranks of one node share: flags (its own), message headers (``Headers``), values
+(``Values``) and the record of a failure (``Failure``).
 
 Headers are written by the sender's host when it enqueues a message, so the receiver's host can compare what was sent
 with what it expects, or learn a shape, without a device sync. Flags are 32-bit words that streams write and wait for;
@@ -39,7 +40,7 @@ HEADER_WORDS = 16  # int64 words; the first is the sequence number, the last a c
 HEADER_DEPTH = 1024  # headers that a sender may be ahead of its receiver's host
 
 _LINE_BYTES = 64  # words that different processes poll lie on cache lines of their own
-_AGREED, _SAID = 0, 1  # boards of a line: two values with their tags each, of even generations and of odd ones
+_AGREED, _ANNOUNCED = 0, 1  # boards of a line: two values with their tags each, of even generations and of odd ones
 _BOARD_WORDS = 4
 _FAULT_BYTES = 4096
 _FAULT_WORDS = 9
@@ -62,6 +63,10 @@ class Mailbox:
     Args:
         group: Process group whose ranks all lie on this node (collective).
         device: Where the streams run that use the flags; for CUDA the memory is registered with the driver.
+
+    Attributes:
+        int64, bytes: All of the memory.
+        headers, values, failure: What it holds beside the flags.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -69,11 +74,12 @@ class Mailbox:
         self.world_size = dist.get_world_size(group)
         self._memory = self._map(group)
         self._words = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._bytes = memoryview(self._memory)
-        self._int64 = self._bytes.cast("q")
+        self.bytes = memoryview(self._memory)
+        self.int64 = self.bytes.cast("q")
         self._host_base = self._words.data_ptr()
         self._device_base = self._register(group, device)
-        self._generations = [0, 0]  # of what is agreed on, and of what is said
+        self.headers, self.values = Headers(self), Values(self)
+        self.failure = Failure(self, self._claim_path)
 
     def _map(self, group: dist.ProcessGroup) -> mmap.mmap:
         path = os.path.join(FOLDER, f"ditron-pp-{os.getpid()}-{secrets.token_hex(8)}")
@@ -127,107 +133,120 @@ class Mailbox:
         """Sets a flag from the host, where no stream has anything to do with it."""
         ctypes.c_int32.from_address(self.flag_host_address(rank, index)).value = value
 
-    def _row(self, rank: int, offset: int) -> int:
-        """Where in ``_int64`` the word at ``offset`` of ``rank``'s row is."""
+    def word(self, rank: int, offset: int) -> int:
+        """Where in ``int64`` the word at ``offset`` of ``rank``'s row is."""
         return (_FAULT_BYTES + rank * _ROW_BYTES + offset) // 8
 
-    # Headers: the sender writes into the receiver's row, the receiver says how many it has read.
+
+class Headers:
+    """Headers of messages: the sender writes into the receiver's row, the receiver says how many it has read."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
 
     def _header(self, rank: int, lane: int, sequence: int) -> int:
         slot = lane * HEADER_DEPTH + sequence % HEADER_DEPTH
-        return self._row(rank, _OFFSET_HEADERS + slot * HEADER_WORDS * 8)
+        return self._mailbox.word(rank, _OFFSET_HEADERS + slot * HEADER_WORDS * 8)
 
     def has_room(self, rank: int, lane: int, sequence: int) -> bool:
         """Whether header ``sequence`` (from 1) may be written to ``rank`` without losing one that it has not read."""
-        return sequence - self._int64[self._row(rank, _OFFSET_READ + lane * _LINE_BYTES)] <= HEADER_DEPTH
+        return (
+            sequence - self._mailbox.int64[self._mailbox.word(rank, _OFFSET_READ + lane * _LINE_BYTES)] <= HEADER_DEPTH
+        )
 
     def write_header(self, rank: int, lane: int, sequence: int, words: list[int]) -> None:
         """Publishes the header of message ``sequence`` to ``rank``; the checksum makes one of which a part is visible
         invisible. It tells the places of words apart, as the last message may have had the same ones elsewhere."""
         assert len(words) == HEADER_WORDS - 2
         place = self._header(rank, lane, sequence)
-        self._int64[place] = 0
-        self._int64[place + 1 : place + HEADER_WORDS] = array(
+        self._mailbox.int64[place] = 0
+        self._mailbox.int64[place + 1 : place + HEADER_WORDS] = array(
             "q", [*words, zlib.crc32(array("q", [sequence, *words]))]
         )
-        self._int64[place] = sequence
+        self._mailbox.int64[place] = sequence
 
     def read_header(self, lane: int, sequence: int) -> list[int] | None:
         """Header of message ``sequence`` to this rank, or None if it has not been written yet."""
-        place = self._header(self.rank, lane, sequence)
-        if self._int64[place] != sequence:
+        place = self._header(self._mailbox.rank, lane, sequence)
+        if self._mailbox.int64[place] != sequence:
             return None
-        words = self._int64[place : place + HEADER_WORDS].tolist()
+        words = self._mailbox.int64[place : place + HEADER_WORDS].tolist()
         if words[0] != sequence or words[-1] != zlib.crc32(array("q", words[:-1])):
             return None
         return words[1:-1]
 
     def acknowledge(self, lane: int, sequence: int) -> None:
         """Lets senders reuse the headers up to ``sequence``."""
-        self._int64[self._row(self.rank, _OFFSET_READ + lane * _LINE_BYTES)] = sequence
-
-    # The last header that a receiver's host had to wait for, in its own row.
+        self._mailbox.int64[self._mailbox.word(self._mailbox.rank, _OFFSET_READ + lane * _LINE_BYTES)] = sequence
 
     def await_header(self, peer: int, lane: int, sequence: int) -> None:
         """Says that this rank's host waits for header ``sequence``, which ``peer`` is to write."""
-        place = self._row(self.rank, _OFFSET_AWAITED)
-        self._int64[place : place + 3] = array("q", [peer, lane, sequence])
+        place = self._mailbox.word(self._mailbox.rank, _OFFSET_AWAITED)
+        self._mailbox.int64[place : place + 3] = array("q", [peer, lane, sequence])
 
     def missing_behind(self, peer: int) -> int:
         """The first in the row of ranks, each waited for by the one before it and ``peer`` at its head, that waits for
         no header itself; ``peer`` where they wait in a circle."""
         found = peer
-        for _ in range(self.world_size):
-            place = self._row(found, _OFFSET_AWAITED)
-            awaited, lane, sequence = self._int64[place : place + 3].tolist()
-            if self._int64[self._header(found, lane, sequence)] >= sequence:  # it has come; or none was waited for
+        for _ in range(self._mailbox.world_size):
+            place = self._mailbox.word(found, _OFFSET_AWAITED)
+            awaited, lane, sequence = self._mailbox.int64[place : place + 3].tolist()
+            if (
+                self._mailbox.int64[self._header(found, lane, sequence)] >= sequence
+            ):  # it has come; or none was waited for
                 return found
             found = awaited
         return peer
-
-    # Slots that are lent: the receiver's host says which it has got back, in the sender's row.
 
     def returned(self, rank: int, lane: int) -> memoryview:
         """How often each slot to lend of ``rank``'s lane has come back, ``[MAX_LOANS]``, to read and to write.
 
         The flag that the receiver's stream sets when its last use is over is enqueued before the host counts here.
         """
-        place = self._row(rank, _OFFSET_RETURNED + lane * MAX_LOANS * 8)
-        return self._int64[place : place + MAX_LOANS]
+        place = self._mailbox.word(rank, _OFFSET_RETURNED + lane * MAX_LOANS * 8)
+        return self._mailbox.int64[place : place + MAX_LOANS]
 
-    # A value of every rank, agreed on with a deadline, or said by each and heard later.
+
+class Values:
+    """A value of every rank, agreed on with a deadline, or announced by each and read later."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._generations = [0, 0]  # of what is agreed on, and of what is announced
 
     def _put(self, board: int, value: int) -> None:
         self._generations[board] += 1
-        place = self._entry(board, self.rank)
-        self._int64[place] = value
-        self._int64[place + 1] = value ^ self._generations[board]
+        place = self._entry(board, self._mailbox.rank)
+        self._mailbox.int64[place] = value
+        self._mailbox.int64[place + 1] = value ^ self._generations[board]
 
     def _value_of(self, board: int, rank: int) -> int | None:
         """None until both words are visible: an old value fits the new tag only if it is equal to the new one."""
         place = self._entry(board, rank)
-        value = self._int64[place]
-        return value if value ^ self._int64[place + 1] == self._generations[board] else None
+        value = self._mailbox.int64[place]
+        return value if value ^ self._mailbox.int64[place + 1] == self._generations[board] else None
 
     def _entry(self, board: int, rank: int) -> int:
         """A rank that is one call ahead must not overwrite what others still read."""
-        return self._row(rank, _OFFSET_AGREE) + board * _BOARD_WORDS + 2 * (self._generations[board] % 2)
+        return self._mailbox.word(rank, _OFFSET_AGREE) + board * _BOARD_WORDS + 2 * (self._generations[board] % 2)
 
-    def say(self, value: int) -> None:
-        """Tells all ranks, which are to hear it (``said``) before they say the next value; no wait."""
-        self._put(_SAID, value)
+    def announce(self, value: int) -> None:
+        """Announces a value to all ranks, which are to read it (``announced``) before they announce the next one; no
+        wait."""
+        self._put(_ANNOUNCED, value)
 
-    def said(self, rank: int) -> int | None:
-        """What ``rank`` said when it had said as many values as this rank has by now; None: it has not yet."""
-        return self._value_of(_SAID, rank)
+    def announced(self, rank: int) -> int | None:
+        """What ``rank`` announced when it had announced as many values as this rank has by now; None: it has not
+        yet."""
+        return self._value_of(_ANNOUNCED, rank)
 
     def agree(self, value: int, timeout_s: float, on_poll: Callable[[], None]) -> list[int | None]:
         """Collective: the ``value`` of every rank; None for those that did not come within ``timeout_s``."""
         self._put(_AGREED, value)
         deadline_s = time.monotonic() + timeout_s
-        values: list[int | None] = [None] * self.world_size
+        values: list[int | None] = [None] * self._mailbox.world_size
         while any(entry is None for entry in values):
-            for rank in range(self.world_size):
+            for rank in range(self._mailbox.world_size):
                 if values[rank] is None:
                     values[rank] = self._value_of(_AGREED, rank)
             if time.monotonic() > deadline_s:
@@ -236,15 +255,25 @@ class Mailbox:
             time.sleep(0.0002)
         return values
 
-    # One failure for all ranks: the first that is written wins.
 
-    def post_fault(self, fields: list[int], text: str = "") -> None:
+class Failure:
+    """One failure for all ranks: the first that is written wins.
+
+    Args:
+        mailbox: Whose first bytes hold it.
+        claim_path: Of a file that one rank alone creates.
+    """
+
+    def __init__(self, mailbox: Mailbox, claim_path: str) -> None:
+        self._mailbox, self._claim_path = mailbox, claim_path
+
+    def post(self, fields: list[int], text: str = "") -> None:
         """Makes a failure known to all ranks of the node: ``_FAULT_WORDS - 2`` numbers and a text.
 
         Ranks often fail at the same moment; who creates the claim file writes, and the others wait for what was
         written.
         """
-        words = self._int64
+        words = self._mailbox.int64
         try:
             os.close(os.open(self._claim_path, os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
@@ -258,24 +287,24 @@ class Mailbox:
             if words[0] == 0:
                 encoded = text.encode()[: _FAULT_BYTES - 8 * _FAULT_WORDS]
                 begin = 8 * _FAULT_WORDS
-                self._bytes[begin : begin + len(encoded)] = encoded
+                self._mailbox.bytes[begin : begin + len(encoded)] = encoded
                 words[2 : 2 + len(fields)] = array("q", fields)
                 words[1] = len(encoded)
-                words[0] = _FAULT_POSTED | zlib.crc32(self._bytes[8:_FAULT_BYTES])
+                words[0] = _FAULT_POSTED | zlib.crc32(self._mailbox.bytes[8:_FAULT_BYTES])
         finally:
             discard_file(self._claim_path)
 
     @property
-    def failed(self) -> bool:
+    def is_posted(self) -> bool:
         """Whether any rank of the node posted a failure."""
-        return self._int64[0] != 0
+        return self._mailbox.int64[0] != 0
 
-    def fault(self) -> tuple[list[int], str]:
+    def read(self) -> tuple[list[int], str]:
         """The posted failure: its numbers and its text, once all of it is visible (of two that were written at once,
         after a second)."""
         deadline_s = time.monotonic() + _FAULT_READ_S
         while True:
-            content = bytes(self._bytes[:_FAULT_BYTES])
+            content = bytes(self._mailbox.bytes[:_FAULT_BYTES])
             words = array("q", content[: 8 * _FAULT_WORDS])
             if words[0] == _FAULT_POSTED | zlib.crc32(content[8:]) or time.monotonic() > deadline_s:
                 break

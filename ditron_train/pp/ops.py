@@ -163,7 +163,7 @@ def _send(context: PipelineContext, lane: int, tensor: torch.Tensor, batch: _Bat
     if sender is not None:
         _require_network(context, num_bytes)
         sender.announce(Header(tuple(data.shape), data.dtype, by_network=True))
-    batch.send = (data, context.target(lane))
+    batch.send = (data, context.routes.target(lane))
     handle = Handle()
     batch.handles.append(handle)
     return handle
@@ -186,7 +186,7 @@ def _receive(context: PipelineContext, lane: int, header: Header, batch: _Batch)
         receiver.expect(Header(header.shape, header.dtype, by_network=True))
     tensor = torch.empty(header.shape, dtype=header.dtype, device=context.device)
     handle = Handle(tensor=tensor)
-    batch.receive = (tensor, context.source(lane))
+    batch.receive = (tensor, context.routes.source(lane))
     batch.handles.append(handle)
     return handle
 
@@ -215,9 +215,9 @@ def _exchange_network_headers(
     send, source = None, None
     sender, receiver = context.local_senders[lane], context.local_receivers[lane]
     if tensor is not None and (sender is None or not sender.header_on_host):
-        send = (Header(tuple(tensor.shape), tensor.dtype), context.target(lane))
+        send = (Header(tuple(tensor.shape), tensor.dtype), context.routes.target(lane))
     if expected is not None and (receiver is None or not receiver.header_on_host):
-        source = context.source(lane)
+        source = context.routes.source(lane)
     if send is None and source is None:
         return None
     if context.network is None:

@@ -6,11 +6,14 @@ What each costs: ``docs/measurements/pp.md``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
 from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.kernel_channel import MAX_PROGRAMS
+from ditron_train.pp.messages import FORWARD
 from ditron_train.runtime.errors import DitronError, NotSupportedError, SettingError
 from ditron_train.runtime.settings import Settings
 from ditron_train.stream import driver, waits_can_be_released
@@ -23,6 +26,45 @@ WORDS = {
     NVSHMEM: "by NVSHMEM's put-with-signal",
     NCCL: "by the network",
 }
+
+
+@dataclass
+class Routes:
+    """How the messages of one rank of a pipeline's closed ring travel.
+
+    Attributes:
+        rank: This rank in the group.
+        nodes: Number of each rank's node, by group rank.
+        inside: Path between neighbours of one node.
+        between: Path between neighbours of different nodes.
+    """
+
+    rank: int
+    nodes: list[int]
+    inside: str
+    between: str
+
+    def path_to(self, rank: int) -> str:
+        """The path of this rank's messages to a neighbour, and of the neighbour's to this rank."""
+        return self.inside if self.nodes[rank] == self.nodes[self.rank] else self.between
+
+    def of_ring(self) -> list[str]:
+        """The path of every link of the ring."""
+        nodes = self.nodes
+        return [self.inside if node == nodes[place - 1] else self.between for place, node in enumerate(nodes)]
+
+    def describe(self) -> str:
+        """The paths in words, each with the number of links that take it."""
+        taken = self.of_ring()
+        return ", ".join(f"{taken.count(path)} {words}" for path, words in WORDS.items() if path in taken)
+
+    def target(self, lane: int) -> int:
+        """Group rank that this rank's messages of ``lane`` go to."""
+        return (self.rank + (1 if lane == FORWARD else -1)) % len(self.nodes)
+
+    def source(self, lane: int) -> int:
+        """Group rank that messages of ``lane`` come from."""
+        return (self.rank - (1 if lane == FORWARD else -1)) % len(self.nodes)
 
 
 def asked_by_all(group: dist.ProcessGroup, settings: Settings, node: tuple, turns: int) -> tuple[str, list[tuple]]:

@@ -109,13 +109,13 @@ class LastingSizes:
         """
         mailbox, largest = self._channel.mailbox, 0
         if self._steps:
-            largest = max(self._said_by(rank) for rank in range(mailbox.world_size))
+            largest = max(self._announced_by(rank) for rank in range(mailbox.world_size))
         self._steps += 1
-        mailbox.say(self._largest)
+        mailbox.values.announce(self._largest)
         return largest
 
-    def _said_by(self, rank: int) -> int:
-        """What a rank said at the last step, which its host may still have to begin."""
-        mailbox = self._channel.mailbox
-        self._channel.wait_on_host(lambda: mailbox.said(rank) is not None, peer=rank, chunk=self._steps - 1)
-        return mailbox.said(rank) or 0
+    def _announced_by(self, rank: int) -> int:
+        """What a rank announced at the last step, which its host may still have to begin."""
+        values = self._channel.mailbox.values
+        self._channel.wait_on_host(lambda: values.announced(rank) is not None, peer=rank, chunk=self._steps - 1)
+        return values.announced(rank) or 0

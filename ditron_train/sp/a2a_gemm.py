@@ -1,4 +1,4 @@
-"""``a2a_gemm``: the exchange of heads for tokens, then a projection; kernel, what is prepared for a shape, and the op.
+"""``a2a_gemm``: the exchange of heads for tokens, then a projection; kernel, plan and op.
 
     all_to_all_single(arrived, chunks of ``parts``, those of rank r to rank r)
     y = torch.cat(list(arrived), dim=1) @ weight.t()
@@ -30,6 +30,7 @@ from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.transfer import (
     A2A_GEMM,
+    TensorKind,
     Transfer,
     WeightLayout,
     check_gemm,
@@ -40,6 +41,7 @@ from ditron_train.sp.transfer import (
     next_work,
     push_item,
     start_epoch,
+    table_kind,
 )
 from ditron_train.stream.events import current_handle
 
@@ -183,7 +185,7 @@ def a2a_gemm_kernel(
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
 
 
-class PreparedA2AGemm:
+class A2AGemmPlan(Transfer):
     """All heads of the local rows times a weight, the push of this rank's share in the same kernel."""
 
     def __init__(
@@ -201,10 +203,8 @@ class PreparedA2AGemm:
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
         granule_rows = transfer_sizes.granule_rows(m, config.block_m, layout.num_columns * dtype.itemsize)
-        self._transfer = transfer = Transfer(
-            context, A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, packed=packed
-        )
-        self._a = make_descriptor(transfer.buffer.local[:, :k], (config.block_m, config.block_k))
+        super().__init__(context, A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, packed=packed)
+        self._a = make_descriptor(self.buffer.local[:, :k], (config.block_m, config.block_k))
         self._b_block = config.b_block(weight_layout == "nt")
         num_tiles, world = config.num_tiles(m, n), context.world_size
         if context.is_cuda:
@@ -217,7 +217,7 @@ class PreparedA2AGemm:
             num_programs,
             {
                 **config.tile_constants(transpose_b=weight_layout == "nt"),
-                "COPY": transfer.blocks,
+                "COPY": self.blocks,
                 "RANKS_POW2": next_power_of_2(world),
                 "TARGET": context.target,
             },
@@ -228,16 +228,15 @@ class PreparedA2AGemm:
     def borrowed(self) -> torch.Tensor:
         """What the last call multiplied [m, k]; where rows are not padded, where it lies: until the next op of the
         context."""
-        return self._transfer.buffer.local[:, : self.k].contiguous()
+        return self.buffer.local[:, : self.k].contiguous()
 
-    def __call__(
+    def run(
         self, parts: Sequence[torch.Tensor], weight: torch.Tensor, keep: bool, table: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """([m, n], what was multiplied [m, k] or None)."""
-        transfer = self._transfer
-        context = transfer.context
+        context = self.context
         parts = [part.contiguous() for part in parts]
-        out = empty_aligned(transfer.m, self.n, transfer.dtype, context.device)
+        out = empty_aligned(self.m, self.n, self.dtype, context.device)
         key = (weight.stride(), *memory_of(weight, out, *parts, table))
         if not self._launch.repeat(key, current_handle(context.device)):
             operand = aligned_operand(weight)
@@ -245,14 +244,32 @@ class PreparedA2AGemm:
                 self._a,
                 make_descriptor(operand, self._b_block),
                 make_descriptor(out, self.config.store_block),
-                *transfer.copy_arguments(parts, table),
+                *self.copy_arguments(parts, table),
                 self.n,
                 self.k,
                 *self._deal,
                 key=key if operand is weight else None,
             )
-        context.leave(transfer.channel)
-        return out.contiguous(), transfer.buffer.local[:, : self.k].clone() if keep else None
+        context.leave(self.channel)
+        return out.contiguous(), self.buffer.local[:, : self.k].clone() if keep else None
+
+
+def _plan_a2a_gemm(
+    context: SPContext,
+    kinds: tuple[tuple, ...],
+    weight_kind: tuple,
+    layout: HeadsLayout,
+    weight_layout: WeightLayout,
+    choice: ProjectionChoice | None,
+    table: tuple | None,
+) -> A2AGemmPlan:
+    """What ``a2a_gemm`` needs for operands of these kinds (collective)."""
+    first, world = check_parts("a2a_gemm", context, layout, kinds, table, whole_sequence=True), context.world_size
+    weight, k, dtype = TensorKind(*weight_kind), world * layout.num_columns, first.dtype
+    check_gemm("a2a_gemm", context, first, k, -1, weight, weight_layout)
+    m, n = first.shape[:-2].numel() // world, weight.shape[0 if weight_layout == "nt" else 1]
+    chosen = choice or choose(Product("a2a_gemm", weight_layout, m, n, k, dtype), context)
+    return A2AGemmPlan(context, layout, m, n, dtype, weight_layout, chosen, table is not None)
 
 
 @outside_compile
@@ -289,22 +306,11 @@ def a2a_gemm(
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
     context.enter("a2a_gemm", parts[0].shape, weight.shape, weight.dtype)
-    kinds = *kinds_of(parts), weight.shape, weight.dtype, weight.device
-    key = ("a2a_gemm", *kinds, layout, weight_layout, choice, kind_of(row_table))
-    prepared = context.prepared.get(key)
-    if prepared is None:
-        name, world = "a2a_gemm", context.world_size
-        check_parts(name, context, layout, parts, row_table, whole_sequence=True)
-        k = world * layout.num_columns
-        check_gemm(name, context, parts[0], k, -1, weight, weight_layout)
-        m, n = parts[0].shape[:-2].numel() // world, weight.shape[0 if weight_layout == "nt" else 1]
-        dtype = parts[0].dtype
-        chosen = choice or choose(Product("a2a_gemm", weight_layout, m, n, k, dtype), context)
-        prepared = PreparedA2AGemm(context, layout, m, n, dtype, weight_layout, chosen, row_table is not None)
-        context.prepared[key] = prepared
-    out, gathered = prepared(parts, weight, return_gathered == "copy", row_table)
+    kinds, table = kinds_of(parts), table_kind(row_table)
+    plan = context.plan(_plan_a2a_gemm, kinds, kind_of(weight), layout, weight_layout, choice, table)
+    out, gathered = plan.run(parts, weight, return_gathered == "copy", row_table)
     if return_gathered == "borrow":
-        gathered = prepared.borrowed()
+        gathered = plan.borrowed()
     lead = parts[0].shape[:-2]
-    y = out.view(lead[0] // context.world_size, *lead[1:], prepared.n)
+    y = out.view(lead[0] // context.world_size, *lead[1:], plan.n)
     return (y, gathered) if gathered is not None else y

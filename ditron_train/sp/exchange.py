@@ -35,14 +35,14 @@ from ditron_train.sp.transfer import (
     Transfer,
     arrived_kernel,
     check_parts,
-    kind_of,
     kinds_of,
     push_kernel,
+    table_kind,
 )
 from ditron_train.stream.events import current_handle
 
 
-class PreparedExchange:
+class ExchangePlan(Transfer):
     """``to_heads`` or ``to_sequence`` of one shape: a push, and beside it the kernel that takes apart what arrives."""
 
     def __init__(
@@ -56,60 +56,82 @@ class PreparedExchange:
         packed: bool,
         programs: int,
     ) -> None:
-        operation = TO_HEADS if towards_heads else TO_SEQUENCE
-        self._transfer = transfer = Transfer(context, operation, layout, m, dtype, packed=packed)
-        self._push = transfer.copy_kernel(push_kernel, programs)
-        self._receive = Receiver(transfer, programs)
+        super().__init__(context, TO_HEADS if towards_heads else TO_SEQUENCE, layout, m, dtype, packed=packed)
+        self._push = self.copy_kernel(push_kernel, programs)
+        self._receive = Receiver(self, programs)
 
-    def __call__(
+    def run(
         self, parts: Sequence[torch.Tensor], lead: Sequence[int], table: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         """``lead``: leading dimensions of the result."""
-        transfer = self._transfer
-        context = transfer.context
+        context = self.context
         parts = [part.contiguous() for part in parts]
         results = self._receive.empty(lead)
         context.fork()
-        with context.aborting(transfer.channel):
+        with self.aborting:
             # The push first: with one hardware queue the kernel that waits would stand in front of it.
-            transfer.copy(self._push, parts, table)
+            self.copy(self._push, parts, table)
             self._receive(results, table)
         context.join()
-        context.leave(transfer.channel)
+        context.leave(self.channel)
         return results
 
 
-class PreparedGather:
+class SequenceGatherPlan(Transfer):
     """All heads of the local rows, as an A2A-GEMM multiplies them, left in the context's buffer."""
 
     def __init__(self, context: SPContext, layout: HeadsLayout, m: int, dtype: torch.dtype, *, packed: bool) -> None:
-        self._transfer = transfer = Transfer(context, GATHER, layout, m, dtype, packed=packed)
+        super().__init__(context, GATHER, layout, m, dtype, packed=packed)
         self._columns = context.world_size * layout.num_columns
-        self._push = transfer.copy_kernel(push_kernel, transfer_sizes.GATHER_PROGRAMS)
+        self._push = self.copy_kernel(push_kernel, transfer_sizes.GATHER_PROGRAMS)
         constants = {"WORLD_SIZE": context.world_size, "TARGET": context.target}
         self._arrived = KernelLaunch(arrived_kernel, 1, constants, num_warps=1)
 
-    def __call__(
+    def run(
         self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, meanwhile: Callable[[], object]
     ) -> torch.Tensor:
         """[m, world * columns], until the next op of the context (a copy where rows are padded).
 
         ``meanwhile``: enqueued while they arrive.
         """
-        transfer = self._transfer
-        context = transfer.context
+        context = self.context
         parts = [part.contiguous() for part in parts]
-        context.start(transfer.channel, lambda: transfer.copy(self._push, parts, table, on_side=True))
-        with context.aborting(transfer.channel):
+        self.fork(lambda: self.copy(self._push, parts, table, on_side=True))
+        with self.aborting:
             try:
                 meanwhile()
             finally:  # whatever it raises: launches are counted, and the other stream still reads what is given here
                 if not self._arrived.repeat("arrived", current_handle(context.device)):
-                    given = transfer.channel.pointers(transfer.signature), transfer.num_granules
-                    self._arrived(*given, key="arrived")
+                    self._arrived(self.channel.pointers(self.signature), self.num_granules, key="arrived")
         context.join()
-        context.leave(transfer.channel)
-        return transfer.buffer.local[:, : self._columns].contiguous()
+        context.leave(self.channel)
+        return self.buffer.local[:, : self._columns].contiguous()
+
+
+def _plan_gather(
+    context: SPContext, kinds: tuple[tuple, ...], layout: HeadsLayout, table: tuple | None
+) -> SequenceGatherPlan:
+    """What ``gather_sequence`` needs for parts of these kinds (collective)."""
+    first = check_parts("gather_sequence", context, layout, kinds, table, whole_sequence=True)
+    m = first.shape[:-2].numel() // context.world_size
+    return SequenceGatherPlan(context, layout, m, first.dtype, packed=table is not None)
+
+
+def _plan_exchange(
+    context: SPContext,
+    name: str,
+    kinds: tuple[tuple, ...],
+    layout: HeadsLayout,
+    table: tuple | None,
+    programs: int | None,
+) -> ExchangePlan:
+    """What ``to_heads`` or ``to_sequence`` needs for parts of these kinds (collective)."""
+    world, towards_heads = context.world_size, name == "to_heads"
+    first = check_parts(name, context, layout, kinds, table, whole_sequence=not towards_heads)
+    m = first.shape[:-2].numel() // (1 if towards_heads else world)
+    programs = programs or exchange_programs(name, m, world * layout.num_columns, context)
+    packed = table is not None
+    return ExchangePlan(context, layout, m, first.dtype, towards_heads=towards_heads, packed=packed, programs=programs)
 
 
 @outside_compile
@@ -133,16 +155,8 @@ def gather_sequence(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``a2a_gemm``.
     """
-    name = "gather_sequence"
-    context.enter(name, parts[0].shape, parts[0].dtype)
-    key = (name, layout, kind_of(row_table), *kinds_of(parts))
-    prepared = context.prepared.get(key)
-    if prepared is None:
-        check_parts(name, context, layout, parts, row_table, whole_sequence=True)
-        m = parts[0].shape[:-2].numel() // context.world_size
-        prepared = PreparedGather(context, layout, m, parts[0].dtype, packed=row_table is not None)
-        context.prepared[key] = prepared
-    return prepared(parts, row_table, meanwhile)
+    context.enter("gather_sequence", parts[0].shape, parts[0].dtype)
+    return context.plan(_plan_gather, kinds_of(parts), layout, table_kind(row_table)).run(parts, row_table, meanwhile)
 
 
 def _exchange(
@@ -150,23 +164,14 @@ def _exchange(
     context: SPContext,
     layout: HeadsLayout,
     parts: Sequence[torch.Tensor],
-    towards_heads: bool,
     row_table: torch.Tensor | None,
     programs: int | None,
 ) -> tuple[torch.Tensor, ...]:
     context.enter(name, parts[0].shape, parts[0].dtype)
-    world = context.world_size
-    key = (name, layout, programs, kind_of(row_table), *kinds_of(parts))
-    prepared = context.prepared.get(key)
-    if prepared is None:
-        check_parts(name, context, layout, parts, row_table, whole_sequence=not towards_heads)
-        m = parts[0].shape[:-2].numel() // (1 if towards_heads else world)
-        options = dict(towards_heads=towards_heads, packed=row_table is not None)
-        programs = programs or exchange_programs(name, m, world * layout.num_columns, context)
-        prepared = PreparedExchange(context, layout, m, parts[0].dtype, **options, programs=programs)
-        context.prepared[key] = prepared
-    lead = parts[0].shape[:-2]
-    return prepared(parts, (lead[0] * world if towards_heads else lead[0] // world, *lead[1:]), row_table)
+    plan = context.plan(_plan_exchange, name, kinds_of(parts), layout, table_kind(row_table), programs)
+    lead, world = parts[0].shape[:-2], context.world_size
+    length = lead[0] * world if plan.towards_heads else lead[0] // world
+    return plan.run(parts, (length, *lead[1:]), row_table)
 
 
 @outside_compile
@@ -194,7 +199,7 @@ def to_heads(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    return _exchange("to_heads", context, layout, parts, True, row_table, programs)
+    return _exchange("to_heads", context, layout, parts, row_table, programs)
 
 
 @outside_compile
@@ -221,4 +226,4 @@ def to_sequence(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    return _exchange("to_sequence", context, layout, parts, False, row_table, programs)
+    return _exchange("to_sequence", context, layout, parts, row_table, programs)

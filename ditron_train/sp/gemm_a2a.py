@@ -1,4 +1,4 @@
-"""``gemm_a2a``: a projection, then the exchange of tokens for heads; kernel, what is prepared for a shape, and the op.
+"""``gemm_a2a``: a projection, then the exchange of tokens for heads; kernel, plan and op.
 
     sent = torch.stack((x @ weight.t()).chunk(world, dim=1))
     all_to_all_single(arrived, sent)
@@ -34,6 +34,7 @@ from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.transfer import (
     GEMM_A2A,
     Receiver,
+    TensorKind,
     Transfer,
     WeightLayout,
     check_gemm,
@@ -41,6 +42,7 @@ from ditron_train.sp.transfer import (
     kind_of,
     memory_of,
     start_epoch,
+    table_kind,
 )
 from ditron_train.stream.events import current_handle
 
@@ -106,7 +108,7 @@ def gemm_a2a_kernel(
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
 
 
-class PreparedGemmA2A:
+class GemmA2APlan(Transfer):
     """[m, k] times a weight of all heads, each rank's columns to that rank; what arrives is taken apart meanwhile."""
 
     def __init__(
@@ -123,10 +125,10 @@ class PreparedGemmA2A:
         config, programs = choice.config, choice.programs
         self.config, self.k, self.weight_layout = config, k, weight_layout
         sizes: dict[str, Any] = dict(granule_rows=config.block_m, block_n=config.block_n, copy=transfer_sizes.PULL)
-        self._transfer = transfer = Transfer(context, GEMM_A2A, layout, m, dtype, k=k, packed=packed, **sizes)
+        super().__init__(context, GEMM_A2A, layout, m, dtype, k=k, packed=packed, **sizes)
         world, n = context.world_size, layout.num_columns
-        self._receive = Receiver(transfer, programs, pull=True)
-        self._slots = make_descriptor(transfer.buffer.local[:, :n], config.store_block)
+        self._receive = Receiver(self, programs, pull=True)
+        self._slots = make_descriptor(self.buffer.local[:, :n], config.store_block)
         self._columns_per_rank = n if weight_layout == "nt" else padded_columns(n, dtype)
         self._launch = KernelLaunch(
             gemm_a2a_kernel,
@@ -142,7 +144,7 @@ class PreparedGemmA2A:
 
     def _weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight; where a rank's columns are no whole 16 bytes, a copy in which they are."""
-        n = self._transfer.layout.num_columns
+        n = self.layout.num_columns
         if self._columns_per_rank != n:
             columns = weight.reshape(self.k, -1, n)
             weight = torch.nn.functional.pad(columns, (0, self._columns_per_rank - n)).flatten(1)
@@ -150,33 +152,32 @@ class PreparedGemmA2A:
 
     def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """The GEMM; launched again where it comes with the same memory."""
-        transfer, config = self._transfer, self.config
+        config = self.config
         key = (rows.data_ptr(), rows.stride(), weight.data_ptr(), weight.stride(), memory_of(bias))
-        if self._launch.repeat(key, current_handle(transfer.context.device)):
+        if self._launch.repeat(key, current_handle(self.context.device)):
             return
         a, b = aligned_operand(rows), self._weight(weight)
         self._launch(
             make_descriptor(a, (config.block_m, config.block_k)),
             make_descriptor(b, config.b_block(self.weight_layout == "nt")),
             self._slots,
-            transfer.channel.pointers(transfer.signature),
+            self.channel.pointers(self.signature),
             bias,
-            transfer.m,
-            transfer.layout.num_columns,
+            self.m,
+            self.layout.num_columns,
             self.k,
             self._columns_per_rank,
-            transfer.slot_rows,
+            self.slot_rows,
             key=key if a is rows and b is weight else None,
         )
 
     def mixed(self) -> torch.Tensor:
         """A copy of the last call's product [m, columns of all ranks], from the slots that peers have read."""
-        transfer, world = self._transfer, self._transfer.context.world_size
-        slots = transfer.buffer.local.unflatten(0, (world, transfer.slot_rows))
-        own = slots[:, : transfer.m, : transfer.layout.num_columns]
+        slots = self.buffer.local.unflatten(0, (self.context.world_size, self.slot_rows))
+        own = slots[:, : self.m, : self.layout.num_columns]
         return own.transpose(0, 1).contiguous().flatten(1)
 
-    def __call__(
+    def run(
         self,
         rows: torch.Tensor,
         weight: torch.Tensor,
@@ -187,10 +188,10 @@ class PreparedGemmA2A:
     ) -> tuple[torch.Tensor, ...]:
         """``rows`` [m, k]; ``lead``: leading dimensions of the parts; ``meanwhile``: enqueued while the last ones
         arrive."""
-        context = self._transfer.context
+        context = self.context
         parts = self._receive.empty(lead)
         context.fork()
-        with context.aborting(self._transfer.channel):  # what the other stream writes to must not be freed under it
+        with self.aborting:  # what the other stream writes to must not be freed under it
             self._multiply(rows, weight, bias)
             self._receive(parts, table)
             if meanwhile is not None:
@@ -198,8 +199,28 @@ class PreparedGemmA2A:
             else:
                 self._receive.finish(parts, table)
         context.join()
-        context.leave(self._transfer.channel)
+        context.leave(self.channel)
         return parts
+
+
+def _plan_gemm_a2a(
+    context: SPContext,
+    x_kind: tuple,
+    weight_kind: tuple,
+    layout: HeadsLayout,
+    weight_layout: WeightLayout,
+    choice: ProjectionChoice | None,
+    table: tuple | None,
+) -> GemmA2APlan:
+    """What ``gemm_a2a`` needs for operands of these kinds (collective)."""
+    x, weight, n = TensorKind(*x_kind), TensorKind(*weight_kind), context.world_size * layout.num_columns
+    if len(x.shape) < 2:
+        raise NotSupportedError(f"gemm_a2a: x has {len(x.shape)} dimensions, needed are 2 or more")
+    m, k = x.shape[:-1].numel(), x.shape[-1]
+    check_gemm("gemm_a2a", context, x, k, n, weight, weight_layout)
+    check_rows("gemm_a2a", context, x.shape[:-1], 1, table)
+    chosen = choice or choose(Product("gemm_a2a", weight_layout, m, n, k, x.dtype), context)
+    return GemmA2APlan(context, layout, m, k, x.dtype, weight_layout, chosen, table is not None)
 
 
 @outside_compile
@@ -248,20 +269,9 @@ def gemm_a2a(
     if bias is not None:
         check_bias("gemm_a2a", x, bias, weight.shape[0] if weight.dim() else 0)
     context.enter("gemm_a2a", x.shape, weight.shape, x.dtype)
-    kinds = x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
-    key = ("gemm_a2a", *kinds, layout, weight_layout, choice, kind_of(row_table))
-    prepared = context.prepared.get(key)
-    if prepared is None:
-        name, world = "gemm_a2a", context.world_size
-        if x.dim() < 2:
-            raise NotSupportedError(f"{name}: x has {x.dim()} dimensions, needed are 2 or more")
-        check_gemm(name, context, x, x.shape[-1], world * layout.num_columns, weight, weight_layout)
-        check_rows(name, context, x.shape[:-1], 1, row_table)
-        m, k, n = x.shape[:-1].numel(), x.shape[-1], world * layout.num_columns
-        chosen = choice or choose(Product("gemm_a2a", weight_layout, m, n, k, x.dtype), context)
-        prepared = PreparedGemmA2A(context, layout, m, k, x.dtype, weight_layout, chosen, row_table is not None)
-        context.prepared[key] = prepared
+    table = table_kind(row_table)
+    plan = context.plan(_plan_gemm_a2a, kind_of(x), kind_of(weight), layout, weight_layout, choice, table)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     lead = (x.shape[0] * context.world_size, *x.shape[1:-1])
-    parts = prepared(rows, weight, lead, row_table, meanwhile, bias)
-    return (*parts, prepared.mixed().view(*x.shape[:-1], -1)) if return_mixed else parts
+    parts = plan.run(rows, weight, lead, row_table, meanwhile, bias)
+    return (*parts, plan.mixed().view(*x.shape[:-1], -1)) if return_mixed else parts

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
-from ditron_train.gemm.operands import padded_columns
+from ditron_train.gemm.operands import Operand, padded_columns
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
@@ -31,7 +31,9 @@ from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.sp import transfer_sizes
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
+from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.events import current_handle
+from ditron_train.stream.plan import Plan
 
 WeightLayout = Literal["nt", "nn"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -339,8 +341,34 @@ def memory_of(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
-class Transfer:
-    """The channel and the buffer of one direction, agreed for one shape.
+class TensorKind(NamedTuple):
+    """What a plan takes for granted of a tensor that has been checked once: part of its key, as a plain tuple."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    is_contiguous: bool | None = None  # None: any strides
+
+
+def kind_of(tensor: torch.Tensor) -> tuple:
+    """``TensorKind`` of an operand of any strides."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def kinds_of(parts: Sequence[torch.Tensor]) -> tuple[tuple, ...]:
+    """``TensorKind`` of each part."""
+    return tuple((part.shape, part.dtype, part.device) for part in parts)
+
+
+def table_kind(row_table: torch.Tensor | None) -> tuple | None:
+    """``TensorKind`` of a table of rows."""
+    if row_table is None:
+        return None
+    return row_table.shape, row_table.dtype, row_table.device, row_table.is_contiguous()
+
+
+class Transfer(Plan[SPContext]):
+    """The channel and the buffer of one direction, agreed for one shape: what the plans of all ops of Ulysses are.
 
     Args:
         context: Whose buffers are used (collective).
@@ -369,12 +397,12 @@ class Transfer:
         packed: bool,
         copy: transfer_sizes.CopyShape = transfer_sizes.PUSH,
     ) -> None:
-        self.context, self.layout, self.m, self.dtype = context, layout, m, dtype
         self.towards_heads = operation in (GEMM_A2A, TO_HEADS)
-        self.channel = context.heads_channel if self.towards_heads else context.sequence_channel
+        super().__init__(context, context.heads_channel if self.towards_heads else context.sequence_channel)
+        self.layout, self.m, self.dtype = layout, m, dtype
         widths = self._three(layout.widths, 0)
         values = (operation, m, layout.num_groups, *widths, k, dtype, granule_rows, block_n, int(packed))
-        self.signature = context.agree(self.channel, values)
+        self.signature = agree(context, self.channel, values)
         self.num_granules = -(-m // granule_rows)
         self.flags_per_granule = -(-layout.num_columns // block_n) if block_n else 1
         world = context.world_size
@@ -471,19 +499,27 @@ def check_parts(
     name: str,
     context: SPContext,
     layout: HeadsLayout,
-    parts: Sequence[torch.Tensor],
-    row_table: torch.Tensor | None,
+    kinds: tuple[tuple, ...],
+    table: tuple | None,
     *,
     whole_sequence: bool,
-) -> None:
-    """Checks what this rank can see alone of the parts [s, ..., heads, head size]."""
+) -> TensorKind:
+    """Checks what this rank can see alone of the parts [s, ..., heads, head size]; returns the first one's kind.
+
+    Args:
+        name, context, layout: Of the op.
+        kinds: ``kinds_of`` the parts.
+        table: ``table_kind`` of the table of rows.
+        whole_sequence: Whether the parts hold all rows of this rank's heads, or local rows of all heads.
+    """
+    parts = [TensorKind(*kind) for kind in kinds]
     if len(parts) != len(layout.widths):
         raise NotSupportedError(f"{name}: {len(parts)} parts, the layout has {len(layout.widths)}")
     first = parts[0]
     world = context.world_size
     for index, part in enumerate(parts):
         heads = layout.num_heads(index) * (1 if whole_sequence else world)
-        if part.dim() < 3 or tuple(part.shape[-2:]) != (heads, layout.head_dims[index]):
+        if len(part.shape) < 3 or tuple(part.shape[-2:]) != (heads, layout.head_dims[index]):
             raise NotSupportedError(
                 f"{name}: part {index} is {tuple(part.shape)}, needed is [s, ..., {heads}, {layout.head_dims[index]}]"
             )
@@ -494,35 +530,23 @@ def check_parts(
             )
     if first.dtype not in DTYPES:
         raise NotSupportedError(f"{name}: {first.dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    check_rows(name, context, first.shape[:-2], world if whole_sequence else 1, row_table)
+    check_rows(name, context, first.shape[:-2], world if whole_sequence else 1, table)
+    return first
 
 
-def kinds_of(parts: Sequence[torch.Tensor]) -> tuple:
-    """What a kernel takes for granted of parts that have been checked once: part of every key."""
-    return tuple((part.shape, part.dtype, part.device) for part in parts)
-
-
-def kind_of(row_table: torch.Tensor | None) -> tuple | None:
-    """Likewise of a table of rows."""
-    if row_table is None:
-        return None
-    return row_table.shape, row_table.dtype, row_table.device, row_table.is_contiguous()
-
-
-def check_rows(
-    name: str, context: SPContext, lead: Sequence[int], num_ranks: int, row_table: torch.Tensor | None
-) -> None:
-    """``lead``: leading dimensions, the rows of ``num_ranks`` ranks."""
+def check_rows(name: str, context: SPContext, lead: Sequence[int], num_ranks: int, table: tuple | None) -> None:
+    """``lead``: leading dimensions, the rows of ``num_ranks`` ranks; ``table``: as for ``check_parts``."""
+    row_table = None if table is None else TensorKind(*table)
     length, num_rows = lead[0], torch.Size(lead).numel()
     if num_rows == 0:
-        context.agree_on_nothing((context.heads_channel, context.sequence_channel))
+        agree_on_nothing(context, (context.heads_channel, context.sequence_channel))
         raise NotSupportedError(f"{name}: an empty sequence")
     if row_table is not None and (
         length % num_ranks
         or tuple(row_table.shape) != (context.world_size, num_rows // num_ranks)
         or row_table.dtype != torch.int32
         or row_table.device != context.device
-        or not row_table.is_contiguous()
+        or not row_table.is_contiguous
     ):
         raise NotSupportedError(
             f"{name}: the table of rows is {tuple(row_table.shape)} {row_table.dtype} on {row_table.device}, needed "
@@ -539,20 +563,20 @@ def check_rows(
 def check_gemm(
     name: str,
     context: SPContext,
-    x: torch.Tensor,
+    x: TensorKind,
     k: int,
     num_columns: int,
-    weight: torch.Tensor,
+    weight: TensorKind,
     weight_layout: WeightLayout,
 ) -> None:
     """Checks that ``x`` and ``weight`` make [.., K=k] times [k, num_columns]; ``num_columns`` of -1 allows any."""
     if weight_layout not in ("nt", "nn"):
         raise NotSupportedError(f"{name}: weight layout {weight_layout!r} is not nt or nn")
-    if weight.dim() != 2:
-        raise NotSupportedError(f"{name}: weight must have 2 dimensions, has {weight.dim()}")
+    if len(weight.shape) != 2:
+        raise NotSupportedError(f"{name}: weight must have 2 dimensions, has {len(weight.shape)}")
     if x.device != context.device:
         raise NotSupportedError(f"{name}: the input is on {x.device}, the context on {context.device}")
-    check_operands(name, x, weight)
+    check_operands(name, Operand(x.dtype, x.device), Operand(weight.dtype, weight.device))
     n, weight_k = weight.shape if weight_layout == "nt" else weight.shape[::-1]
     if weight_k != k or (num_columns >= 0 and n != num_columns) or n == 0 or k == 0:
         wanted = num_columns if num_columns >= 0 else "any"

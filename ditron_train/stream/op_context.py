@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ditron_train.lang.agree import agree_kernel
-from ditron_train.runtime.device import is_capturing, kernel_target, num_sms, with_index
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.device import kernel_target, num_sms, with_index
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, forget_at_exit, world_group
-from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
-from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
-from ditron_train.stream.nothing import compare_calls
-from ditron_train.stream.recorded_graph import RecordedSequences
+from ditron_train.stream.events import current_handle, event_of, stream_of
+from ditron_train.stream.recorder import OpRecorder
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
-
-#: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new
-#: lengths must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
-MAX_KNOWN_SHAPES = 1024
-
 
 _Made = TypeVar("_Made")
 
@@ -62,6 +52,9 @@ class OpContext:
     Attributes:
         comm_stream: A stream of high priority beside the current one; None on the CPU.
         comm_handle: The driver's handle of it; 0 on the CPU.
+        is_joined: Whether the current stream is behind the communication stream.
+        recorder: Replays what comes often as a recorded graph.
+        agreed: Calls that all ranks are known to make alike (``stream.agreement``).
         prepared: What ops keep for the shapes they have seen; emptied before a buffer of the arena moves.
     """
 
@@ -83,19 +76,17 @@ class OpContext:
         self._records = records_of(self.arena.group_name, dist.get_process_group_ranks(self.group))
         self._channels: list[Channel] = []
         self._calls = CallOrder(self.device)
-        self._is_capturing = False
-        self._is_joined = True  # the current stream is behind the communication stream
-        self._recorded = RecordedSequences()
+        self.is_joined = True
+        self.recorder = OpRecorder(self)
         self._scratch: dict[tuple, torch.Tensor] = {}
-        self._records_sequences = self.is_cuda and driver.has_driver() and not torch.version.hip
-        self._agreed: set[tuple] = set()
+        self.agreed: set[tuple] = set()
         self.prepared: dict[tuple, Any] = {}
         self.arena.before_freeing(self._forget_prepared)
 
     def _forget_prepared(self) -> None:
         self.prepared.clear()
         self._scratch.clear()
-        self._recorded.clear()
+        self.recorder.sequences.clear()
 
     def plan(self, make: Callable[..., _Made], *arguments: Hashable) -> _Made:
         """The plan of a call (``stream.plan``): what ``make(self, *arguments)`` returned at the first call with these
@@ -147,41 +138,23 @@ class OpContext:
 
     def _follow(self) -> torch.cuda.Stream | None:
         stream = self._calls.enter()
-        self._is_capturing = self._calls.is_capturing
-        if self._is_capturing:
+        self.recorder.is_capturing = self._calls.is_capturing
+        if self._calls.is_capturing:
             self.arena.graph_captured = True
         return stream
 
     def fork(self) -> torch.cuda.Stream | None:
         """The communication stream, ordered behind the current one (None on the CPU)."""
         if self.is_cuda:
-            self._is_joined = False
-            self._order(current_handle(self.device), self._fork_event, self.comm_handle)
+            self.is_joined = False
+            order_streams(self.device, current_handle(self.device), self._fork_event, self.comm_handle)
         return self.comm_stream
 
     def join(self) -> None:
         """Orders the current stream behind the communication stream."""
         if self.is_cuda:
-            self._order(self.comm_handle, self._join_event, current_handle(self.device))
-            self._is_joined = True
-
-    def _order(self, first: int, event: Any, second: int) -> None:
-        """Holds stream ``second`` until what is enqueued on ``first`` now is done."""
-        if isinstance(event, torch.cuda.Event):
-            event.record(stream_of(first, self.device))
-            stream_of(second, self.device).wait_event(event)
-        else:
-            driver.event_record(event, first)
-            driver.stream_wait_event(second, event)
-
-    def run_again(self, key: Hashable, enqueue: Callable[[], None], copied: Sequence[int]) -> None:
-        """Runs what ``enqueue`` puts onto the communication stream, which is the same whenever it comes with ``key``;
-        what comes often is recorded. ``copied``: as for ``stream.recorded_graph.RecordedSequences.repeat``."""
-        if not self._records_sequences or self._is_capturing:
-            enqueue()
-        elif not self._recorded.repeat(key, self.comm_handle, copied):
-            enqueue()
-            self._recorded.remember(key, enqueue, self.comm_handle, copied)
+            order_streams(self.device, self.comm_handle, self._join_event, current_handle(self.device))
+            self.is_joined = True
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the arena that an op works in, at the same address until it has to grow: so what is recorded finds
@@ -196,57 +169,6 @@ class OpContext:
         if memory is None:
             memory = self._scratch[key] = self.arena.tensor(f"scratch.{name}", tuple(shape), dtype).local
         return memory
-
-    def repeat_op(self, key: Hashable, copied: Sequence[int], *, forks: bool = True) -> bool:
-        """Runs on the current stream the op that is recorded for ``key``, its part on the communication stream
-        included.
-
-        To other streams it is ordered as without a recording. Behind the communication stream it is since the current
-        stream is; while that one has yet to wait for an op that was started (``start_all_gather``), nothing is
-        repeated that ``forks``.
-        """
-        if not self._records_sequences or self._is_capturing or (forks and not self._is_joined):
-            return False
-        return self._recorded.repeat(key, current_handle(self.device), copied)
-
-    def remember_op(self, key: Hashable, enqueue: Callable[[], object], copied: Sequence[int]) -> None:
-        """After an op that was not repeated: ``enqueue`` puts it onto the current stream, and forks and joins the
-        communication stream; it allocates nothing, and does the same whenever it comes with ``key``."""
-        if self._records_sequences and not self._is_capturing:
-            captured = _recording_stream(self.device)
-            self._recorded.remember(
-                key,
-                lambda: self._enqueue_on(captured, enqueue),
-                current_handle(self.device),
-                copied,
-                captured.cuda_stream,
-            )
-
-    def _enqueue_on(self, stream: torch.cuda.Stream, enqueue: Callable[[], object]) -> None:
-        is_joined = self._is_joined
-        self._is_capturing = True  # what the op would run as a recording of its own becomes part of this one
-        try:
-            with torch.cuda.stream(stream):
-                enqueue()
-        finally:
-            self._is_capturing, self._is_joined = False, is_joined
-
-    def start(
-        self, channel: Channel, enqueue: Callable[[], None], key: Hashable | None = None, copied: Sequence[int] = ()
-    ) -> None:
-        """``fork``, then what begins an exchange of ``channel`` on the communication stream; ``abort`` if it raises.
-
-        Args:
-            channel: Of the exchange.
-            enqueue, copied: As of ``run_again``.
-            key: As of ``run_again``; None: nothing is recorded.
-        """
-        self.fork()
-        with self.aborting(channel):
-            if key is None:
-                enqueue()
-            else:
-                self.run_again(key, enqueue, copied)
 
     def aborting(self, channel: Channel) -> Aborting:
         """``with`` it: ``abort`` if what is inside raises."""
@@ -270,88 +192,26 @@ class OpContext:
         for channel in self._channels:
             channel.synchronize()
 
-    def agree(self, channel: Channel, values: Sequence[int | torch.dtype], *, num_roles: int = 2) -> torch.Tensor:
-        """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
-
-        Only after that may buffers grow (collectively). Known signatures cost a lookup.
-
-        Raises:
-            MismatchError: On every rank, if the ranks differ.
-            NotSupportedError: A new signature while a CUDA graph is being captured.
-        """
-        signature = channel.signature(values)
-        key = (channel.op_name, *values)
-        if key in self._agreed:
-            return signature
-        if self.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise NotSupportedError(
-                f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}"
-            )
-        self._announce(channel, signature, num_roles, verify=True)
-        channel.synchronize()
-        if len(self._agreed) >= MAX_KNOWN_SHAPES and not self.arena.graph_captured:
-            self.forget_shapes()
-        self._agreed.add(key)
-        return signature
-
-    def _announce(
-        self, channel: Channel, signature: torch.Tensor, num_roles: int, *, verify: bool, sets_flag: bool = False
-    ) -> None:
-        agree_kernel[(1,)](
-            channel.ready.addresses,
-            channel.ready.local,
-            signature,
-            channel.tickets,
-            channel.control,
-            channel.signals.addresses,
-            NUM_ROLES=num_roles,
-            WORLD_SIZE=self.world_size,
-            TARGET=self.target,
-            VERIFY=verify,
-            FLAGS=channel.signals.local.numel() // self.world_size if sets_flag else 0,
-            num_warps=1,
-            **COMPILE_OPTIONS,
-        )
-
-    def agree_on_nothing(
-        self, channels: Sequence[Channel], *, flagged: Channel | None = None, **values: int | torch.dtype
-    ) -> None:
-        """A call without rows: the peers' calls have to be without rows, too (collective each time).
-
-        While a CUDA graph is captured nothing is asked: the call has been made before.
-
-        Args:
-            channels: All that a peer might take for such a call with rows.
-            flagged: The one whose kernels wait for a flag of every source before they compare calls.
-            values: Of the signature, by name; the others are 0.
-
-        Raises:
-            MismatchError: They are not; the same on every rank.
-            PeerTimeoutError: A peer did not come.
-        """
-        if is_capturing(self.device):
-            return
-        for channel in channels:
-            signature = channel.signature([values.get(name, 0) for name in channel.signature_fields])
-            self._announce(channel, signature, 2, verify=False, sets_flag=channel is flagged)
-        compare_calls({channel: channel.epoch for channel in channels}, self.rank)
-
     def forget_shapes(self) -> None:
         """Lets go of what is kept for the shapes seen so far; each is agreed on anew when it comes again.
 
         All ranks at the same point between two ops (new signatures are counted alike everywhere), with the device idle
         and no graph captured: what is let go of may be in use by what is enqueued, and by graphs for ever.
         """
-        self._agreed.clear()
+        self.agreed.clear()
         self._forget_prepared()
         for channel in self._channels:
             channel.forget_signatures()
 
 
-@cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where ops are recorded; nothing runs on it."""
-    return own_stream(device)
+def order_streams(device: torch.device, first: int, event: Any, second: int) -> None:
+    """Holds stream ``second`` until what is enqueued on ``first`` now is done. ``event``: of a GPU, to record."""
+    if isinstance(event, torch.cuda.Event):
+        event.record(stream_of(first, device))
+        stream_of(second, device).wait_event(event)
+    else:
+        driver.event_record(event, first)
+        driver.stream_wait_event(second, event)
 
 
 def _fork_join_events(device: torch.device) -> tuple[Any, Any]:

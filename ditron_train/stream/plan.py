@@ -43,6 +43,20 @@ class Exchange(Generic[_Context]):
         wait hides what failed; the next exchange has an epoch of its own."""
         self.context.abort(self.channel)
 
+    def fork(self, enqueue: Callable[[], None], key: Hashable | None = None, copied: Sequence[int] = ()) -> None:
+        """``OpContext.fork``, then what begins the exchange on the communication stream; ``abort`` if it raises.
+
+        Args:
+            enqueue, copied: As of ``OpRecorder.run``.
+            key: As of ``OpRecorder.run``; None: nothing is recorded.
+        """
+        self.context.fork()
+        with self.aborting:
+            if key is None:
+                enqueue()
+            else:
+                self.context.recorder.run(key, enqueue, copied)
+
     def replay(
         self,
         key: Hashable | None,
@@ -57,7 +71,7 @@ class Exchange(Generic[_Context]):
 
         Args:
             key: Says all that it does; None: nothing is recorded.
-            enqueue: As for ``OpContext.remember_op``. It returns False if ``key`` does not say all that it did this
+            enqueue: As for ``OpRecorder.remember``. It returns False if ``key`` does not say all that it did this
                 time: then nothing is recorded.
             copied: As for ``stream.recorded_graph.RecordedSequences.repeat``.
             forks: Whether it uses the communication stream as well.
@@ -66,8 +80,8 @@ class Exchange(Generic[_Context]):
         context = self.context
         if key is None or (allocates and not counts_allocations()):
             enqueue()
-        elif not context.repeat_op(key, copied, forks=forks) and enqueue() is not False:
-            context.remember_op(key, enqueue, copied)
+        elif not context.recorder.repeat(key, copied, forks=forks) and enqueue() is not False:
+            context.recorder.remember(key, enqueue, copied)
 
 
 class Plan(Exchange[_Context]):

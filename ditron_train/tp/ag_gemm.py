@@ -40,6 +40,7 @@ from ditron_train.gemm.operands import (
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.tiles import gather_tile
+from ditron_train.stream.agreement import agree_on_nothing
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Plan
 from ditron_train.tp.choices import Choice, GatherPlan, Layout, Problem, choose, is_short
@@ -353,7 +354,7 @@ def plan_ag_gemm(
     partition = row_partition("ag_gemm", context, shapes.x_shape, counts, total=False)
     if partition.num_rows == 0:
         columns = padded_columns(k, shapes.dtype)
-        context.agree_on_nothing((context.gather_channel,), columns=columns, dtype=shapes.dtype)
+        agree_on_nothing(context, (context.gather_channel,), columns=columns, dtype=shapes.dtype)
         return None
     problem = Problem("ag_gemm", partition.num_rows, n, k, layout, shapes.dtype, context.world_size)
     choice = choose(problem, context.machine)

@@ -32,6 +32,7 @@ from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 from ditron_train.schedule.orders import chunk_order
+from ditron_train.stream.agreement import agree
 from ditron_train.stream.copies import copy_with_flags
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Plan
@@ -352,7 +353,7 @@ class AllReduce(SumExchange):
     ) -> None:
         assert -(-num_rows // chunk_rows) <= MOST_CHUNKS, f"{num_rows} rows by {chunk_rows}"
         channel = context.all_reduce_channel
-        pointers = channel.pointers(context.agree(channel, (num_rows, num_columns, dtype, chunk_rows)))
+        pointers = channel.pointers(agree(context, channel, (num_rows, num_columns, dtype, chunk_rows)))
         super().__init__(context, channel, pointers, context.all_reduce_epochs)
         self._slots = context.slots((context.world_size - 1) * num_rows, num_columns, dtype)
         self._tables, vector = order_tables(context, num_rows, num_columns, dtype, FOLD_BLOCK)
@@ -404,7 +405,7 @@ class PushAllReduce(Plan[TPContext]):
         super().__init__(context, context.push_channel)
         num_programs = min(num_programs, -(-num_elements // _PUSH_BLOCK), MOST_PUSH_PROGRAMS, context.num_sms)
         values = (num_rows, num_columns, dtype, num_programs)
-        self._pointers = self.channel.pointers(context.agree(self.channel, values))
+        self._pointers = self.channel.pointers(agree(context, self.channel, values))
         self._slots = context.pushed(dtype)
         self._tables, vector = order_tables(context, num_rows, num_columns, dtype, _PUSH_BLOCK)
         self._num_elements = num_elements
@@ -447,7 +448,7 @@ class MaxAllReduce(Plan[TPContext]):
 
     def __init__(self, context: TPContext) -> None:
         super().__init__(context, context.push_channel)
-        self._pointers = self.channel.pointers(context.agree(self.channel, (0, 1, torch.float32, 0)))
+        self._pointers = self.channel.pointers(agree(context, self.channel, (0, 1, torch.float32, 0)))
         self._slots = context.arena.tensor("tp.largest", (2, context.world_size), torch.float32)
         constants = {"MOST_PROGRAMS": MOST_PUSH_PROGRAMS, "WORLD_SIZE": context.world_size, "TARGET": context.target}
         self._launch = KernelLaunch(push_largest_kernel, 1, constants, num_warps=1)

@@ -39,6 +39,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.orders import arrival_order, chunk_order, order_in_block, rank_blocks
+from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.copies import Fan, copy_in_turn, copy_with_flags
 from ditron_train.stream.driver import has_driver, memcpys_async
 from ditron_train.stream.events import current_handle
@@ -207,7 +208,7 @@ class BaseGather(Exchange[TPContext]):
         self.arrival_order: list[int] = arrival_order(context.rank, context.world_size).tolist()
         channel = self.channel
         values = (*values, 0 if buffer is None else zlib.crc32(buffer.encode()) & 0x7FFFFFFF)
-        self.pointers = channel.pointers(context.agree(channel, values))
+        self.pointers = channel.pointers(agree(context, channel, values))
         world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
         flags = {"FLAGS_PER_RANK": FLAGS_PER_RANK}
         self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
@@ -363,11 +364,11 @@ class Gather(BaseGather):
         """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``.
 
         Without ``copies_own`` this rank's own rows of the buffer stay as they are; so they do where ``x`` is them."""
-        context, address = self.context, x.data_ptr()
+        address = x.data_ptr()
         if self.by_push:
-            context.start(self.channel, lambda: self._send_by_push(x))
+            self.fork(lambda: self._send_by_push(x))
         else:
-            context.start(self.channel, lambda: self._send_by_copies(x), (self, address), (address,))
+            self.fork(lambda: self._send_by_copies(x), (self, address), (address,))
         if copies_own and x.data_ptr() != self.own_rows.data_ptr():
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
             try:
@@ -434,7 +435,7 @@ def plan_all_gather(
         raise NotSupportedError(f"all_gather: {dtype} is not supported")
     partition = row_partition("all_gather", context, shape, counts, total=False)
     if partition.num_rows == 0 or shape[-1] == 0:
-        context.agree_on_nothing((context.gather_channel,), dtype=dtype)
+        agree_on_nothing(context, (context.gather_channel,), dtype=dtype)
         raise NotSupportedError(f"all_gather: nothing to gather in {tuple(shape)}")
     columns = padded_columns(shape[-1], dtype)
     return Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1, is_awaited=not in_turn)
@@ -570,7 +571,7 @@ class PartsGather(BaseGather):
         """Sends contiguous ``parts``, which must stay unchanged until the stream is behind ``finish``."""
         context = self.context
         addresses = tuple(part.data_ptr() for part in parts)
-        context.start(self.channel, lambda: self._send(addresses), (self, addresses), addresses)
+        self.fork(lambda: self._send(addresses), (self, addresses), addresses)
         try:
             own = [(to, address, size) for (to, size), address in zip(self._own, addresses)]
             if context.is_cuda:

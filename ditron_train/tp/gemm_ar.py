@@ -33,6 +33,7 @@ import torch
 from ditron_train.gemm.fp8 import check_scaled
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.stream.agreement import agree_on_nothing
 from ditron_train.stream.plan import Plan
 from ditron_train.tp.all_reduce import AllReduce, PushAllReduce, fold_own_rows_kernel, order_tables
 from ditron_train.tp.choices import PUSH_BYTES, Choice, GatherPlan, Layout, Problem, choose, chunk_rows_of
@@ -162,7 +163,7 @@ def plan_gemm_ar(
     m = shapes.x_shape[:-1].numel()
     if m == 0:
         channels = (context.all_reduce_channel, context.push_channel, context.reduce_channel)
-        context.agree_on_nothing(channels, flagged=context.push_channel, columns=n, dtype=shapes.dtype)
+        agree_on_nothing(context, channels, flagged=context.push_channel, columns=n, dtype=shapes.dtype)
         return None
     problem = Problem("gemm_ar", m, n, k, layout, shapes.dtype, context.world_size)
     return gemm_ar_by(context, problem, choice or choose(problem, context.machine), can_copy=can_copy(context))

@@ -44,6 +44,7 @@ from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.schedule.tiles import ordered_tile, scatter_tile
+from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Plan
 from ditron_train.tp.choices import (
@@ -334,7 +335,7 @@ class GemmRsStorePlan(Plan[TPContext]):
         self._num_own_rows = partition.count(context.rank)
         block = config.block_m
         values = (self.m, partition.fingerprint, n, dtype, block, config.block_n)
-        signature = context.agree(channel, values)
+        signature = agree(context, channel, values)
         ends = zip(partition.starts, partition.starts[1:])
         num_slot_tiles = max(-(-end // block) - start // block for start, end in ends if end > start)
         self._slot_rows = num_slot_tiles * block
@@ -574,7 +575,7 @@ def plan_gemm_rs(
     partition = row_partition("gemm_rs", context, shapes.x_shape, counts, total=True)
     if partition.num_rows == 0:
         channels = (context.scatter_channel, context.reduce_channel)
-        context.agree_on_nothing(channels, columns=n, dtype=shapes.dtype)
+        agree_on_nothing(context, channels, columns=n, dtype=shapes.dtype)
         return None
     problem = Problem("gemm_rs", partition.num_rows, n, k, layout, shapes.dtype, context.world_size)
     choice = choose(problem, context.machine)

@@ -35,7 +35,7 @@ from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.stream.op_context import MAX_KNOWN_SHAPES
+from ditron_train.stream.agreement import MAX_KNOWN_SHAPES
 from ditron_train.symm.exchange import on_all_ranks
 from ditron_train.symm.nodes import NodeGroups, node_groups
 from ditron_train.tp.ag_gemm import ag_gemm, plan_ag_gemm

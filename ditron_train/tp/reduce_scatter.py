@@ -34,6 +34,7 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.orders import chunk_order, order_in_block, rank_blocks
+from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.copies import Fan, copy_bytes, copy_in_turn, copy_with_flags
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Exchange, Pending
@@ -223,7 +224,7 @@ class SumExchange(Exchange[TPContext]):
 
     def begin(self) -> None:
         """Start signals, behind what the current stream has done; ``send`` follows, inside ``aborting``."""
-        self.context.start(self.channel, self._signal_start)
+        self.fork(self._signal_start)
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
         """Sends ``rows`` of the partial, those of receiver or chunk number ``position``, after what the communication
@@ -286,7 +287,7 @@ class ReduceScatter(SumExchange):
         channel = context.reduce_channel
         self.partition = partition
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype)
-        pointers = channel.pointers(context.agree(channel, values))
+        pointers = channel.pointers(agree(context, channel, values))
         super().__init__(context, channel, pointers, context.reduce_epochs)
         self._slots = context.slots(context.world_size * partition.max_count, num_columns, dtype)
         self._row_starts = context.table(partition, partition.starts)
@@ -330,7 +331,7 @@ class ReduceScatter(SumExchange):
         if not self._has_all_flags:
             self._all_flags, self._has_all_flags = self._fan_of_flags(num_skipped=0), True
         address = partial.data_ptr()
-        self.context.start(self.channel, lambda: self._send_all(partial), (self, address), (address,))
+        self.fork(lambda: self._send_all(partial), (self, address), (address,))
 
     def _send_all(self, partial: torch.Tensor) -> None:
         """Rows peer by peer: in one command for several GPUs they would take four times as long
@@ -382,7 +383,7 @@ def plan_reduce_scatter(
     """
     is_fitting = device == context.device and len(shape) >= 2
     if is_fitting and shape.numel() == 0:
-        context.agree_on_nothing((context.reduce_channel,))
+        agree_on_nothing(context, (context.reduce_channel,))
     if not is_fitting or shape.numel() == 0:
         raise NotSupportedError(f"reduce_scatter: {tuple(shape)} on {device}, context on {context.device}")
     if dtype not in SUM_DTYPES:

@@ -187,7 +187,7 @@ def changing_counts(steps, num_experts, topk, hidden):
         out, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
         assert torch.equal(out, x * routed.sum(1, keepdim=True)), step
         assert torch.equal(grads, probs), step
-        context.rows_buffer(1, 1, hidden, torch.float32).local.fill_(float("nan"))
+        context.buffers.rows(1, 1, hidden, torch.float32).local.fill_(float("nan"))
     context.check()
     assert steps < 10 or min(ahead.values()) > 2, ahead
 
@@ -264,7 +264,7 @@ def fixed_capacity(steps, factor):
             used = int(layout.tokens_per_expert.sum())
             seen = [layout.tokens_per_expert.long(), rows[:used], row_probs[:used], out, x.grad, probs.grad]
             results.append([tensor.detach() for tensor in seen])
-        assert layout.num_rows == context.room_for(10, factor).rows >= used
+        assert layout.num_rows == context.shape.room_for(10, factor).rows >= used
         assert all(torch.equal(a, b) for a, b in zip(*results)), step
     context.check()
     return world_size
@@ -293,7 +293,7 @@ def late_rank(late_s):
             rows, row_probs = dispatch(x, layout, context)
             out, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
         assert torch.equal(out, x * routed.sum(1, keepdim=True)) and torch.equal(grads, probs), late
-        context.rows_buffer(1, 1, 16, torch.float32).local.fill_(float("nan"))
+        context.buffers.rows(1, 1, 16, torch.float32).local.fill_(float("nan"))
     context.check()
 
 
@@ -345,8 +345,8 @@ def wide_token_ahead():
     from ditron_train.runtime.errors import NotSupportedError
 
     context, x = get_ep_context(dist.group.WORLD, torch.device("cpu"), 8, 2), torch.ones(8, 16)
-    context.reserve(Room(128, 128, 128), 128, 16, torch.float32)
-    entries = context.token_buffers(1, 1, 16, torch.float32).entries.fill_(-1)
+    context.buffers.reserve(Room(128, 128, 128), 128, 16, torch.float32)
+    entries = context.buffers.token_buffers(1, 1, 16, torch.float32).entries.fill_(-1)
     routed = _routed_to_all()
     with lists_in_used_memory():
         pending = begin_layout(routed, routed.float(), 16, torch.float32, context)
@@ -445,7 +445,7 @@ def fused_forms(
             in_two_steps = begin_combine(returned, layout, context, **options).finish()
             assert all(torch.equal(a, b) for a, b in zip(in_two_steps, at_once))
         results.append(out)
-        context.rows_buffer(1, 1, hidden, dtype).local.fill_(float("nan"))
+        context.buffers.rows(1, 1, hidden, dtype).local.fill_(float("nan"))
     context.check()
     assert torch.equal(*results)
     return len(few), len(weights)

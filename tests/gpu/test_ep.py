@@ -170,7 +170,7 @@ def test_changing_counts_stragglers_and_poisoned_buffers():
         rows, row_probs = dispatch(x, layout, context)
         back, grads = combine(rows, layout, context, order="ascending", row_grads=row_probs)
         assert torch.equal(back, x * topk) and torch.equal(grads, probs), step
-        context.rows_buffer(1, 1, hidden, torch.bfloat16).local.fill_(float("nan"))
+        context.buffers.rows(1, 1, hidden, torch.bfloat16).local.fill_(float("nan"))
     context.check()
 
 

@@ -89,7 +89,7 @@ def test_fused_forms_equal_their_parts(case):
                 dist.barrier()
                 layout = begin_layout(routed, probs, hidden, dtype, context, capacity_factor=capacity).finish()
             of_rows, of_tokens = one_form(x, layout, context, weights, back, order, form)
-            context.rows_buffer(1, 1, hidden, dtype).local.fill_(float("nan"))
+            context.buffers.rows(1, 1, hidden, dtype).local.fill_(float("nan"))
             used = int(layout.expert_tokens.sum())
             return [part[:used] for part in of_rows] + of_tokens
 

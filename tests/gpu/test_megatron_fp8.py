@@ -21,7 +21,7 @@ from test_megatron_tp import (  # noqa: F401  (fixtures)
     tensor_parallel,
 )
 
-from ditron_train.stream.op_context import OpContext
+from ditron_train.stream.recorder import OpRecorder
 from ditron_train.tp.reduce_scatter import ReduceScatter
 
 pytestmark = pytest.mark.skipif(
@@ -126,14 +126,14 @@ def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, m
 
     reduced = mock.Mock(side_effect=te_passes.largest_of_ranks)
     monkeypatch.setattr(te_passes, "largest_of_ranks", reduced)
-    repeat_op, repeated = OpContext.repeat_op, []
+    repeat_op, repeated = OpRecorder.repeat, []
 
     def repeat(*args, **kwargs):
         is_repeated = repeat_op(*args, **kwargs)
         repeated.append(is_repeated and isinstance(args[1][0], ReduceScatter))
         return is_repeated
 
-    monkeypatch.setattr(OpContext, "repeat_op", repeat)
+    monkeypatch.setattr(OpRecorder, "repeat", repeat)
     gate.forget()
     options = {"fp8_param": True} if how == "FP8 parameters" else {}
     if how == "ends in bf16":

@@ -110,13 +110,13 @@ def test_a_gather_that_is_waited_for_on_another_stream(tensor_parallel, streams,
     context.gathered(*expected.shape, x.dtype).local.fill_(float("nan"))
     settle()
     with monkeypatch.context() as patch, torch.cuda.stream(first):
-        run_again = context.run_again
+        run_again = context.recorder.run
 
         def run_again_and_sleep(*arguments):  # in front of the copy of the own rows
             run_again(*arguments)
             torch.cuda._sleep(_CYCLES)
 
-        patch.setattr(context, "run_again", run_again_and_sleep)
+        patch.setattr(context.recorder, "run", run_again_and_sleep)
         gather = start_all_gather(x, context=context)
     with torch.cuda.stream(second):
         rows = gather.wait()

@@ -323,7 +323,7 @@ def test_recordings_that_go_while_they_run(device, all_equal, monkeypatch):
             outs = [gemm_rs(x, weight, context=context, scatter="copy") for x in inputs]
             assert all(all_equal(out, scattered(matmul_nt(x, weight))) for x, out in zip(inputs, outs))
             del outs
-        kept = set(context._recorded._recordings)
+        kept = set(context.recorder.sequences._recordings)
         assert len(kept) == 4 and kept != first
         first = kept
     context.synchronize()
@@ -392,7 +392,7 @@ def test_a_recorded_op_says_that_a_peer_is_late(device, monkeypatch, launched, o
     context.synchronize()
     before = launched[0]
     assert before > 0 and any(
-        isinstance(key[0], _OPS[op]) for key in context._recorded._recordings
+        isinstance(key[0], _OPS[op]) for key in context.recorder.sequences._recordings
     )  # not its sends alone
     if rank == 0:  # at once: a collective's memory in between may take the address that the result had
         with pytest.raises(PeerTimeoutError, match="tp.gather" if op == "ag_gemm" else "tp.reduce_scatter"):

@@ -542,7 +542,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "fault-of-a-peer-not-raised",
         "error swallowed",
         "ditron_train/pp/channel.py",
-        "        return super().failed or self.mailbox.failed",
+        "        return super().failed or self.mailbox.failure.is_posted",
         "        return super().failed",
         (f"{CHANNEL}::test_a_failure_of_one_rank_is_known_to_all",),
     ),

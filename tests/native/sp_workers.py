@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
-from ditron_train.sp.gemm_a2a import PreparedGemmA2A
+from ditron_train.sp.gemm_a2a import GemmA2APlan
 from tests.support.megatron_version import batch_on_this_cp_rank
 
 VOCABULARY, BATCH = 64, 2
@@ -224,7 +224,7 @@ def norms_of_heads_agree(options, length):
 
         with without("projections", "output", "exchange"):
             native = run_once()
-        with mock.patch.object(PreparedGemmA2A, "mixed", autospec=True, side_effect=PreparedGemmA2A.mixed) as mixed:
+        with mock.patch.object(GemmA2APlan, "mixed", autospec=True, side_effect=GemmA2APlan.mixed) as mixed:
             ours, num_copies = run_once(), mixed.call_count
             with torch.no_grad():
                 assert torch.equal(attention(x, None)[0], ours[0]) and mixed.call_count == num_copies > 0

@@ -217,7 +217,7 @@ def wrap_around() -> bool:
             for flag in (lane, 2 + lane):
                 _own_flag(context, flag).fill_((start + 2**31) % 2**32 - 2**31)
             if context.channel is not None:
-                context.channel.mailbox.acknowledge(lane, start)
+                context.channel.mailbox.headers.acknowledge(lane, start)
         dist.barrier()
         for index in range(20):
             data = payload(rank, 0, index, (9,), torch.float32)

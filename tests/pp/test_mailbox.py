@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ditron_train.pp import mailbox as mailbox_module
-from ditron_train.pp.mailbox import HEADER_DEPTH, HEADER_WORDS, Mailbox
+from ditron_train.pp.mailbox import HEADER_DEPTH, HEADER_WORDS, Failure, Headers, Mailbox, Values
 
 _VALUES = [0, 5, 5, 3, -7, 2**62, 0, 0, 1]
 
@@ -43,12 +43,13 @@ def _pair(tmp_path: Path) -> tuple[Any, Any, _StoreBuffer]:
     both = []
     for rank in range(2):
         mailbox: Any = object.__new__(Mailbox)
-        mailbox.rank, mailbox.world_size, mailbox._generations = rank, 2, [0, 0]
-        mailbox._bytes, mailbox._int64 = memory, memory.cast("q")
-        mailbox._claim_path = str(tmp_path / "claim")
+        mailbox.rank, mailbox.world_size = rank, 2
+        mailbox.bytes, mailbox.int64 = memory, memory.cast("q")
+        mailbox.headers, mailbox.values = Headers(mailbox), Values(mailbox)
+        mailbox.failure = Failure(mailbox, str(tmp_path / "claim"))
         both.append(mailbox)
     writer, reader = both
-    stores = writer._int64 = _StoreBuffer(reader._int64)
+    stores = writer.int64 = _StoreBuffer(reader.int64)
     return writer, reader, stores
 
 
@@ -62,31 +63,31 @@ def test_a_value_is_not_taken_before_it_is_visible(tmp_path: Path) -> None:
     for chosen in itertools.product(range(num_words), repeat=len(_VALUES)):
         writer, reader, stores = _pair(tmp_path)
         for value, number in zip(_VALUES, chosen):
-            writer.say(value)
-            reader.say(0)  # it has got as far
+            writer.values.announce(value)
+            reader.values.announce(0)  # it has got as far
             for place in _orders(stores)[number]:
-                found = reader.said(0)
+                found = reader.values.announced(0)
                 assert found is None or found == value
                 stores.show((place,))
-            assert reader.said(0) == value
+            assert reader.values.announced(0) == value
 
 
 def test_a_rank_that_is_one_call_ahead_overwrites_nothing(tmp_path: Path) -> None:
     writer, reader, stores = _pair(tmp_path)
-    writer.say(4)
+    writer.values.announce(4)
     for before, ahead in ((4, 6), (6, 9), (9, 0)):
-        writer.say(ahead)
+        writer.values.announce(ahead)
         stores.show(tuple(stores.pending))
-        reader.say(0)
-        assert reader.said(0) == before
+        reader.values.announce(0)
+        assert reader.values.announced(0) == before
 
 
 def test_agreement_waits_until_a_value_is_visible(tmp_path: Path) -> None:
     writer, reader, stores = _pair(tmp_path)
     for value in (3, 8, 1, 9):
-        writer._put(mailbox_module._AGREED, value)
+        writer.values._put(mailbox_module._AGREED, value)
         waiting = list(stores.pending)[::-1]  # the number before what it is of
-        found = reader.agree(50, 10.0, lambda waiting=waiting: stores.show(waiting.pop() for _ in waiting[:1]))
+        found = reader.values.agree(50, 10.0, lambda waiting=waiting: stores.show(waiting.pop() for _ in waiting[:1]))
         assert found == [value, 50]
 
 
@@ -95,43 +96,43 @@ def test_a_header_is_not_taken_before_all_of_it_is_visible(tmp_path: Path, words
     """Also where the header before it in the same place has the same words in another order, or with the same sum."""
     writer, reader, stores = _pair(tmp_path)
     rest = [7] * (HEADER_WORDS - 4)
-    writer.write_header(1, 0, 3, [4, 2, *rest])
+    writer.headers.write_header(1, 0, 3, [4, 2, *rest])
     stores.show(tuple(stores.pending))
-    assert reader.read_header(0, 3) == [4, 2, *rest]
+    assert reader.headers.read_header(0, 3) == [4, 2, *rest]
     expected = [*words, *rest]
-    writer.write_header(1, 0, 3 + HEADER_DEPTH, expected)
+    writer.headers.write_header(1, 0, 3 + HEADER_DEPTH, expected)
     stores_now = dict(stores.pending)
-    differing = [place for place, word in stores_now.items() if reader._int64[place] != word]
-    before = {place: reader._int64[place] for place in stores_now}
+    differing = [place for place, word in stores_now.items() if reader.int64[place] != word]
+    before = {place: reader.int64[place] for place in stores_now}
     for number in range(len(differing) + 1):
         for visible in itertools.combinations(differing, number):
             for place in differing:
-                reader._int64[place] = stores_now[place] if place in visible else before[place]
-            found = reader.read_header(0, 3 + HEADER_DEPTH)
+                reader.int64[place] = stores_now[place] if place in visible else before[place]
+            found = reader.headers.read_header(0, 3 + HEADER_DEPTH)
             assert found in (None, expected), visible
-    assert reader.read_header(0, 3 + HEADER_DEPTH) == expected
+    assert reader.headers.read_header(0, 3 + HEADER_DEPTH) == expected
 
 
 def test_a_failure_is_read_when_all_of_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, reader, _ = _pair(tmp_path)
     reference, _, _ = _pair(tmp_path)
-    reference._int64 = reference._bytes.cast("q")
+    reference.int64 = reference.bytes.cast("q")
     fields, text = [1, 0, 3, 21, 5, 4, 2], "rank 0 sent"
-    reference.post_fault(fields, text)
-    content = reference._int64[: mailbox_module._FAULT_BYTES // 8].tolist()
+    reference.failure.post(fields, text)
+    content = reference.int64[: mailbox_module._FAULT_BYTES // 8].tolist()
     hidden = [place for place, word in enumerate(content) if word and place]
     assert len(hidden) > 7
-    reader._int64[0] = content[0]  # that there is one, and nothing of what it is
+    reader.int64[0] = content[0]  # that there is one, and nothing of what it is
     slept = []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if hidden:
             place = hidden.pop()
-            reader._int64[place] = content[place]
+            reader.int64[place] = content[place]
 
     monkeypatch.setattr(time, "sleep", sleep)
-    assert reader.failed and reader.fault() == (fields, text)
+    assert reader.failure.is_posted and reader.failure.read() == (fields, text)
     assert len(slept) >= 7 and not hidden
 
 
@@ -139,7 +140,7 @@ def test_a_failure_that_never_fits_is_told_nevertheless(tmp_path: Path, monkeypa
     """Of two that were written at once."""
     monkeypatch.setattr(mailbox_module, "_FAULT_READ_S", 0.02, raising=False)
     reference, _, _ = _pair(tmp_path)
-    reference._int64 = reference._bytes.cast("q")
-    reference.post_fault([1, 0, 3, 21, 5, 4, 2], "")
-    reference._int64[4] = 99
-    assert reference.fault() == ([1, 0, 99, 21, 5, 4, 2], "")
+    reference.int64 = reference.bytes.cast("q")
+    reference.failure.post([1, 0, 3, 21, 5, 4, 2], "")
+    reference.int64[4] = 99
+    assert reference.failure.read() == ([1, 0, 99, 21, 5, 4, 2], "")

@@ -66,7 +66,7 @@ def _absent() -> tuple[str, int | None]:
     context = _context()
     if dist.get_rank() == 2:
         deadline = time.monotonic() + 60
-        while not context.channel.mailbox.failed and time.monotonic() < deadline:
+        while not context.channel.mailbox.failure.is_posted and time.monotonic() < deadline:
             time.sleep(0.01)
     try:
         if dist.get_rank() == 2:

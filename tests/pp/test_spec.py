@@ -63,7 +63,10 @@ def test_a_kernels_timeout_is_told_as_one_deadline():
     channel = SimpleNamespace(
         _record_view={kernel_channel.RECORD_STATE: 1},
         _record_words=[kernel_channel.KIND_TIMEOUT] * 16,
-        mailbox=SimpleNamespace(failed=False, post_fault=posted.append, missing_behind=lambda peer: peer),
+        mailbox=SimpleNamespace(
+            failure=SimpleNamespace(is_posted=False, post=posted.append),
+            headers=SimpleNamespace(missing_behind=lambda peer: peer),
+        ),
         arena=SimpleNamespace(rank=3),
     )
     for name in ("check", "_post_timeout"):

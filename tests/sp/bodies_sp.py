@@ -25,7 +25,7 @@ from ditron_train.sp import (
     sequence_exchange,
     transfer,
 )
-from ditron_train.sp.a2a_gemm import PreparedA2AGemm
+from ditron_train.sp.a2a_gemm import A2AGemmPlan
 from tests.support.refused_launches import check_refused_launches
 
 
@@ -196,7 +196,7 @@ def copies_for_backward(late: bool) -> list[bool]:
     context, layout = get_sp_context(None, torch.device("cpu")), output_layout(2 * world, 8, world)
     weight = leaf(integers(16, 16 * world, dtype=torch.float32, seed=1))
     attended = leaf(integers(4 * world, 1, 2, 8, dtype=torch.float32, seed=2 + rank))
-    call, copies, results = PreparedA2AGemm.__call__, [], []
+    call, copies, results = A2AGemmPlan.run, [], []
 
     def counted(prepared, parts, weight, keep, table):
         copies.append(keep)
@@ -206,7 +206,7 @@ def copies_for_backward(late: bool) -> list[bool]:
         given = LateWgrad(weight) if late else None
         return output_projection(attended, weight, context=context, layout=layout, late=given)
 
-    with mock.patch.object(PreparedA2AGemm, "__call__", counted):
+    with mock.patch.object(A2AGemmPlan, "run", counted):
         for run in (project, lambda x: checkpoint(project, x, use_reentrant=True)):
             y = run(attended)
             y.sum().backward()

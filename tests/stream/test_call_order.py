@@ -108,6 +108,7 @@ def test_waiting_elsewhere_than_where_it_was_started(gpu: _Gpu) -> None:
     one."""
     context = object.__new__(OpContext)
     context._calls, context._channels, context._records = CallOrder(GPU), [], SimpleNamespace(record=lambda *_: None)
+    context.recorder = SimpleNamespace(is_capturing=False)
     started_on, same, other = context.enter("start"), _Tensor(), _Tensor()
     context.resume(started_on, same)
     gpu.current = gpu.b

@@ -14,10 +14,10 @@ _LIMIT = 7
 
 
 def _ever_new_shapes(num_shapes: int) -> tuple[bool, list[int]]:
-    from ditron_train.stream import op_context
+    from ditron_train.stream import agreement
     from ditron_train.tp import ag_gemm, gemm_rs, get_tp_context
 
-    limit, op_context.MAX_KNOWN_SHAPES = op_context.MAX_KNOWN_SHAPES, _LIMIT
+    limit, agreement.MAX_KNOWN_SHAPES = agreement.MAX_KNOWN_SHAPES, _LIMIT
     try:
         context = get_tp_context(dist.new_group(list(range(dist.get_world_size()))), torch.device("cpu"))
         world, right, kept = context.world_size, True, [0] * 4
@@ -31,7 +31,7 @@ def _ever_new_shapes(num_shapes: int) -> tuple[bool, list[int]]:
             right &= torch.equal(gemm_rs(whole, weight, context=context), world * (whole @ weight.t())[mine])
             channels = (context.gather_channel, context.scatter_channel)
             sizes = (
-                len(context._agreed),
+                len(context.agreed),
                 len(context.prepared),
                 max(len(c._signatures) for c in channels),
                 len(context._tables),
@@ -41,7 +41,7 @@ def _ever_new_shapes(num_shapes: int) -> tuple[bool, list[int]]:
         context.arena.close()
         return right, kept
     finally:
-        op_context.MAX_KNOWN_SHAPES = limit
+        agreement.MAX_KNOWN_SHAPES = limit
 
 
 def test_what_is_kept_for_shapes_is_bounded() -> None:

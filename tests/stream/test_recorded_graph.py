@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from ditron_train.runtime.errors import DitronError
-from ditron_train.stream import driver, op_context, plan
+from ditron_train.stream import driver, op_context, plan, recorder
 from ditron_train.stream import recorded_graph as recorded
 from ditron_train.stream.op_context import OpContext
 from ditron_train.stream.plan import Exchange
 from ditron_train.stream.recorded_graph import RecordedSequences
+from ditron_train.stream.recorder import OpRecorder
 
 STREAM = 7
 ASIDE = 8  # where ops are recorded
@@ -279,13 +280,19 @@ def context(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpContex
         None,
         STREAM,
     )
-    context._records_sequences, context._is_capturing, context._is_joined = True, False, True
-    context._recorded = RecordedSequences()
-    context._order = lambda first, event, second: fake.stream.append(f"{first} before {second}")
+    context.is_joined, context.recorder = True, object.__new__(OpRecorder)
+    context.recorder._context, context.recorder.sequences = context, RecordedSequences()
+    context.recorder.is_enabled, context.recorder.is_capturing = True, False
     context._fork_event = context._join_event = None
     current = [STREAM]
-    monkeypatch.setattr(op_context, "current_handle", lambda device: current[0])
-    monkeypatch.setattr(op_context, "_recording_stream", lambda device: SimpleNamespace(cuda_stream=ASIDE))
+    monkeypatch.setattr(
+        op_context,
+        "order_streams",
+        lambda device, first, event, second: fake.stream.append(f"{first} before {second}"),
+    )
+    for module in (op_context, recorder):
+        monkeypatch.setattr(module, "current_handle", lambda device: current[0])
+    monkeypatch.setattr(recorder, "_recording_stream", lambda device: SimpleNamespace(cuda_stream=ASIDE))
 
     def made_current(stream: SimpleNamespace) -> nullcontext:
         fake.calls.append(("current", stream.cuda_stream))
@@ -293,7 +300,7 @@ def context(fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpContex
 
     monkeypatch.setattr(torch.cuda, "stream", made_current)
     yield context
-    context._recorded.clear()
+    context.recorder.sequences.clear()
 
 
 def _exchange(context: OpContext) -> Exchange[OpContext]:
@@ -305,13 +312,13 @@ def _op(context: OpContext, fake: _Driver, key: str) -> bool:
 
     def enqueue() -> None:
         context.fork()
-        context.run_again(("send", key), lambda: fake.stream.append(f"send {key}"), ())
+        context.recorder.run(("send", key), lambda: fake.stream.append(f"send {key}"), ())
         context.join()
 
-    if context.repeat_op(key, ()):
+    if context.recorder.repeat(key, ()):
         return True
     enqueue()
-    context.remember_op(key, enqueue, ())
+    context.recorder.remember(key, enqueue, ())
     return False
 
 
@@ -331,7 +338,7 @@ def test_an_op_is_recorded_aside_with_its_sends_in_it(context: OpContext, fake: 
         ("upload", STREAM),
     ]
     assert fake.stream[-3:] == [f"graph of {operation}" for operation in fake.alive[1]]
-    assert not context._is_capturing and context._is_joined
+    assert not context.recorder.is_capturing and context.is_joined
 
 
 def test_no_op_is_repeated_beside_one_that_has_been_started(context: OpContext, fake: _Driver) -> None:
@@ -345,12 +352,12 @@ def test_no_op_is_repeated_beside_one_that_has_been_started(context: OpContext, 
         assert not _op(context, fake, "a")
         context.join()
     assert fake.alive == before  # nor is it recorded anew
-    assert context.repeat_op("a", ())
+    assert context.recorder.repeat("a", ())
 
 
 def test_nothing_is_recorded_or_repeated_while_a_graph_is_captured(context: OpContext, fake: _Driver) -> None:
     for key, capturing in (("a", False), ("a", True), ("b", True), ("a", False)):
-        context._is_capturing = capturing
+        context.recorder.is_capturing = capturing
         for _ in range(5):
             repeated = _op(context, fake, key)
         assert repeated is not capturing
@@ -367,8 +374,8 @@ def test_an_op_that_cannot_be_recorded_leaves_the_context_as_it_was(context: OpC
         raise RuntimeError("while it is captured")
 
     for _ in range(5):
-        context.remember_op("a", enqueue, ())
-    assert tried == ["a"] and not context._is_capturing and context._is_joined and not fake.alive
+        context.recorder.remember("a", enqueue, ())
+    assert tried == ["a"] and not context.recorder.is_capturing and context.is_joined and not fake.alive
 
 
 def test_what_allocates_is_never_recorded(context: OpContext, fake: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +397,7 @@ def test_what_allocates_is_never_recorded(context: OpContext, fake: _Driver, mon
 
 def test_what_does_not_fork_is_repeated_beside_an_op_that_has_been_started(context: OpContext, fake: _Driver) -> None:
     """Products of what arrives: the gather is on its way. Without a key nothing is recorded."""
-    context._is_joined = False
+    context.is_joined = False
     exchange = _exchange(context)
     for _ in range(5):
         exchange.replay("waits and products", lambda: fake.stream.append("product"), forks=False)
@@ -398,7 +405,7 @@ def test_what_does_not_fork_is_repeated_beside_an_op_that_has_been_started(conte
         exchange.replay(None, lambda: fake.stream.append("any"), forks=False)
     assert fake.stream.count("product") == 3 and fake.stream.count("graph of product") == 2
     assert fake.stream.count("op") == fake.stream.count("any") == 5
-    assert not context._is_joined
+    assert not context.is_joined
 
 
 def test_what_its_key_does_not_name_is_not_recorded(context: OpContext, fake: _Driver) -> None:

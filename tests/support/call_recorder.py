@@ -50,7 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.pp.channel import PipelineChannel
-from ditron_train.pp.mailbox import Mailbox
+from ditron_train.pp.mailbox import Headers, Mailbox, Values
 from ditron_train.stream import copies, shared_mappings, waits
 from ditron_train.symm.exchange import _Meeting
 from ditron_train.symm.transport import Segment
@@ -168,8 +168,13 @@ class CallRecorder:
         patch(_Meeting, "exchange", self._exchange)
         patch(Segment, "__post_init__", self._segment)
         patch(shared_mappings, "map_side_by_side", self._window)
-        for name in ("write_header", "acknowledge", "agree", "say", "set_flag"):
-            patch(Mailbox, name, functools.partial(self._mailbox, name))
+        for owner, names in (
+            (Headers, ("write_header", "acknowledge")),
+            (Values, ("agree", "announce")),
+            (Mailbox, ("set_flag",)),
+        ):
+            for name in names:
+                patch(owner, name, functools.partial(self._mailbox, name))
         patch(PipelineChannel, "wait_for", self._wait_for)
         self._stack.enter_context(_Dispatch(self))
         return self
@@ -357,12 +362,12 @@ class CallRecorder:
         self._windows.append((base, pitch, list(addresses)))
         return base, pitch, offset
 
-    def _mailbox(self, name: str, run: Callable[..., Any], mailbox: Any, *args: Any, **kwargs: Any) -> Any:
+    def _mailbox(self, name: str, run: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
         # What is acknowledged depends on which headers have come by then.
         shown = () if name == "acknowledge" else [value for value in args if not callable(value)]
         self.add(f"mailbox {name} {self._plain(shown)}")
         with self.paused():
-            return run(mailbox, *args, **kwargs)
+            return run(owner, *args, **kwargs)
 
 
 def _with_offset(name: str, offset: int) -> str:

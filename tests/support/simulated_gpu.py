@@ -20,7 +20,8 @@ import torch
 
 from ditron_train.runtime import device as device_module
 from ditron_train.runtime.profiles import Machine
-from ditron_train.stream import driver, events, op_context
+from ditron_train.stream import driver, events
+from ditron_train.stream import recorder as recorder_module
 from tests.support.call_recorder import CallRecorder
 
 H200 = Machine("NVIDIA H200", "sm_90", 132)
@@ -110,12 +111,12 @@ def simulate(stack: contextlib.ExitStack, recorder: CallRecorder, context: Any, 
     _everywhere(stack, device_module.kernel_target, lambda device: machine.target)
     _everywhere(stack, device_module.num_sms, lambda device: machine.num_sms)
     _everywhere(stack, events.current_handle, lambda device: fake.current.cuda_stream)
-    stack.enter_context(mock.patch.object(op_context, "_recording_stream", lambda device: _RECORDING))
+    stack.enter_context(mock.patch.object(recorder_module, "_recording_stream", lambda device: _RECORDING))
     stack.enter_context(mock.patch.object(torch.cuda, "stream", fake.on_stream))
     stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
     context.is_cuda, context.target, context.num_sms, context.machine = True, machine.target, machine.num_sms, machine
     context.comm_stream, context.comm_handle = _COMMUNICATION, _COMMUNICATION.cuda_stream
-    context._fork_event, context._join_event, context._records_sequences = "fork", "join", True
+    context._fork_event, context._join_event, context.recorder.is_enabled = "fork", "join", True
     context._calls = SimpleNamespace(enter=lambda: _CURRENT, is_capturing=False, is_here=lambda: True)
     stack.callback(context._forget_prepared)  # graphs go while there is a driver for them
     recorder.simulate(lambda: f" on {fake.current.name}")

@@ -71,9 +71,9 @@ def _fault_is_posted() -> str:
     mailbox = Mailbox(dist.new_group(list(range(dist.get_world_size()))), CPU)
     if dist.get_rank() == 0:
         with read_only_shared_memory():
-            mailbox.post_fault([FAULT_MISMATCH, 0], "the words")
+            mailbox.failure.post([FAULT_MISMATCH, 0], "the words")
     dist.barrier()
-    return mailbox.fault()[1]
+    return mailbox.failure.read()[1]
 
 
 def test_a_fault_is_posted_where_nothing_can_be_claimed() -> None:

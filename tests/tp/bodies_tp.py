@@ -403,7 +403,8 @@ def check_recorded_ops() -> list[list[int]]:
         "gemm_rs": functools.partial(gemm_rs, scatter="copy"),
         "ag_gemm": functools.partial(ag_gemm, plan=GatherPlan("copy")),
     }
-    context.repeat_op, context.remember_op, torch.Tensor.new_empty = repeat_op, remember_op, in_turn
+    recorder = context.recorder
+    recorder.repeat, recorder.remember, torch.Tensor.new_empty = repeat_op, remember_op, in_turn
     try:
         for name, op in ops.items():
             counts.append([0, 0])
@@ -422,7 +423,7 @@ def check_recorded_ops() -> list[list[int]]:
                         prepared._is_recorded = True
     finally:
         torch.Tensor.new_empty = new_empty
-        del context.repeat_op, context.remember_op
+        del recorder.repeat, recorder.remember
     return counts
 
 

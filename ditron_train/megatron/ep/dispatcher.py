@@ -245,10 +245,10 @@ class DitronMoEAlltoAllTokenDispatcher(
             return False
         if expert_capacity is None:
             assert self._capacity.factor is not None, "the host knows all sizes"
-            room = context.room_for(num_tokens, self._capacity.factor)
+            room = context.shape.room_for(num_tokens, self._capacity.factor)
         else:
-            room = context.room_of_experts(num_tokens, expert_capacity)
-        return context.has_reserved(room, hidden_states.shape[-1], hidden_states.dtype)
+            room = context.shape.room_of_experts(num_tokens, expert_capacity)
+        return context.buffers.has_reserved(room, hidden_states.shape[-1], hidden_states.dtype)
 
     def _expert_capacity(self, num_tokens: int) -> int | None:
         """Tokens that every expert gets from each rank where they are padded to capacity, else None."""

@@ -26,7 +26,8 @@ _PLUGIN = "megatron_tests.plugin"
 _SHARED_FOLDERS = ("test_mfsdp_fully_shard.py",)
 _LEAST_SECONDS = 20.0  # in which a launch gets nowhere
 _END_SECONDS = 45.0  # torchrun kills what has not ended 30 s after it was told to
-_SCRIPTS = Path(__file__).resolve().parents[1]
+_HARNESS = Path(__file__).resolve().parents[1]
+_ROOT = _HARNESS.parents[1]
 _logger = logging.getLogger(__name__)
 
 
@@ -146,7 +147,7 @@ class Launcher:
         return read_suite(folder)
 
     def _environment(self, mode: str, job_file: Path) -> Mapping[str, str]:
-        folders = (self.checkout.resolve(), _SCRIPTS.parent, _SCRIPTS, os.environ.get("PYTHONPATH", ""))
+        folders = (self.checkout.resolve(), _ROOT, _HARNESS, os.environ.get("PYTHONPATH", ""))
         path = os.pathsep.join(map(str, folders))
         defaults = {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",

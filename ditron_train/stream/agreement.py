@@ -1,0 +1,136 @@
+"""Agreement: all ranks of a group learn whether they make a call alike, before a buffer may grow for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ditron_train.lang.agree import agree_kernel
+from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import COMPILE_OPTIONS
+from ditron_train.stream.op_context import OpContext
+from ditron_train.symm.channel import Channel
+from ditron_train.symm.control import cyclic_difference
+
+_POLL_S = 0.001
+
+#: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new
+#: lengths must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
+MAX_KNOWN_SHAPES = 1024
+
+
+def agree(
+    context: OpContext, channel: Channel, values: Sequence[int | torch.dtype], *, num_roles: int = 2
+) -> torch.Tensor:
+    """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
+
+    Only after that may buffers grow (collectively). Known signatures cost a lookup.
+
+    Raises:
+        MismatchError: On every rank, if the ranks differ.
+        NotSupportedError: A new signature while a CUDA graph is being captured.
+    """
+    signature = channel.signature(values)
+    key = (channel.op_name, *values)
+    if key in context.agreed:
+        return signature
+    if context.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotSupportedError(f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}")
+    _announce(context, channel, signature, num_roles, verify=True)
+    channel.synchronize()
+    if len(context.agreed) >= MAX_KNOWN_SHAPES and not context.arena.graph_captured:
+        context.forget_shapes()
+    context.agreed.add(key)
+    return signature
+
+
+def _announce(
+    context: OpContext,
+    channel: Channel,
+    signature: torch.Tensor,
+    num_roles: int,
+    *,
+    verify: bool,
+    sets_flag: bool = False,
+) -> None:
+    agree_kernel[(1,)](
+        channel.ready.addresses,
+        channel.ready.local,
+        signature,
+        channel.tickets,
+        channel.control,
+        channel.signals.addresses,
+        NUM_ROLES=num_roles,
+        WORLD_SIZE=context.world_size,
+        TARGET=context.target,
+        VERIFY=verify,
+        FLAGS=channel.signals.local.numel() // context.world_size if sets_flag else 0,
+        num_warps=1,
+        **COMPILE_OPTIONS,
+    )
+
+
+def agree_on_nothing(
+    context: OpContext, channels: Sequence[Channel], *, flagged: Channel | None = None, **values: int | torch.dtype
+) -> None:
+    """A call without rows: the peers' calls have to be without rows, too (collective each time).
+
+    While a CUDA graph is captured nothing is asked: the call has been made before.
+
+    Args:
+        channels: All that a peer might take for such a call with rows.
+        flagged: The one whose kernels wait for a flag of every source before they compare calls.
+        values: Of the signature, by name; the others are 0.
+
+    Raises:
+        MismatchError: They are not; the same on every rank.
+        PeerTimeoutError: A peer did not come.
+    """
+    if is_capturing(context.device):
+        return
+    for channel in channels:
+        signature = channel.signature([values.get(name, 0) for name in channel.signature_fields])
+        _announce(context, channel, signature, 2, verify=False, sets_flag=channel is flagged)
+    compare_calls({channel: channel.epoch for channel in channels}, context.rank)
+
+
+def compare_calls(channels: Mapping[Channel, int], rank: int) -> None:
+    """Waits until all ranks have begun a call on one of ``channels``, and compares what they begun.
+
+    A peer with rows has taken the channel that its number of rows asks for; one without has announced itself on all.
+
+    Args:
+        channels: The epoch of this rank's call by channel, each announced.
+        rank: This rank.
+
+    Raises:
+        MismatchError: A peer's call has rows, or is another one.
+        PeerTimeoutError: A peer did not begin a call.
+    """
+    first = next(iter(channels))
+    deadline_s = time.monotonic() + first.timeout_s
+    while True:
+        for channel, epoch in channels.items():
+            if not _absent(channel, epoch):
+                signals = channel.start_signals(epoch)  # again: what was read before may be half of it
+                if any(words[1:] != signals[rank][1:] for words in signals):
+                    channel.record_mismatch(epoch)
+                channel.check()
+                return
+        if time.monotonic() > deadline_s:
+            absent = [_absent(channel, epoch) for channel, epoch in channels.items()]
+            everywhere = set.intersection(*map(set, absent))  # empty where peers have taken different channels
+            peer = min(everywhere or absent[0])
+            epoch = channels[first]
+            first.record_timeout(peer=peer, chunk=-1, expected_epoch=epoch, seen_epoch=epoch - 1)
+            first.check()
+        time.sleep(_POLL_S)
+
+
+def _absent(channel: Channel, epoch: int) -> list[int]:
+    """Ranks that have not begun the call of ``epoch``."""
+    signals = channel.start_signals(epoch)
+    return [rank for rank, words in enumerate(signals) if cyclic_difference(words[0], epoch) < 0]
