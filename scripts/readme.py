@@ -15,8 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 def wanted_documents() -> dict[Path, str]:
     """Every document with a generated part, as it should be."""
-    from documents.across_nodes import across_nodes_part
-    from documents.published import published_part
+
     from documents.results import RESULTS_PAGE, render, render_results, result_parts
     from documents.validation import document_part
     from reference import PARTS
@@ -24,11 +23,7 @@ def wanted_documents() -> dict[Path, str]:
     results = result_parts(ROOT)
     of_readme = {name: results[name] for name in ("gains", "trained")}
     parts = {"README.md": of_readme, "docs/measurements/index.md": {"steps": results["steps"]}}
-    parts["docs/guides/predict.md"] = {
-        "across-nodes": across_nodes_part,
-        "validation": lambda: document_part(ROOT),
-        "published": published_part,
-    }
+    parts["docs/guides/predict.md"] = {"validation": lambda: document_part(ROOT)}
     for page, made in PARTS.items():
         parts[page] = {**parts.get(page, {}), **made}
     wanted = {ROOT / page: render((ROOT / page).read_text(encoding="utf-8"), made) for page, made in parts.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ditron_train
-from ditron_train.cli import main
+from ditron_train.cli import EXIT_STATUS, command_parsers, main
 from tests.support.patience import HANG_S
 
 
@@ -28,11 +28,36 @@ def test_help_lists_only_what_exists(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_unknown_command_and_arguments(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["cure"])
-    assert stopped.value.code == 2
-    assert main(["doctor", "--loud"]) == 2
-    assert "unknown arguments: --loud" in capsys.readouterr().err
+    for words, says in (
+        (["cure"], "invalid choice: 'cure'"),
+        (["doctor", "--loud"], "unknown argument --loud"),
+        (["predict", "--devise", "h100"], "unknown argument --devise; did you mean --device?"),
+        (["postmortem", "--jsno", "x"], "did you mean --json?"),
+        (["predict", "--hidden-size", "4096"], "unknown argument --hidden-size: Megatron's arguments follow a --"),
+        (["verify", "--hidden-size", "4096"], "unknown argument --hidden-size: Megatron's arguments follow a --"),
+        (["tune", "--op"], "expected one argument"),
+    ):
+        assert main(words) == 2, words
+        err = capsys.readouterr().err
+        assert says in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_the_rank_that_torchrun_numbers_first_says_what_is_wrong(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["predict", "--device", "abacus", "--", "--num-layers", "1"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_help_is_plain_text_and_says_the_exit_statuses(capsys: pytest.CaptureFixture) -> None:
+    for words in ([], *([name] for name in command_parsers() if " " not in name)):
+        with pytest.raises(SystemExit) as stopped:
+            main([*words, "--help"])
+        assert stopped.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "`" not in text and "docs/" not in text and "scripts/" not in text
+        assert EXIT_STATUS in text
 
 
 def test_doctor_json(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +109,8 @@ def test_interrupted_and_hung(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_options_are_not_guessed(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["trace", "--o", "ag_gemm"])
-    assert stopped.value.code == 2
+    assert main(["trace", "--op", "ag_gemm", "--out", "x"]) == 2
+    assert "unknown argument --out" in capsys.readouterr().err
 
 
 def test_import_does_nothing_else() -> None:
@@ -127,6 +151,15 @@ def test_the_doctor_says_in_json_what_it_sees_without(module: str) -> None:
     facts = report["facts"]
     assert facts["versions"][module] is None and facts["versions"]["python"] and facts["shared_memory"]
     assert facts["interfaces"] == [name for _, name in socket.if_nameindex() if name != "lo"]
+
+
+@pytest.mark.parametrize("module", ["rich", "matplotlib"])
+def test_doctor_and_predict_run_without(module: str) -> None:
+    pytest.importorskip("megatron.core")
+    job = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --bf16".split()
+    for words in (["doctor"], ["doctor", "--", *job], ["predict", "--", *job]):
+        done = _without(module, *words)
+        assert done.returncode in (0, 1) and done.stdout and "Traceback" not in done.stderr
 
 
 def test_what_is_missing_is_named() -> None:

@@ -1,6 +1,6 @@
 """What parts of a step take, from the rates of a machine: GEMMs, attention, passes over memory, exchanges.
 
-The rooms put them together (``cost_model.py`` of each), ``tune`` and ``predict`` ask.
+The cost models of the parallelisms put them together; choices of ways to run an op, and ``predict``, use them.
 """
 
 from ditron_train.costs.estimate import Estimate

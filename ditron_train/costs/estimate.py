@@ -42,9 +42,3 @@ class Estimate:
     def natively(self) -> Estimate:
         """Both by Megatron's path."""
         return Estimate(self.native_us, self.native_us, self.compute_us, self.exchange_us)
-
-    def at_least(self, native_us: float, ditron_us: float) -> Estimate:
-        """Neither quicker than the host lets it."""
-        return Estimate(
-            max(self.native_us, native_us), max(self.ditron_us, ditron_us), self.compute_us, self.exchange_us
-        )

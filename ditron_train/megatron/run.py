@@ -23,7 +23,7 @@ from typing import Any
 from ditron_train.megatron.plugin.arguments import add_ditron_args, options_of
 from ditron_train.megatron.plugin.switch import apply_options
 from ditron_train.megatron.plugin.turns import wait_for_turn
-from ditron_train.runtime.errors import SettingError, VersionError
+from ditron_train.runtime.errors import SettingError, user_errors
 from ditron_train.runtime.logs import get_logger, log_once
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -123,7 +123,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with user_errors():
         main()
-    except (SettingError, VersionError) as error:
-        sys.exit(f"error: {error}")

@@ -59,14 +59,6 @@ def _shards(
     return found
 
 
-def products_us(
-    matrices: Sequence[tuple[int, int]], span: Span, machine: Machine, rates: MachineRates
-) -> tuple[float, float]:
-    """Of a step, the Newton-Schulz steps alone, on the rank that has most; natively and with ours."""
-    products = [one for one, _ in _shards(matrices, span, machine, rates)]
-    return max(one.native_us for one in products), max(one.ditron_us for one in products)
-
-
 def muon_step(matrices: Sequence[tuple[int, int]], span: Span, machine: Machine, rates: MachineRates) -> Estimate:
     """A step of fp32 ``matrices``, dealt out over the ranks; a fused matrix is stepped in parts of its own."""
     native_us, ours_us = 0.0, 0.0

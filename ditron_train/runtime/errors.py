@@ -6,6 +6,10 @@ where one rank can see it alone, and with the result discarded where only the gr
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
@@ -16,6 +20,8 @@ __all__ = [
     "PeerTimeoutError",
     "SettingError",
     "VersionError",
+    "say_error",
+    "user_errors",
 ]
 
 
@@ -91,3 +97,24 @@ class PeerTimeoutError(DitronError):
 
 def _rebuild_timeout(fields: dict[str, Any]) -> PeerTimeoutError:
     return PeerTimeoutError(**fields)
+
+
+def say_error(error: object) -> None:
+    """Writes one line on standard error, once on each machine: ranks that torchrun started meet the same error."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """For a script's ``main``: a user's mistake ends it with one line and exit status 2, not with a traceback."""
+    try:
+        yield
+    except (SettingError, VersionError) as error:
+        say_error(error)
+        raise SystemExit(2) from None
+    except SystemExit as stopped:
+        if not isinstance(stopped.code, str):
+            raise
+        say_error(stopped.code.removeprefix("error: "))
+        raise SystemExit(2) from None

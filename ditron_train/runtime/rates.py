@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Rates that tables of earlier versions hold, and that nothing reads any more.
+RETIRED_RATES = frozenset(
+    {"gemm_power"}
+    | {f"host_{name}_us" for name in "moe expert microbatch layer grouped collective graph step".split()}
+)
+
 
 @dataclass(frozen=True)
 class MachineRates:
@@ -45,23 +51,12 @@ class MachineRates:
         memory_share: What grouped GEMMs lose to memory, of the time that their operands take there.
         p2p_large_gbps: Of NCCL's send of ``p2p_large_bytes`` and more, for which it takes more channels.
         p2p_large_bytes: From which size on.
-        gemm_power: What a GEMM draws at the clock of a short one, as a multiple of the most that the GPU may draw for
-            long: a job, whose GEMMs follow one another for minutes, takes no less than its energy.
         attention_deterministic: What the deterministic backward of the attention takes, the other being 1.
         cast_gbps: Of device memory where values are cast to FP8, or transposed in it, reads and writes together.
         fp8_speed: Of a product of FP8 operands, as a multiple of one of 16 bits: one scale a tensor, added up fast.
         fp8_split_share: Of that speed where sums are added up in parts, as the gradients' are.
         fp8_block_share: Of that speed with scales of blocks.
         fp8_block_wgrad_share: The same of weights' gradients, both of whose operands have scales of 1 x 128.
-        host_moe_us: The least that a dispatch takes: so long the host needs to enqueue it.
-        host_expert_us: The same of one expert's GEMM natively.
-        host_microbatch_us: From where the host waited for the GPU, where a microbatch begins, to the first layer; and
-            what it needs to launch the output layer and the loss.
-        host_layer_us: What the host needs to launch a layer forward, without experts and collectives.
-        host_grouped_us: The same of one expert's product in a layer natively, with what surrounds it in its module.
-        host_collective_us: The same of a collective that stands beside a linear layer.
-        host_graph_us: The same of a layer's part that is a CUDA graph.
-        host_step_us: In which nothing runs around the optimizer, the host being late.
     """
 
     gemm_tflops: float
@@ -95,21 +90,12 @@ class MachineRates:
     memory_share: float = 0.5
     p2p_large_gbps: float = 325.0
     p2p_large_bytes: float = 2e8
-    gemm_power: float = 1.3
     attention_deterministic: float = 1.2
     cast_gbps: float = 3000.0
     fp8_speed: float = 1.9
     fp8_split_share: float = 0.93
     fp8_block_share: float = 0.87
     fp8_block_wgrad_share: float = 0.7
-    host_moe_us: float = 1300.0
-    host_expert_us: float = 15.0
-    host_microbatch_us: float = 3500.0
-    host_layer_us: float = 3200.0
-    host_grouped_us: float = 60.0
-    host_collective_us: float = 250.0
-    host_graph_us: float = 500.0
-    host_step_us: float = 12000.0
 
     @property
     def gemm_flop_per_us(self) -> float:

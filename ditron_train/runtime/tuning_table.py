@@ -22,7 +22,7 @@ from typing import Any
 
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json, read_regular, save_text
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.runtime.rates import RETIRED_RATES, MachineRates
 from ditron_train.runtime.settings import get_settings
 
 _FORMAT = "ditron_train tuning 1"
@@ -108,7 +108,7 @@ def parse_table(text: str, name: str) -> TuningTable:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise SettingError(f"{name} is not a tuning table of this version ({_FORMAT!r})")
     try:
-        rates = content["rates"]
+        rates = content["rates"] and {k: v for k, v in content["rates"].items() if k not in RETIRED_RATES}
         known = {f.name for f in fields(MachineRates)}
         if rates is not None and not (set(rates) <= known and all(_is_rate(value) for value in rates.values())):
             raise TypeError
@@ -116,7 +116,7 @@ def parse_table(text: str, name: str) -> TuningTable:
         entries = [entry for ops in choices.values() for shapes in ops.values() for entry in shapes.values()]
         if not all(isinstance(entry, dict) for entry in entries) or not isinstance(content["device"], str):
             raise TypeError
-        return TuningTable(content["device"], content["made_with"], rates and MachineRates(**rates), choices)
+        return TuningTable(content["device"], content["made_with"], MachineRates(**rates) if rates else None, choices)
     except (KeyError, TypeError, AttributeError):
         raise SettingError(
             f"the tuning table {name} cannot be read: make it anew with python -m ditron_train tune"

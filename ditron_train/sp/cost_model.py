@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, num_waves, pass_us, rail_us
+from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, num_waves, pass_us
 from ditron_train.gemm.configs import choose_config
 from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates, NetworkRates
+from ditron_train.runtime.rates import MachineRates
 from ditron_train.sp.transfer_sizes import NUM_PUSH, Pace, receive_programs, weighed_deal
 
 _ITEMSIZE = 2
@@ -79,20 +79,10 @@ def _pushed_us(
     return weighed_deal(m, n, k, ranks, config, programs, _ITEMSIZE, NUM_PUSH, pace)[2] + rates.start_us
 
 
-def _along_rails_us(num_bytes: float, span: Span, network: NetworkRates, rates: MachineRates) -> float:
-    """Ours over nodes: all parts cross in one message of two passes, then go to their ranks by peer memory."""
-    shares = (span.nodes - 1) / span.nodes, (span.per_node - 1) / span.per_node
-    inside_us = rates.start_us + shares[1] * num_bytes / (rates.link_gbps * 1e3)
-    packed_us = _PASSES * pass_us(2 * num_bytes, rates, reorders=True)
-    return packed_us + rates.nccl_latency_us + rail_us(shares[0] * num_bytes, network) + inside_us
-
-
 def exchange(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) -> Estimate:
-    """An exchange that no projection covers; across nodes ours goes along rails where that is quicker."""
-    native_us = ours_us = exchanged_us(num_bytes, num_parts, span, rates)
-    if span.network is not None and span.per_node > 1:
-        ours_us = min(_along_rails_us(num_bytes, span, span.network, rates), native_us)
-    return Estimate(native_us, ours_us, 0.0, native_us)
+    """An exchange that no projection covers takes as long on both paths."""
+    exchange_us = exchanged_us(num_bytes, num_parts, span, rates)
+    return Estimate(exchange_us, exchange_us, 0.0, exchange_us)
 
 
 def _of(gemm_us: float, passes_us: float, moved: Estimate, ours_us: float, span: Span) -> Estimate:

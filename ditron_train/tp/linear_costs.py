@@ -3,12 +3,11 @@
     column   forward: all-gather, GEMM. Backward: the gather anew beside dgrad, the reduce-scatter beside wgrad
     row      forward: GEMM, reduce-scatter. Backward: all-gather, dgrad, wgrad
 
-Across nodes Megatron's path is NCCL's, and the fused path goes along rails where that is quicker (`tp.nodes`).
+Across nodes only the native path is estimated: no fused op was measured on two machines.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from ditron_train.costs import (
@@ -20,15 +19,13 @@ from ditron_train.costs import (
     beside_us,
     copied_us,
     cublas_us,
-    one_node,
     operands,
     pass_us,
     product_rates,
-    rail_us,
     ring_us,
 )
 from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates, NetworkRates
+from ditron_train.runtime.rates import MachineRates
 from ditron_train.tp.choices import Layout, Op, Problem, choose, predict
 
 Kind = Literal["column", "row"]
@@ -63,42 +60,7 @@ def _op(
     passes = 2 if op == "gemm_ar" else 1  # scattered, then gathered
     num_bytes = m * k * dtype.itemsize if op == "ag_gemm" else passes * m * n * _ITEMSIZE
     exchange_us = ring_us(num_bytes, span, rates)
-    native_us = ours_us = gemm_us + exchange_us
-    if span.network is not None and fp8 is None and op != "gemm_ar":
-        by_rails_us = _by_rails(op, m, n, k, span, span.network, machine, rates, keeps=layout == "nn")
-        ours_us = min(by_rails_us, native_us)
-    return Estimate(native_us, ours_us, gemm_us, exchange_us)
-
-
-def _by_rails(
-    op: Op,
-    m: int,
-    n: int,
-    k: int,
-    span: Span,
-    network: NetworkRates,
-    machine: Machine,
-    rates: MachineRates,
-    keeps: bool,
-) -> float:
-    """AG-GEMM or GEMM-RS over nodes, one node's rows, or the block of rows of one node, after another.
-
-    Rows that have come are gathered inside and multiplied; products, and gathered rows where it ``keeps`` them, are
-    put together last. A block's sums cross a border under the next block's product; the first one's come home last.
-    """
-    done_us, rows, own_rows = 0.0, m // span.nodes, m // span.ranks
-    if op == "ag_gemm":
-        inside_us = _op(op, rows, n, k, "nt", one_node(span.per_node), machine, rates).ditron_us
-        for node in range(span.nodes):
-            done_us = max(done_us, node * rail_us(own_rows * k * _ITEMSIZE, network)) + inside_us
-        kept_us = 2 * pass_us(2 * m * k * _ITEMSIZE, rates) if keeps else 0.0
-        return done_us + pass_us(2 * m * n * _ITEMSIZE, rates) + kept_us
-    block_us, own_bytes = cublas_us(rows, n, k, machine, rates), own_rows * n * _ITEMSIZE
-    inside_us = copied_us(own_bytes * span.per_node, span.per_node, rates)
-    inside_us += pass_us((span.per_node + 2) * own_bytes, rates)
-    for block in range(span.nodes):
-        done_us = max((block + 1) * block_us, done_us) + inside_us + rail_us(own_bytes, network)
-    return done_us + inside_us
+    return Estimate(gemm_us + exchange_us, gemm_us + exchange_us, gemm_us, exchange_us)
 
 
 def linear_forward(
@@ -136,12 +98,8 @@ def linear_backward(
     gather_us, scatter_us = ring_us(gathered, span, rates), ring_us(summed, span, rates)
     native_us = beside_us(dgrad_us, gather_us, rates.nccl_share) + beside_us(wgrad_us, scatter_us, rates.nccl_share)
     estimate = Estimate(native_us, native_us, dgrad_us + wgrad_us, gather_us + scatter_us)
-    if span.network is not None:
-        if fp8 is not None:
-            return estimate
-        summed_us = _by_rails("gemm_rs", m, k, n // ranks, span, span.network, machine, rates, keeps=False)
-        ours_us = beside_us(summed_us, gather_us, rates.nccl_share) + wgrad_us
-        return replace(estimate, ditron_us=min(ours_us, native_us))
+    if span.network is not None or (fp8 is not None and machine.target not in FP8_TARGETS):
+        return estimate
     fold_us = pass_us((ranks + 1) * m // ranks * k * _ITEMSIZE, rates)
     first_us = beside_us(dgrad_us, copied_us(gathered, ranks, rates), rates.copy_share)
     ours_us = first_us + beside_us(wgrad_us, copied_us(summed, ranks, rates), rates.copy_share) + fold_us

@@ -305,4 +305,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from ditron_train.runtime.errors import user_errors
+
+    with user_errors():
+        sys.exit(main())

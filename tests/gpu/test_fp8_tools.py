@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import tool_arguments
+
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
 pytest.importorskip("megatron.core")
 MODEL = (
-    "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 1024 --ffn-hidden-size 4096".split()
-)
+    "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 1024 --ffn-hidden-size 4096 "
+    "--group-query-attention --swiglu"
+).split()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
@@ -30,9 +33,9 @@ def test_verify_of_linear_layers_and_their_products(folder, monkeypatch, recipe)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     options = ["--column", "1024", "1024", "512", "--row", "1024", "512", "1024", "--repeat", "3", "--rooms", "tp"]
-    words = [*MODEL, *options, "--repetitions", "1", "--warmup", "1", "--output", str(folder / "out")]
+    words = [*options, "--repetitions", "1", "--warmup", "1", "--output", str(folder / "out")]
     compares = why_native(recipe) is None
-    assert run(parser.parse_args([*words, "--fp8", recipe])) == (0 if compares else 1)
+    assert run(tool_arguments.parse(parser, [*words, "--fp8", recipe, "--", *MODEL])) == (0 if compares else 1)
     dist.barrier()
     files = list(folder.glob("**/*.json"))
     if not compares:

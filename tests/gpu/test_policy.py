@@ -4,6 +4,7 @@ behind."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -220,11 +221,9 @@ def test_a_plan_saves_the_probe(session, device, monkeypatch, tmp_path):
 
 def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):
     """A LLaMA-70B-like model: its four linear layers and the output layer."""
-    from ditron_train.tools.verify.cases import add_case_arguments, model_cases, model_sizes
+    from ditron_train.tools.verify.cases import model_cases, model_sizes
 
-    parser = argparse.ArgumentParser()
-    add_case_arguments(parser)
-    cases = model_cases(model_sizes(parser.parse_args(["--padded-vocab-size", "128256"]), True), torch.bfloat16)
+    cases = model_cases(dataclasses.replace(model_sizes([], True), vocabulary=128256), torch.bfloat16)
     held, seconds, routes = [_memory(session)], [], {}
     for _ in range(2):  # the first makes what stays: symmetric memory, cuBLAS's workspaces
         gate.forget()

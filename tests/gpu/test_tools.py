@@ -8,13 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import tool_arguments
+
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"),
     pytest.mark.usefixtures("own_gpus"),
 ]
 pytest.importorskip("megatron.core")
 
-MODEL = "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 2048 --num-experts 8".split()
+MODEL = (
+    "--hidden-size 1024 --num-attention-heads 16 --num-query-groups 8 --seq-length 2048 --num-experts 8 "
+    "--group-query-attention --swiglu --moe-ffn-hidden-size 512"
+).split()
 OPS = {
     "pp": {"send_recv", "pipeline_step"},
     "sp": {"gemm_a2a", "a2a_gemm", "qkv_projection", "output_projection", "to_heads", "to_sequence"},
@@ -34,8 +39,9 @@ def test_verify_of_a_room(folder, monkeypatch, room):
     monkeypatch.chdir(folder)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = ["--column", "1024", "512", "512", "--repetitions", "1", "--warmup", "1", "--moe-ffn-hidden-size", "512"]
-    assert run(parser.parse_args([*MODEL, *options, "--rooms", room, "--output", str(folder / "out")])) == 0
+    options = ["--column", "1024", "512", "512", "--repetitions", "1", "--warmup", "1"]
+    words = [*options, "--rooms", room, "--output", str(folder / "out"), "--", *MODEL]
+    assert run(tool_arguments.parse(parser, words)) == 0
     dist.barrier()
     (path,) = folder.glob("**/*.json")
     _, rows = read_results(path)

@@ -25,6 +25,7 @@ from ditron_train.tools.catalog import ROOMS, add_case, cases_of, remove_case
 from ditron_train.tools.postmortem.files import read_folder
 from ditron_train.tools.tune.space import SearchSpace
 from ditron_train.tp import all_gather, get_tp_context
+from tests.support import tool_arguments
 from tests.support.model_parallel import model_parallel
 
 
@@ -109,7 +110,7 @@ def run_tool(module: str, *words: str, wrong: float = 0.0, room: str = "tp") -> 
         tool = importlib.import_module(f"ditron_train.tools.{module}")
         parser = argparse.ArgumentParser()
         tool.add_arguments(parser)
-        return tool.run(parser.parse_args(list(words)))
+        return tool.run(tool_arguments.parse(parser, words))
     finally:
         remove_case(case)
 

@@ -142,26 +142,13 @@ def _verify_wrong(*words: str) -> int:
 
 
 def test_verify_compares_it(tmp_path: Path) -> None:
-    words = (
-        "--rooms",
-        "tp",
-        "--row",
-        "8",
-        "8",
-        "8",
-        "--hidden-size",
-        "16",
-        "--ffn-hidden-size",
-        "32",
-        "--num-attention-heads",
-        "2",
-        "--seq-length",
-        "16",
-    )
-    assert run_workers(2, run_tool, "verify.verifier", *words, *QUICK, "--output", str(tmp_path)) == [0, 0]
+    words = ("--rooms", "tp", "--row", "8", "8", "8")
+    model = "-- --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 --swiglu".split()
+    output = ("--output", str(tmp_path))
+    assert run_workers(2, run_tool, "verify.verifier", *words, *QUICK, *output, *model) == [0, 0]
     _, rows = read_results(next(tmp_path.glob("*/verify.json")))
     assert "doubled_gather" in {row.op for row in rows} and all(row.bitwise_equal for row in rows)
-    assert run_workers(2, _verify_wrong, *words, *QUICK) == [1, 1]
+    assert run_workers(2, _verify_wrong, *words, *QUICK, *model) == [1, 1]
 
 
 def test_tune_tries_its_candidates(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ ROOMS = {
     "ep": "mixture of experts: dispatch, grouped GEMMs, combine",
     "gemm": "the tile GEMM alone against cuBLAS, at one rank's share of the layers",
     "muon": "optimizer: Newton-Schulz steps",
-    "profile": "what predict needs of this machine: a profile of its rates",
 }
 
 

@@ -28,6 +28,7 @@ from ditron_train.tools.compare.side_by_side import show
 from ditron_train.tools.compare.steps import Job, Runs, differences, read_job
 from ditron_train.tools.compare.traces import StepTrace, is_traced, read_step_trace, show_traces, trace_table
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
+from ditron_train.tools.job.command import split_text
 from ditron_train.tools.nothing_compared import require_compared
 
 _NO_CALL = "no fused call ran in a job with ditron_train (its log says why each layer ran natively)"
@@ -192,6 +193,8 @@ def _check_alike(native: Job, other: Job) -> None:
 
 def _command(arguments: argparse.Namespace) -> list[str]:
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if len(words) == 1 and " " in words[0].strip():
+        words = split_text(words[0])  # a pasted command
     return with_fp8(with_launcher(words), arguments.fp8)
 
 

@@ -336,13 +336,6 @@ def _settings(facts: Facts) -> list[Finding]:
         return [Finding("settings", "error", str(error), "unset it or correct it")]
     unknown = unknown_variables(mine)
     if unknown:
-        return [
-            Finding(
-                "settings",
-                "warning",
-                f"nothing reads {', '.join(unknown)}",
-                "correct the name; docs/reference/settings.md lists them all",
-            )
-        ]
+        return [Finding("settings", "warning", f"nothing reads {', '.join(unknown)}", "correct the name")]
     text = ", ".join(f"{name}={value}" for name, value in mine.items()) or "no DITRON_* variable is set"
     return [Finding("settings", "ok", text)]

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from typing import TextIO
 
 from ditron_train.tools.doctor.checks import Finding, find_problems
 from ditron_train.tools.doctor.facts import Facts, collect_facts
 from ditron_train.tools.doctor.features import FeatureState, judge_features
-from ditron_train.tools.tables import terminal
+from ditron_train.tools.text import aligned
 
 __all__ = ["Report", "examine", "show"]
-
-_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
-_STATE_STYLES = {"ours": "green", "interpreted": "cyan", "native": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -35,17 +30,15 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The report in one sentence: a machine may be healthy, and nothing be quicker on it."""
+        """The report in one sentence: a machine may be healthy, and nothing be faster on it."""
         if not self.healthy:
             return "not healthy: see the errors above"
         states = {feature.state for feature in self.features}
         if "ours" in states:
             return "healthy"
         if "interpreted" in states:
-            return (
-                "healthy, to try the features: without GPUs they are interpreted, and slower than Megatron's own path"
-            )
-        return "healthy, but no feature does anything here: all of Megatron runs its own path, as without --ditron"
+            return "healthy, to try the features: without GPUs they are interpreted, and slower than native"
+        return "healthy, but no feature can run here: all of Megatron runs natively, as without --ditron"
 
     def to_json(self) -> str:
         """Returns everything as one JSON object."""
@@ -58,6 +51,24 @@ class Report:
         }
         return json.dumps(values, indent=1)
 
+    def to_text(self) -> str:
+        """Returns the report for people; a fix is one line, to be pasted."""
+        rows: list[tuple[str, str, str]] = []
+        topic = None
+        for finding in self.findings:
+            rows.append(("" if finding.topic == topic else finding.topic, finding.level, finding.text))
+            rows += [("", "", f"fix: {finding.fix}")] if finding.fix else []
+            topic = finding.topic
+        lines = [aligned(rows), ""]
+        rows = []
+        for feature in self.features:
+            rows.append((f"--ditron {feature.name}", feature.state, f"{feature.about}: {feature.why}"))
+            rows += [("", "", f"fix: {feature.fix}")] if feature.fix else []
+            rows += [("", "", f"ops: {', '.join(feature.ops)}")] if feature.ops else []
+        if rows:
+            lines += ["what each feature would do here", aligned(rows), ""]
+        return "\n".join([*lines, self.verdict])
+
 
 def examine(facts: Facts | None = None) -> Report:
     """Judges this machine, or the one that ``facts`` describe."""
@@ -65,27 +76,6 @@ def examine(facts: Facts | None = None) -> Report:
     return Report(facts, find_problems(facts), judge_features(facts))
 
 
-def show(report: Report, console: Console | None = None) -> None:
-    """Prints the report to ``console`` (default: the terminal)."""
-    console = console or terminal()  # into a file, too, a fix stays one line, to be pasted
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    topic = None
-    for finding in report.findings:
-        level = f"[{_STYLES[finding.level]}]{finding.level}[/]"
-        text = escape(finding.text) + (f"\n[dim]fix: {escape(finding.fix)}[/]" if finding.fix else "")
-        table.add_row("" if finding.topic == topic else f"[bold]{finding.topic}[/]", level, text)
-        topic = finding.topic
-    console.print(table)
-    features = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for feature in report.features:
-        text = f"{escape(feature.about)}: {escape(feature.why)}"
-        text += f"\n[dim]fix: {escape(feature.fix)}[/]" if feature.fix else ""
-        text += f"\n[dim]ops: {escape(', '.join(feature.ops))}[/]" if feature.ops else ""
-        features.add_row(
-            f"[bold]--ditron {feature.name}[/]", f"[{_STATE_STYLES[feature.state]}]{feature.state}[/]", text
-        )
-    if report.features:
-        console.print("\n[bold]what each feature would do here[/]")
-        console.print(features)
-    word, rest = ("healthy", "green") if report.healthy else ("not healthy", "bold red")
-    console.print(f"\n[{rest}]{word}[/]{escape(report.verdict.removeprefix(word))}")
+def show(report: Report, out: TextIO | None = None) -> None:
+    """Prints the report to ``out`` (default: standard output)."""
+    print(report.to_text(), file=out or sys.stdout)

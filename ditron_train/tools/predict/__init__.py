@@ -1,1 +1,1 @@
-"""Tool: what a training step takes, natively and with ours, from Megatron's arguments and a profile of the machine."""
+"""Tool: what a job would gain, from Megatron's arguments, op costs and the step time that the user states."""

@@ -43,7 +43,7 @@ from ditron_train.tools.tune.rates import Observed, fit_rates
 from ditron_train.tools.tune.search import ShapeClass, Turns, search, trials_of
 from ditron_train.tools.tune.space import SearchSpace
 from ditron_train.tools.tune.tp_space import GemmSpace
-from ditron_train.tools.verify.cases import add_model_arguments, model_sizes
+from ditron_train.tools.verify.cases import model_sizes
 from ditron_train.tp.context import get_tp_context
 
 _ROW_BYTES = 16  # rows of symmetric memory are whole so many bytes
@@ -70,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shapes published for this model (may be repeated; default: all, and a LLaMA-70B layer)",
     )
     add_shape_argument(parser, "global sizes of one linear layer, tried as column and as row layer (may be repeated)")
-    add_model_arguments(parser)
     parser.add_argument(
         "--output",
         dest="table",
@@ -193,13 +192,13 @@ def _linear_layers(arguments: argparse.Namespace, session: BenchSession) -> list
     published."""
     on_gpu = session.device.type == "cuda"
     layers: list[tuple[str, Shape]] = []
-    names_model = arguments.hidden_size is not None
+    names_model = bool(arguments.job)
     names_shapes = bool(arguments.shape or arguments.model)
     if names_shapes or not names_model:
         for case in (AG_GEMM, GEMM_RS, GEMM_AR):
             layers += [(case.op.kind, shape) for shape in shapes_for(case, arguments, session.world_size, on_gpu)]
     if names_model or not names_shapes:
-        model = model_sizes(arguments, on_gpu)
+        model = model_sizes(arguments.job, on_gpu)
         for case in (AG_GEMM, GEMM_RS, GEMM_AR):
             layers += [(case.op.kind, shape) for shape in case.shapes_of_model(model, session.world_size)]
     return layers
@@ -226,8 +225,8 @@ def _check_rows(space: GemmSpace, shapes: Iterable[Shape], session: BenchSession
 def _shapes_of(space: SearchSpace[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
     """Of an op that is no linear layer: a model's, or what is published; nothing where ``--shape`` names layers."""
     on_gpu = session.device.type == "cuda"
-    if arguments.hidden_size is not None:
-        return list(space.case.shapes_of_model(model_sizes(arguments, on_gpu), session.world_size))
+    if arguments.job:
+        return list(space.case.shapes_of_model(model_sizes(arguments.job, on_gpu), session.world_size))
     if arguments.shape and not arguments.op:
         return []
     published = list(space.shapes(session.world_size, on_gpu))

@@ -1,26 +1,27 @@
-"""What to verify: the linear layers of a model given by Megatron's arguments, single shapes, or random ones."""
+"""What to verify: the linear layers of a job's model, single shapes, or random ones."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.cases import ModelSizes, Shape
 from ditron_train.tools.cases.tp_gemm import local_shapes
+from ditron_train.tools.job import read_job
 from ditron_train.tp.choices import Op
 
 if TYPE_CHECKING:  # megatron-core need not be there for what is asked of this module alone
     from ditron_train.megatron.tp.spec import Kind
 
 # A LLaMA-70B-like layer, and one that the interpreter computes in seconds.
-_GPU_MODEL = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8, seq_length=8192)
-_CPU_MODEL = dict(hidden_size=64, ffn_hidden_size=128, num_attention_heads=16, num_query_groups=8, seq_length=64)
+_GPU_MODEL = ModelSizes(8192, 28672, 64, 8, 128, 8192, 1, True, None, None, 2, 28672)
+_CPU_MODEL = ModelSizes(64, 128, 16, 8, 4, 64, 1, True, None, None, 2, 128)
+_NEEDED = ("hidden_size", "num_attention_heads", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -56,33 +57,8 @@ class Case:
         return local_shapes(op, shape, world_size, f"{self.name} {self.kind}")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """A model in Megatron's own words."""
-    model = parser.add_argument_group(
-        "model", "Megatron's arguments; default: a LLaMA-70B-like layer (CPU: a small one)"
-    )
-    for name in (
-        "hidden-size",
-        "ffn-hidden-size",
-        "num-attention-heads",
-        "num-query-groups",
-        "kv-channels",
-        "seq-length",
-    ):
-        model.add_argument(f"--{name}", type=int, metavar="N")
-    model.add_argument("--micro-batch-size", type=int, default=1, metavar="N")
-    model.add_argument("--no-swiglu", dest="swiglu", action="store_false", help="fc1 without a gate")
-    model.add_argument("--padded-vocab-size", type=int, metavar="N", help="the output layer too")
-
-
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, and the alternatives."""
-    add_model_arguments(parser)
-    experts = parser.add_argument_group(
-        "its experts", "of --rooms ep; default: 128 of a published layer (CPU: a small one)"
-    )
-    for name in ("num-experts", "moe-router-topk", "moe-ffn-hidden-size"):
-        experts.add_argument(f"--{name}", type=int, metavar="N")
+    """What there is instead of a model, whose sizes are Megatron's arguments after ``--``."""
     other = parser.add_argument_group("instead of a model")
     other.add_argument(
         "--column", nargs=3, type=int, action="append", metavar=("M", "N", "K"), help="one column layer"
@@ -102,44 +78,15 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def model_sizes(arguments: argparse.Namespace, on_gpu: bool) -> ModelSizes:
-    """What the command line says, completed as Megatron does, or the default model.
+def model_sizes(words: Sequence[str], on_gpu: bool) -> ModelSizes:
+    """The model that Megatron's arguments describe; without any the default one.
 
     Raises:
-        SettingError: A size that cannot be.
+        SettingError: A size is missing or cannot be.
     """
-    size = dict(_GPU_MODEL if on_gpu else _CPU_MODEL)
-    given = {name: getattr(arguments, name) for name in size}
-    if given["hidden_size"] is not None:
-        ffn = 4 * given["hidden_size"]
-        size.update(ffn_hidden_size=int(ffn * 2 / 3 / 64) * 64 if arguments.swiglu else ffn)
-    size.update({name: value for name, value in given.items() if value is not None})
-    if given["num_attention_heads"] is not None and given["num_query_groups"] is None:
-        size["num_query_groups"] = given["num_attention_heads"]
-    experts, topk, expert_ffn = (
-        getattr(arguments, name, None) for name in ("num_experts", "moe_router_topk", "moe_ffn_hidden_size")
-    )
-    others = (arguments.kv_channels, arguments.padded_vocab_size, experts, topk, expert_ffn)
-    if min(*size.values(), arguments.micro_batch_size, *(number for number in others if number is not None)) < 1:
-        raise SettingError("sizes of a model have to be above 0")
-    if size["hidden_size"] % size["num_attention_heads"] and arguments.kv_channels is None:
-        raise SettingError(
-            f"hidden size {size['hidden_size']} does not divide into {size['num_attention_heads']} heads"
-        )
-    return ModelSizes(
-        hidden=size["hidden_size"],
-        ffn=size["ffn_hidden_size"],
-        heads=size["num_attention_heads"],
-        groups=size["num_query_groups"],
-        channels=arguments.kv_channels or size["hidden_size"] // size["num_attention_heads"],
-        seq_length=size["seq_length"],
-        micro_batch_size=arguments.micro_batch_size,
-        swiglu=arguments.swiglu,
-        vocabulary=arguments.padded_vocab_size,
-        experts=experts,
-        topk=topk or 2,
-        expert_ffn=expert_ffn or size["ffn_hidden_size"],
-    )
+    if not words:
+        return _GPU_MODEL if on_gpu else _CPU_MODEL
+    return read_job(words, needs=_NEEDED).model
 
 
 def model_cases(model: ModelSizes, dtype: torch.dtype) -> list[Case]:

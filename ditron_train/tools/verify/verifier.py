@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +41,8 @@ from ditron_train.tools.verify.rooms import check_fp8_case, check_rooms, parse_r
 
 _FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
 _MOST_STRAGGLER_MS = 1e6
+_INTERPRETED_FLOPS = 3e8  # of the products of a comparison in a second, on two cores
+_LONG_S, _MOST_INTERPRETED_S = 60, 3600
 _ONE_RANK = "it needs at least 2 ranks (use torchrun --nproc-per-node 2 -m ditron_train verify)"
 
 
@@ -107,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     )  # what becomes ours stands in the table; of random shapes that is thousands
     with bench_session("verify", arguments) as session:
         on_gpu = session.device.type == "cuda"
-        model = model_sizes(arguments, on_gpu)
+        model = model_sizes(arguments.job, on_gpu)
         check_rooms(rooms, model, session.world_size, arguments.fp8)
         report = Report(session, arguments)
         try:
@@ -154,6 +156,18 @@ def _check(arguments: argparse.Namespace) -> list[str]:
     return parse_rooms(arguments.rooms)
 
 
+def _check_patience(cases: Sequence[Case]) -> None:
+    """Says how long the interpreter takes, and refuses what takes longer than anyone waits."""
+    seconds = sum(6.0 * case.m * case.n * case.k for case in cases) / _INTERPRETED_FLOPS
+    if seconds > _MOST_INTERPRETED_S:
+        raise SettingError(
+            f"without a GPU Triton's interpreter would take about {seconds / 3600:.1f} hours for these layers: choose "
+            "smaller sizes, or --column M N K for one layer"
+        )
+    if seconds > _LONG_S:
+        get_logger("verify").info("about %.0f minutes in Triton's interpreter", seconds / 60)
+
+
 class _Verification:
     """One run of the command."""
 
@@ -166,6 +180,8 @@ class _Verification:
         self.on_gpu = session.device.type == "cuda"
         self.dtype = getattr(torch, arguments.dtype) if arguments.dtype else session.dtype
         self.named = self._named_cases()
+        if not self.on_gpu:
+            _check_patience(self.named)
         self.context = get_tp_context(dist.group.WORLD, session.device, first_epoch=arguments.first_epoch)
         self.stress = Stress(arguments.repeat, arguments.straggler_ms, arguments.poison)
 

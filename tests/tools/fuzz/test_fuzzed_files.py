@@ -13,37 +13,24 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditron_train.costs import (
-    FP8_TARGETS,
-    Product,
-    Recipe,
-    cublas_us,
-    one_node,
-    operands,
-    pass_us,
-    product_rates,
-    quantised_us,
-    ring_us,
-    send_us,
-)
 from ditron_train.policy.plan import fingerprint, load_plan
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.flight_recorder import CAPACITY, HEADER_BYTES, MAGIC, SLOT
-from ditron_train.runtime.profiles import network_named, profile_named, read_profile
+from ditron_train.runtime.profiles import network_named, profile_named
 from ditron_train.runtime.tuning_table import parse_table
 from ditron_train.symm.plain import from_plain, to_plain
+from ditron_train.tools import job as megatron_job
 from ditron_train.tools.compare.steps import differences, read_job
 from ditron_train.tools.postmortem.diverge import find_divergence
 from ditron_train.tools.postmortem.files import read_folder
-from ditron_train.tools.predict.cluster import Cluster
-from ditron_train.tools.predict.megatron_arguments import parse_job
-from ditron_train.tools.predict.step import predict_step
+from ditron_train.tools.predict.estimates import Cluster
+from ditron_train.tools.predict.predictor import predict
 from ditron_train.tools.results import read_results
 from ditron_train.tools.trace.timeline import read_chrome_trace
 from tests.faults.campaign import read_rows
@@ -127,20 +114,6 @@ def _read_plan(path: Path) -> None:
     assert isinstance(plan.path, Path)
 
 
-def _read_profile(path: Path) -> None:
-    """Whatever is taken for a profile can be estimated with, and written again."""
-    profile = read_profile(path)
-    rates = profile.rates
-    times = (cublas_us(256, 512, 128, profile.machine, rates), ring_us(1e6, one_node(4), rates), pass_us(1e6, rates),
-             send_us(1e6, rates, ranks=2, both_ways=True))  # fmt: skip
-    for recipe in get_args(Recipe) if profile.machine.target in FP8_TARGETS else ():
-        of_fp8 = [product_rates(rates, recipe, product) for product in get_args(Product)]
-        times += tuple(cublas_us(256, 512, 128, profile.machine, one, operands(recipe)) for one in of_fp8)
-        times += (quantised_us(1e6, recipe, rates),)
-    assert all(0 < time < float("inf") for time in times)
-    assert json.loads(profile.to_text())["device"] == profile.machine.device
-
-
 def _small(path: str, rows: str) -> Any:
     content = json.loads((ROOT / path).read_text())
     content[rows] = content[rows][:2]
@@ -166,7 +139,6 @@ FAULTS = {"faults": [{"seed": 1, "job": "tp", "kind": "late", "place": "x", "end
 READERS: dict[str, tuple[Callable[[], Any], Callable[[Path], Any]]] = {
     "plan": (_plan, _read_plan),
     "tuning table": (_table, lambda path: parse_table(path.read_text(errors="replace"), "table")),
-    "profile": (lambda: json.loads(profile_named("h200").to_text()), _read_profile),
     "results": (lambda: _small("benchmarks/results/H200x1/muon.json", "rows"), read_results),
     "trace": (lambda: TRACE, read_chrome_trace),
     "faults": (lambda: FAULTS, read_rows),
@@ -216,7 +188,8 @@ def test_any_job_is_estimated_or_refused(data: st.DataObject) -> None:
     cluster = Cluster(profile_named("h200"), 1, data.draw(st.sampled_from([1, 2, 4, 8])), network_named("ib-400"))
 
     def estimate() -> None:
-        assert 0 < predict_step(parse_job(words), cluster).ditron_us < float("inf")
+        found = predict(megatron_job.read_job(words, allow_unknown=True), cluster, ("tp", "sp", "ep", "pp", "muon"))
+        assert 0 < found.step_ms < float("inf") and 1 <= found.gain < float("inf")
 
     _answers(estimate)
 

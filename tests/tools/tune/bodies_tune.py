@@ -30,6 +30,7 @@ from ditron_train.tp import ag_gemm, get_tp_context
 from ditron_train.tp.ag_gemm import AgGemmPlan
 from ditron_train.tp.choices import Choice, Problem, choose
 from ditron_train.tp.context import TPContext
+from tests.support import tool_arguments
 
 
 def tune_once(path: str, *words: str) -> int | str:
@@ -37,7 +38,7 @@ def tune_once(path: str, *words: str) -> int | str:
     parser = argparse.ArgumentParser()
     tune.add_arguments(parser)
     try:
-        return tune.run(parser.parse_args(["--output", path, *words]))
+        return tune.run(tool_arguments.parse(parser, ["--output", path, *words]))
     except SettingError as error:
         return str(error)
 

@@ -41,8 +41,8 @@ def test_a_table_is_written_read_and_used(tmp_path: Path) -> None:
         assert choice.gather.mode == "push" and choice.source == "table" and equal
 
     # A model's row layers are added; what was there stays.
-    sizes = ("--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128")
-    assert run_workers(2, tune_once, str(path), *sizes, "--op", "gemm_rs nt") == [0, 0]
+    sizes = "-- --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 128 --swiglu".split()
+    assert run_workers(2, tune_once, str(path), "--op", "gemm_rs nt", *sizes) == [0, 0]
     longer = read_table(path, content["device"])
     assert longer.find("gemm_rs nt", 2, "128x32x16") and longer.find("gemm_rs nt", 2, "128x32x32")
     assert longer.find("ag_gemm nt", 2, "64x32x64")["tile"] == "32x16x32"

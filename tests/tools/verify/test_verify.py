@@ -30,6 +30,7 @@ from ditron_train.tools.verify.cases import model_cases, model_sizes, random_cas
 from ditron_train.tools.verify.outcome import RESULTS, Outcome
 from ditron_train.tools.verify.result_table import _summary
 from ditron_train.tools.verify.verifier import add_arguments, run
+from tests.support import tool_arguments
 from tests.support.patience import HANG_S
 from tests.support.processes import run_workers
 
@@ -37,7 +38,7 @@ from tests.support.processes import run_workers
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser.parse_args(["--repetitions", "1", "--warmup", "0", *words])
+    return tool_arguments.parse(parser, ["--repetitions", "1", "--warmup", "0", *words])
 
 
 def _run(*words: str) -> int:
@@ -76,8 +77,8 @@ def _refused(*words: str) -> str:
 @pytest.mark.slow
 def test_a_layer_under_stress(tmp_path: Path) -> None:
     words = ("--repeat", "2", "--poison", "--straggler-ms", "5", "--output", str(tmp_path))
-    small = ("--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32", "--padded-vocab-size", "64")
-    assert run_workers(2, _run, *small, *words) == [0, 0]
+    small = "-- --hidden-size 32 --num-attention-heads 2 --seq-length 32 --padded-vocab-size 64 --swiglu".split()
+    assert run_workers(2, _run, *words, *small) == [0, 0]
     (path,) = tmp_path.glob("*/verify.json")
     stamp, rows = read_results(path)
     assert [row.model for row in rows] == ["qkv", "proj", "fc1", "fc2", "output"]
@@ -194,8 +195,11 @@ def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
 
 
 def test_rooms_take_the_models_sizes() -> None:
-    words = "--hidden-size 64 --num-attention-heads 8 --num-query-groups 2 --seq-length 32 --num-experts 4".split()
-    model = model_sizes(arguments(*words, "--moe-router-topk", "1", "--moe-ffn-hidden-size", "96"), True)
+    words = (
+        "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --num-query-groups 2 --group-query-attention "
+        "--seq-length 32 --num-experts 4 --moe-router-topk 1 --moe-ffn-hidden-size 96 --swiglu"
+    )
+    model = model_sizes(words.split(), True)
     (projection, *_) = cases_of("sp")
     assert list(projection.shapes_of_model(model, 2)[0].sizes.values()) == [32, 8, 2, 8]
     dispatch = cases_of("ep")[0].shapes_of_model(model, 2)
@@ -205,7 +209,7 @@ def test_rooms_take_the_models_sizes() -> None:
     (step,) = MUON_STEP.shapes_of_model(model, 2)
     assert step.options["layer"] == ((96, 64), (64, 64), (256, 64), (64, 128))
     for world_size in (2, 4, 8):  # the small model of machines without a GPU
-        rooms.check_rooms(rooms.parse_rooms("all"), model_sizes(arguments(), False), world_size)
+        rooms.check_rooms(rooms.parse_rooms("all"), model_sizes([], False), world_size)
     for room, world_size, error in (
         ("sp", 4, "groups 2, .* divide"),
         ("ep", 3, "4 experts"),
@@ -224,8 +228,12 @@ def test_help_says_which_rooms_are_all() -> None:
 
 @pytest.mark.slow
 def test_every_room(tmp_path: Path) -> None:
-    words = "--rooms all --repeat 1 --straggler-ms 1 --column 8 8 8 --seq-length 32".split()
-    assert run_workers(2, _run, *words, "--output", str(tmp_path)) == [0, 0]
+    words = "--rooms all --repeat 1 --straggler-ms 1 --column 8 8 8".split()
+    model = (
+        "-- --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 16 --num-query-groups 8 --seq-length 32 "
+        "--group-query-attention --swiglu"
+    )
+    assert run_workers(2, _run, *words, "--output", str(tmp_path), *model.split()) == [0, 0]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
     ops = {
         "column_linear",
@@ -353,6 +361,9 @@ def test_one_wrong_bit_on_one_rank_fails_on_all(kind: str) -> None:
     assert run_workers(2, _run, *shape) == [0, 0]
 
 
+SMALL = ("--", *"--hidden-size 32 --num-attention-heads 4 --seq-length 32".split())
+
+
 def test_bad_input_is_refused_on_every_rank() -> None:
     assert (
         run_workers(2, _refused, "--column", "31", "32", "32")
@@ -361,7 +372,8 @@ def test_bad_input_is_refused_on_every_rank() -> None:
     bad = [
         ("--repeat", "0"),
         ("--random", "-1"),
-        ("--hidden-size", "33", "--num-attention-heads", "2"),
+        ("--", "--hidden-size", "33", "--num-attention-heads", "2"),
+        ("--", "--hidden-size", "1", "--num-attention-heads", "2", "--seq-length", "8"),
         ("--seconds", "0"),
         ("--first-epoch", "-1"),
         ("--largest", "0"),
@@ -369,8 +381,8 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         ("--repetitions", "0"),
         ("--output", "/proc/nowhere"),
         ("--rooms", "tp,xp"),
-        ("--num-experts", "0"),
-        ("--rooms", "ep", "--num-experts", "3"),
+        (*SMALL, "--num-experts", "0"),
+        ("--rooms", "ep", *SMALL, "--num-experts", "3"),
         ("--seed", "-1"),
         ("--seed", str(2**32)),
         ("--straggler-ms", "nan"),
@@ -387,18 +399,19 @@ def test_bad_input_is_refused_on_every_rank() -> None:
 
 def test_model_from_megatrons_arguments() -> None:
     words = (
-        "--hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --num-query-groups 4 --seq-length 512"
+        "--hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --num-query-groups 4 --seq-length 512 "
+        "--group-query-attention"
     ).split()
-    cases = model_cases(model_sizes(arguments(*words, "--micro-batch-size", "2"), True), torch.bfloat16)
+    cases = model_cases(model_sizes([*words, "--micro-batch-size", "2", "--swiglu"], True), torch.bfloat16)
     assert [(c.name, c.kind, c.m, c.n, c.k) for c in cases] == [
         ("qkv", "column", 1024, 1536, 1024),
         ("proj", "row", 1024, 1024, 1024),
         ("fc1", "column", 1024, 8192, 1024),
         ("fc2", "row", 1024, 1024, 4096),
     ]
-    plain = model_cases(model_sizes(arguments(*words, "--no-swiglu", "--kv-channels", "32"), True), torch.bfloat16)
+    plain = model_cases(model_sizes([*words, "--kv-channels", "32"], True), torch.bfloat16)
     assert plain[0].n == (16 + 8) * 32 and plain[1].k == 512 and plain[2].n == 4096
-    llama = model_cases(model_sizes(arguments(), True), torch.bfloat16)
+    llama = model_cases(model_sizes([], True), torch.bfloat16)
     assert (llama[0].n, llama[2].n, llama[3].k) == (10240, 57344, 28672)
 
 

@@ -1,0 +1,1 @@
+"""Tool: one archive with what an issue needs."""
