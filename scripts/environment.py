@@ -149,9 +149,10 @@ def make_venv(folder: Path) -> Path:
 
 def link_outside(python: Path) -> None:
     """Puts the checkout, and the outer environment where it has torch or triton, on the environment's path."""
-    lines = [str(ROOT)]
+    lines, own = [str(ROOT)], python.parent.parent.resolve()
     if any(importlib.util.find_spec(name) for name in ("torch", "triton")):
         outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        outer = [path for path in outer if not Path(path).resolve().is_relative_to(own)]  # this Python may be its own
         lines += [f"import site; site.addsitedir({path!r})" for path in outer]
     site = _output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
     link, text = Path(site, "ditron_train_checkout.pth"), "\n".join(lines) + "\n"

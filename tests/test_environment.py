@@ -199,6 +199,28 @@ def test_an_environment_that_is_complete_is_not_written_to(
     assert link.read_text() == text
 
 
+def test_a_second_run_by_the_environments_own_python(environment: ModuleType, tmp_path: Path) -> None:
+    """As with the environment active: its own packages, which hold torch, stay out of its own path file, and what is
+    outside stays in; else every start of Python would read that file again and again."""
+    folder, outer = tmp_path / "env", tmp_path / "outer" / "site-packages"
+    environment.venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
+    python = folder / "bin" / "python"
+    own = Path(environment._output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    for module in (own / "torch.py", outer / "outside.py"):
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.touch()
+    link = own / "ditron_train_checkout.pth"
+    link.write_text(f"import site; site.addsitedir({str(outer)!r})\n")  # of the first run, by the outer Python
+    link_again = "import sys; sys.path[:0] = sys.argv[2:]; import environment, pathlib; "
+    link_again += "environment.link_outside(pathlib.Path(sys.argv[1]))"
+    for _ in range(2):
+        command = [python, "-c", link_again, python, ROOT / "scripts"]
+        assert subprocess.run(command, capture_output=True, text=True, timeout=HANG_S).stderr == ""
+        assert link.read_text() == f"{ROOT}\nimport site; site.addsitedir({str(outer)!r})\n"
+    done = subprocess.run([python, "-c", "import outside, torch"], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0 and done.stderr == ""
+
+
 def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(
     environment: ModuleType, monkeypatch, capsys
 ) -> None:

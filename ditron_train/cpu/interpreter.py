@@ -110,6 +110,14 @@ def _widen_fp8(interpreter: Any, handle: Any) -> Any:
     return interpreter.TensorHandle(_fp8_values(name)[handle.data], tl.float32)
 
 
+def as_fp32(handle: Any) -> np.ndarray:
+    """The value of a floating-point `handle`, bf16 and FP8 included, as fp32."""
+    import triton.runtime.interpreter as interpreter
+
+    values: np.ndarray = _widen(interpreter, _widen_fp8(interpreter, handle)).data.astype(np.float32)
+    return values
+
+
 @functools.cache
 def _fp8_values(name: str) -> np.ndarray:
     """The fp32 value of each byte as that type of torch."""

@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_batch_on_this_cp_rank
+from ulysses import UlyssesAttention
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.symm import close_all_arenas
@@ -62,7 +63,7 @@ class Job:
         num_experts: Experts of every MLP, two of them a token; None: dense.
         distributed_optimizer: Adam's state sharded over the data-parallel ranks; gradients are reduced beside the
             backward pass and parameters gathered beside the forward pass.
-        same_data: Every data-parallel rank trains on the same samples.
+        plain_ulysses: Context parallelism by plain all-to-alls around megatron-core's own attention (`ulysses`).
         seed: Of parameters and samples.
         fp8: Recipe in which Transformer Engine's linear layers and experts compute; None: in `dtype`.
         optimizer: ``adam``, or Megatron's ``muon`` or ``dist_muon`` (Adam for what is no matrix).
@@ -85,7 +86,7 @@ class Job:
     num_experts: int | None = None
     optimizer: str = "adam"
     distributed_optimizer: bool = False
-    same_data: bool = False
+    plain_ulysses: bool = False
     seed: int = 1234
     warmup_steps: int = 0
     fp8: str | None = None
@@ -103,9 +104,11 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """One step: mean loss over the data-parallel ranks, its duration, and 64 bits for each gradient of this rank."""
+    """One step: mean loss over the data-parallel ranks, norm of all gradients, its duration, and 64 bits for each
+    gradient of this rank."""
 
     loss: float
+    gradient_norm: float
     time_ms: float
     gradients: dict[str, int]
 
@@ -178,6 +181,8 @@ def _build_model(job: Job, config: TransformerConfig) -> Any:
         spec = get_gpt_layer_with_transformer_engine_spec(job.num_experts, moe_grouped_gemm=bool(job.num_experts))
     else:
         spec = get_gpt_layer_local_spec(job.num_experts, moe_grouped_gemm=False, normalization=config.normalization)
+        if job.plain_ulysses:
+            spec.submodules.self_attention.submodules.core_attention = UlyssesAttention
     model: Any = GPTModel(
         config,
         spec,
@@ -293,7 +298,7 @@ def train(job: Job, corpus: Corpus, on_step: Callable[[StepResult], None]) -> li
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = _build_optimizer(job, model)
     forward_step = partial(_forward_step, _causal_mask(job, device))
-    data_rank = 0 if job.same_data else parallel_state.get_data_parallel_rank()
+    data_rank = parallel_state.get_data_parallel_rank()
     results = []
     model.train()
     for step in range(job.num_steps):
@@ -319,10 +324,10 @@ def train(job: Job, corpus: Corpus, on_step: Callable[[StepResult], None]) -> li
             for group in optimizer.param_groups:
                 group["lr"] = job.learning_rate * min(1.0, (step + 1) / job.warmup_steps)
         start = time.perf_counter()
-        optimizer.step()
+        _, gradient_norm, _ = optimizer.step()
         torch.cuda.synchronize()
         elapsed_ms += (time.perf_counter() - start) * 1e3
-        results.append(StepResult(_loss_of_step(losses, device), elapsed_ms, gradients))
+        results.append(StepResult(_loss_of_step(losses, device), float(gradient_norm), elapsed_ms, gradients))
         on_step(results[-1])
     del model, optimizer
     gc.collect()

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/megatron/spec_example.py
 
-Runs on GPUs (NCCL, bf16) or, without any, on CPU processes (gloo, Triton's interpreter).
+Runs on GPUs (NCCL) or, without any, on CPU processes (gloo, Triton's interpreter, exact arithmetic on both paths).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 import ditron_train.megatron
-from ditron_train.cpu import interpreter
+from ditron_train.cpu import exact_arithmetic, interpreter
 from ditron_train.cpu import megatron_shim as megatron_cpu
 
 
@@ -41,6 +41,7 @@ def main() -> None:
     else:
         interpreter.install()
         megatron_cpu.install()
+        exact_arithmetic.install()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
 
@@ -55,7 +56,6 @@ def main() -> None:
 def one_step(spec: object, on_gpu: bool) -> float:
     """The loss of one forward and backward of a small GPT."""
     megatron_cpu.seed(7)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
     options = dict(megatron_cpu.CPU_CONFIG, use_cpu_initialization=not on_gpu)
     config = TransformerConfig(
         num_layers=2,
@@ -63,8 +63,8 @@ def one_step(spec: object, on_gpu: bool) -> float:
         num_attention_heads=16 if on_gpu else 4,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        params_dtype=dtype,
-        bf16=on_gpu,
+        params_dtype=torch.bfloat16,
+        bf16=True,
         tensor_model_parallel_size=dist.get_world_size(),
         sequence_parallel=dist.get_world_size() > 1,
         **options,

@@ -100,7 +100,7 @@ def test_a_spec_rewritten_by_one_call() -> None:
         EXAMPLES / "spec_example.py",
     )
     native, ours = map(float, re.search(r"loss: native ([\d.]+), with ditron_train ([\d.]+)", output).groups())
-    assert 1 < native < 10 and abs(native - ours) < 1e-4
+    assert 1 < native < 10 and native == ours
 
 
 def test_two_agents_as_two_nodes(tmp_path: Path) -> None:
@@ -114,7 +114,8 @@ def test_two_agents_as_two_nodes(tmp_path: Path) -> None:
         PYTHON=sys.executable,
         MASTER_PORT="29547",
     )
-    assert "largest difference of a loss" in output and (tmp_path / "out" / "losses.json").exists()
+    assert "BITWISE IDENTICAL: 1 of 1 losses, 1 of 1 gradient norms; 5 fused calls" in output
+    assert (tmp_path / "out" / "losses.json").exists()
 
 
 @pytest.mark.parametrize("versions", _PRETRAIN)

@@ -16,6 +16,7 @@ from ditron_train.tools.bench import tp
 from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS
 from ditron_train.tools.op_rows import shapes_for
 from ditron_train.tools.results import read_results
+from tests.support.exact import exact_sums
 from tests.support.processes import run_workers
 
 
@@ -61,19 +62,19 @@ def _layer_rows(is_split: bool) -> list[tuple[str, str, bool, bool]]:
         mock.patch.dict(os.environ, DITRON_POLICY="force"),
         bench_session("tp", arguments) as session,
         megatron_tp.megatron_world(session),
+        exact_sums(),
     ):
         pair = megatron_tp._LayerPair(session, is_split=is_split)
         others = [torch.empty_like(pair.x) for _ in range(2)]
         dist.all_gather(others, pair.x)
         ours, native = pair.forward_backward("ditron"), pair.forward_backward("native")
-        is_close = all(torch.allclose(a.float(), b.float(), rtol=0.1, atol=0.1) for a, b in zip(ours, native))
+        is_equal = all(torch.equal(*pair) for pair in zip(ours, native, strict=True))
         rows = list(megatron_tp.layer_rows(session, is_split=is_split))
-        return [(row.op, row.direction, torch.equal(*others), is_close) for row in rows]
+        return [(row.op, row.direction, torch.equal(*others), is_equal) for row in rows]
 
 
 @pytest.mark.parametrize("is_split, op", [(True, "transformer_layer"), (False, "transformer_layer_ar")])
 def test_a_layer_has_rows_with_and_without_sequence_parallelism(is_split: bool, op: str) -> None:
-    """On the CPU products are other ones, so results are near."""
     expected = [(op, direction, not is_split, True) for direction in ("forward", "forward_backward")]
     assert run_workers(2, _layer_rows, is_split) == [expected] * 2
 
