@@ -41,7 +41,7 @@ _verdicts: GroupCache[tuple[dist.ProcessGroup | None, str], str | None] = GroupC
 def self_check(group: dist.ProcessGroup | None, device: torch.device, turns: int = 1) -> str | None:
     """Why no kernel of this package is to run in ``group`` on ``device``, or None; the same on every rank.
 
-    Collective over ``group`` the first time, where a library is newer than what was tried; every rank has the same
+    Collective over ``group`` the first time, where a library is other than what was tried; every rank has the same
     ones (``check_ranks_agree``). What was found in the job's WORLD holds in all groups. Without a group it is the
     verdict of WORLD or, where none is known, of a launch by this process alone.
 
@@ -71,7 +71,7 @@ def _checked(newer: list[str], group: dist.ProcessGroup | None, device: torch.de
     if failure is None:
         log_once(f"self-check {libraries}", f"the self-check beside {libraries} passed", name="policy")
         return None
-    reason = f"the self-check beside {libraries}, newer than what was tried, failed: {failure}"
+    reason = f"the self-check beside {libraries}, other than what was tried, failed: {failure}"
     log_once(reason, f"everything by Megatron's path: {reason}", name="policy", level=logging.WARNING)
     return reason
 
