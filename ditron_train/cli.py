@@ -96,6 +96,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(function=_doctor)
 
+    hook = commands.add_parser("hook", help="DITRON=tp in the environment is enough: install, remove, show")
+    hook.add_argument(
+        "action",
+        choices=("path", "install", "remove", "status"),
+        help="path: prints a folder for PYTHONPATH (for one job); install, remove: a .pth line in this environment "
+        "(for every job); status: what is there",
+    )
+    hook.set_defaults(function=_hook)
+
     from ditron_train.tools.bench import available_benches
 
     bench = commands.add_parser("bench", help="measure native, peers and fused (under torchrun)")
@@ -106,6 +115,16 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, text) in _TOOLS.items():
         commands.add_parser(name, help=text, add_help=False).set_defaults(function=_tool)
     return parser
+
+
+def _hook(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    from ditron_train.hook import STARTUP
+    from ditron_train.hook import install as hook
+
+    _refuse(rest)
+    actions = {"path": lambda: STARTUP, "install": hook.install, "remove": hook.remove}
+    print(actions[arguments.action]() if arguments.action in actions else "\n".join(hook.status()))
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -161,7 +180,11 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
 
     choices = _subcommands(_parser())
     tools = [*(f"bench {name}" for name in available_benches()), *_TOOLS]
-    return {"doctor": choices["doctor"], **{command: _module_of(command)[1] for command in tools}}
+    return {
+        "doctor": choices["doctor"],
+        "hook": choices["hook"],
+        **{command: _module_of(command)[1] for command in tools},
+    }
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

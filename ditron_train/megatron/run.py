@@ -1,16 +1,18 @@
-"""``torchrun ... -m ditron_train.megatron.run pretrain_gpt.py <args> --ditron tp``: a Megatron script, unedited.
+"""``torchrun ... -m ditron_train.megatron.run SCRIPT.py <args> --ditron tp``: a training script, unedited.
 
-The script runs as it would on its own. When it imports ``megatron.training.arguments``, the ``--ditron`` group is
-added to Megatron's parser; once the arguments are parsed, and so before any model is built, the features are switched
-on. Its log lines begin with ``ditron_train:``, on standard error.
+The script runs as it would on its own, without the ``--ditron`` words in its ``sys.argv``. A script of Megatron-LM's
+parses them as arguments of its own: when it imports ``megatron.training.arguments``, the ``--ditron`` group is added
+to Megatron's parser, and the features are switched on once the arguments are parsed. In any other program that trains
+with megatron-core the hook does it (`ditron_train.hook`), also in processes that the program starts. Log lines begin
+with ``ditron_train:``, on standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
-import importlib.abc
-import importlib.machinery
+import itertools
 import logging
 import os
 import runpy
@@ -20,7 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ditron_train.megatron.plugin.arguments import add_ditron_args, options_of
+from ditron_train.hook import STARTUP, VARIABLE, after_import, arm, has_built
+from ditron_train.megatron.plugin.arguments import Options, add_ditron_args, options_of
 from ditron_train.megatron.plugin.switch import apply_options
 from ditron_train.megatron.plugin.turns import wait_for_turn
 from ditron_train.runtime.errors import SettingError, user_errors
@@ -29,23 +32,43 @@ from ditron_train.runtime.logs import get_logger, log_once
 _ARGUMENTS = "megatron.training.arguments"
 _USAGE = "torchrun ... -m ditron_train.megatron.run SCRIPT.py [its arguments] --ditron NAME[,NAME]"
 _DESCRIPTION = (
-    "Runs a Megatron training script as it is, with these arguments added to its own (SCRIPT.py --help shows all)."
+    "Runs a training script as it is, with these arguments (of Megatron-LM's scripts SCRIPT.py --help shows all)."
 )
 
 
-def hook_argument_parser(module: ModuleType) -> None:
-    """Make the parser in `module` (``megatron.training.arguments``) know ``--ditron``, and obey it once parsed."""
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line that are the launcher's, and those of the script."""
+    group = add_ditron_args(argparse.ArgumentParser(add_help=False))
+    names = {name for action in group._actions for name in action.option_strings}
+    own: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word.partition("=")[0] not in names:
+            others.append(word)
+        else:  # each takes one value
+            own += [word] if "=" in word else [word, *itertools.islice(rest, 1)]
+    return own, others
+
+
+def hook_argument_parser(module: ModuleType, given: argparse.Namespace) -> None:
+    """Makes the parser in `module` (``megatron.training.arguments``) know ``--ditron``, with the values that the
+    launcher was ``given``, and obey it once parsed."""
     if getattr(module, "_ditron_hooked", False):
         return
     native_add, native_parse = module.add_megatron_arguments, module.parse_args
 
     @functools.wraps(native_add)
     def add_megatron_arguments(parser: Any) -> Any:
-        return add_ditron_args(native_add(parser))
+        parser = add_ditron_args(native_add(parser))
+        parser.set_defaults(**vars(given))
+        return parser
 
     @functools.wraps(native_parse)
     def parse_args(*args: Any, **kwargs: Any) -> Any:
         parsed = native_parse(*args, **kwargs)
+        if not hasattr(parsed, "ditron"):  # read from a YAML file
+            vars(parsed).update(vars(given))
         options = options_of(parsed)
         if options.record is not None:
             wait_for_turn(Path(options.record))
@@ -55,33 +78,16 @@ def hook_argument_parser(module: ModuleType) -> None:
     vars(module).update(add_megatron_arguments=add_megatron_arguments, parse_args=parse_args, _ditron_hooked=True)
 
 
-class _HookingLoader(importlib.abc.Loader):
-    """Loads a module as its own loader does, then hooks it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: Any) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        hook_argument_parser(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-class _ArgumentsFinder(importlib.abc.MetaPathFinder):
-    """Finds ``megatron.training.arguments`` where the other finders do, and hooks it when it is loaded."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != _ARGUMENTS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _HookingLoader(spec.loader)
-        return spec
+def _arm(options: Options) -> None:
+    """Has the hook switch the features on, here and in processes that are started from here."""
+    if options.features:
+        os.environ.update(options.environment())
+        os.environ[VARIABLE] = ",".join(options.features)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STARTUP, os.environ.get("PYTHONPATH"))))
+        unrecorded = dataclasses.replace(options, record=None, record_trace=None)  # Megatron-LM's loop alone is
+        arm(lambda: apply_options(unrecorded))
+    else:
+        arm()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,20 +112,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         get_logger().setLevel(logging.INFO)
         get_logger().propagate = False  # Megatron gives the root logger a handler of its own later
 
-    sys.argv = [words[0], *words[1:]]
+    own, others = split_words(words[1:])
+    given = add_ditron_args(argparse.ArgumentParser(usage=_USAGE, allow_abbrev=False)).parse_args(own)
+    options = options_of(given)
+    sys.argv = [words[0], *others]
     sys.path.insert(0, os.path.dirname(script))  # as `python SCRIPT.py` would have it
-    finder = _ArgumentsFinder()
-    sys.meta_path.insert(0, finder)
-    if _ARGUMENTS in sys.modules:
-        hook_argument_parser(sys.modules[_ARGUMENTS])
-    try:
-        runpy.run_path(script, run_name="__main__")
-    finally:
-        sys.meta_path.remove(finder)
-    if _ARGUMENTS not in sys.modules:
-        log_once(
-            "no parser", f"{words[0]} never parsed Megatron's arguments: --ditron had no effect", level=logging.WARNING
-        )
+    _arm(options)
+    after_import(_ARGUMENTS, functools.partial(hook_argument_parser, given=given))
+    runpy.run_path(script, run_name="__main__")
+    if options.features and not has_built():
+        text = f"{words[0]} built no model of Megatron's in this process: --ditron had no effect here"
+        log_once("no model", text, level=logging.WARNING)
+    if options.record is not None and _ARGUMENTS not in sys.modules:
+        text = f"{words[0]} is no script of Megatron-LM's: --ditron-record had no effect"
+        log_once("no record", text, level=logging.WARNING)
 
 
 if __name__ == "__main__":

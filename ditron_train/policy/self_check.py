@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ditron_train.lang.self_check import Terms, handover_kernel, scale_kernel
 from ditron_train.runtime.device import kernel_target, with_index
 from ditron_train.runtime.errors import PeerTimeoutError
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, unwrapped
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.versions import newer_libraries
@@ -41,13 +41,14 @@ _verdicts: GroupCache[tuple[dist.ProcessGroup | None, str], str | None] = GroupC
 def self_check(group: dist.ProcessGroup | None, device: torch.device, turns: int = 1) -> str | None:
     """Why no kernel of this package is to run in ``group`` on ``device``, or None; the same on every rank.
 
-    Collective over ``group`` the first time, where a library is newer than what was tried; every rank has the same
+    Collective over ``group`` the first time, where a library is other than what was tried; every rank has the same
     ones (``check_ranks_agree``). What was found in the job's WORLD holds in all groups. Without a group it is the
     verdict of WORLD or, where none is known, of a launch by this process alone.
 
     Raises:
         PeerTimeoutError: A rank did not come within ``turns`` deadlines (``symm.exchange``).
     """
+    group = unwrapped(group)
     device = with_index(device)
     key, of_job = (group, str(device)), (dist.group.WORLD if dist.is_initialized() else None, str(device))
     if of_job in _verdicts and (group is None or _verdicts[of_job] is not None):
@@ -71,7 +72,7 @@ def _checked(newer: list[str], group: dist.ProcessGroup | None, device: torch.de
     if failure is None:
         log_once(f"self-check {libraries}", f"the self-check beside {libraries} passed", name="policy")
         return None
-    reason = f"the self-check beside {libraries}, newer than what was tried, failed: {failure}"
+    reason = f"the self-check beside {libraries}, other than what was tried, failed: {failure}"
     log_once(reason, f"everything by Megatron's path: {reason}", name="policy", level=logging.WARNING)
     return reason
 

@@ -77,6 +77,15 @@ def _num_bytes(text: str) -> int:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
+        "features",
+        "DITRON",
+        str,
+        None,
+        "names",
+        "Features to switch on, as after `--ditron`, in any program that trains with megatron-core: where the hook is "
+        "armed (`python -m ditron_train hook`), by `enable`, or by `apply_args` if the arguments name none.",
+    ),
+    Setting(
         "transport",
         "DITRON_TRANSPORT",
         _one_of("auto", "torch", "nvshmem", "shm"),
@@ -252,6 +261,7 @@ SETTINGS: tuple[Setting, ...] = (
 class Settings:
     """Values of all settings at one moment; fields are described in ``SETTINGS``."""
 
+    features: str | None
     transport: str
     timeout_s: float
     arena_bytes: int | None

@@ -30,6 +30,7 @@ class Supported(NamedTuple):
         distributions: Names under which pip may know it, the first one found counts.
         required: Whether the package cannot work without it.
         where_used: Whether it is checked where it is used, not at the start of every job.
+        self_checked: Versions below the range that are tried, after a self-check, as newer ones are (PEP 440).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Supported(NamedTuple):
     distributions: tuple[str, ...] = ()
     required: bool = False
     where_used: bool = False
+    self_checked: str = ""
 
 
 _PYTHON = "3.11 and 3.12 run all tests; 3.10 and 3.13 ran small trainings and tests of the lower floors on CPUs"
@@ -48,6 +50,7 @@ _TRITON = (
 )
 _NUMPY = "without a GPU below 2.4 beside Triton 3.6, in whose interpreter later ones break range()"
 _MEGATRON = "0.16.1 is the reference; 0.17.1, 0.18.2, 0.19.0 and 0.20.0 of 2026-08-22 trained small models on CPUs"
+_SLIME_MEGATRON = ">=0.16.0rc0.dev0,<=0.16.0rc0"
 _NVSHMEM = "3.4.5 was tried, with torch 2.11 and Triton 3.6; checked where NVSHMEM starts"
 _TE = "2.10 ran on GPUs; of those to 2.20 names and signatures were read, and linear layers in FP8 ran on CPUs"
 _NVSHMEM4PY = ("nvshmem4py-cu13", "nvshmem4py-cu12")
@@ -59,7 +62,9 @@ SUPPORTED: tuple[Supported, ...] = (
     Supported("torch", ">=2.11,<2.16", _TORCH, "torch", ("torch",), required=True),
     Supported("triton", ">=3.6,<3.10", _TRITON, "triton", ("triton",), required=True),
     Supported("numpy", ">=1.26,<3", _NUMPY, "numpy", ("numpy",), required=True),
-    Supported("megatron-core", ">=0.16.1,<0.21", _MEGATRON, "megatron.core", ("megatron-core",)),
+    Supported(
+        "megatron-core", ">=0.16.1,<0.21", _MEGATRON, "megatron.core", ("megatron-core",), self_checked=_SLIME_MEGATRON
+    ),
     Supported("nvshmem4py", ">=0.4,<0.5", "0.4.1 was tried", "nvshmem", _NVSHMEM4PY, where_used=True),
     Supported("nvidia-nvshmem", ">=3.4.5,<3.5", _NVSHMEM, "", _NVIDIA_NVSHMEM, where_used=True),
     Supported("transformer-engine", ">=2.10,<2.21", _TE, "transformer_engine", _TE_NAMES),
@@ -98,7 +103,8 @@ def _megatron_version() -> str | None:
         text = Path(found.origin).with_name("package_info.py").read_text(encoding="utf-8")
         numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
         if len(numbers) == 3:
-            return f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}"
+            candidate = re.search(r"^PRE_RELEASE = ['\"](\w*)['\"]", text, re.MULTILINE)
+            return f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}{candidate[1] if candidate else ''}"
     return None
 
 
@@ -120,11 +126,13 @@ def is_supported(entry: Supported, version: str, specifier: str | None = None) -
 
 
 def is_newer(entry: Supported, version: str) -> bool:
-    """Whether ``version`` is above the range of ``entry``: nobody has tried it, and it may well work."""
+    """Whether ``version`` is above the range of ``entry``, or one that is self-checked: it may well work."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
     lower = ",".join(part for part in entry.specifier.split(",") if not part.startswith("<"))
+    if entry.self_checked and is_supported(entry, version, entry.self_checked):
+        return True
     try:
         return not is_supported(entry, version, entry.specifier) and SpecifierSet(lower).contains(
             Version(version), prereleases=True
@@ -230,12 +238,12 @@ def newer_libraries(versions: dict[str, str | None] | None = None) -> list[str]:
 
 
 def version_warnings(versions: dict[str, str | None] | None = None) -> list[str]:
-    """Returns a sentence of all libraries that are newer than what was tried, and one of each that is there twice."""
+    """Returns a sentence of all libraries that are other than what was tried, and one of each that is there twice."""
     sentences, newer = [], newer_libraries(versions)
     if newer:
         listed = ", ".join(f"{library} (tried: {_entry(library.split()[0]).specifier})" for library in newer)
         sentences.append(
-            f"newer than what was tried: {listed}; what fails a self-check or is built otherwise runs by Megatron's "
+            f"other than what was tried: {listed}; what fails a self-check or is built otherwise runs by Megatron's "
             "path, DITRON_VERSIONS=strict refuses it"
         )
     return sentences + installed_twice("torch", "triton") if versions is None else sentences
@@ -264,7 +272,7 @@ def check_versions() -> bool:
     """Checks everything that is installed here against ``SUPPORTED``, and says once what is newer or there twice.
 
     Returns:
-        Whether something is newer than what was tried.
+        Whether something is other than what was tried.
 
     Raises:
         VersionError: Something required is missing, or something installed is outside its range; names all of them.

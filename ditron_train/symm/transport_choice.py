@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -60,6 +62,30 @@ class TorchTransport:
         )
 
 
+_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_set_here: list[bool] = []
+
+
+def _tell_gpus_apart(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Has torch accept GPUs that have one ordinal in several processes, as if each process sees its own GPU alone (Ray
+    masks the others): torch tells GPUs apart by ordinals, this by UUIDs (collective over ``group``).
+
+    Raises:
+        ArenaError: Ranks share a GPU, and torch has not been told to accept that; on every rank.
+    """
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    gpus = exchange(group, (device.index, uuid, _OVERLAPPING in os.environ and not _set_here))
+    ordinals, uuids, is_accepted = zip(*gpus)
+    if any(is_accepted) or not all(uuids):
+        return
+    if len(set(uuids)) < len(uuids):
+        sharing = [rank for rank, one in enumerate(uuids) if uuids.count(one) > 1]
+        raise ArenaError(f"group ranks {sharing} share a GPU: symmetric memory needs a GPU for each rank")
+    if len(set(ordinals)) < len(ordinals):
+        os.environ[_OVERLAPPING] = "1"
+        _set_here.append(True)
+
+
 def _spans_nodes(group: dist.ProcessGroup) -> bool:
     return len(set(exchange(group, node_of_process()))) > 1
 
@@ -91,5 +117,6 @@ def select_transport(group: dist.ProcessGroup, device: torch.device, name: str |
         # Tried between nodes, it would fail in the middle, and there would be none inside a node either.
         if is_chosen and _spans_nodes(group):
             raise ArenaError("the transport torch reaches the ranks of one torchrun agent, and this group has several")
+        _tell_gpus_apart(group, device)
         return TorchTransport()
     return NvshmemTransport.get(group, device)

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "ditron_train"
 # Numbers of the house in README; where one room of a floor stands over another, the lower one has the lower fraction.
 FLOORS = {
     "data": 0.0,
+    "hook": 0.0,
     "runtime": 0.0,
     "symm": 0.5,
     "lang": 1.0,

@@ -70,10 +70,8 @@ def test_the_same_words_on_every_rank(early, variables, words, tmp_path):
 
 def test_features_too():
     for error, _ in run_workers(3, _apply_with, {}, [0, 2], True, ("tp", "tp,pp")):
-        assert (
-            error
-            == "ranks differ in --ditron: pp,tp on 2 ranks from 0 on, tp on rank 1; set it to one value everywhere"
-        )
+        words = "pp,tp on 2 ranks from 0 on, tp on rank 1; set it to one value everywhere"
+        assert error == f"ranks differ in --ditron (or DITRON): {words}"
 
 
 def test_what_ranks_may_have_for_themselves(tmp_path):

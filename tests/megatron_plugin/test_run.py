@@ -149,9 +149,36 @@ def test_a_script_that_cannot_be_read(words, says):
         main(words)
 
 
-def test_a_script_that_never_parses(tmp_path, capsys):
+_OTHER = """
+import sys
+print("RESULT", sys.argv[1:])
+"""
+
+_BUILDING = """
+import sys
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from ditron_train.megatron.plugin.patching import is_redirected
+MegatronModule(TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True))
+print("RESULT", sys.argv[1:], is_redirected(ColumnParallelLinear))
+"""
+
+
+def test_a_script_that_builds_no_model(tmp_path, capsys):
     path = tmp_path / "other.py"
-    path.write_text("print('ran')")
-    assert _run(path) == 0
+    path.write_text(_OTHER)
+    assert _run(path, "--lr", 3, "--ditron", "tp", "x", "--ditron-record=/nowhere", "--ditron-policy=bits") == 0
     said = capsys.readouterr().out
-    assert "ran" in said and "--ditron had no effect" in said
+    assert "RESULT ['--lr', '3', 'x']" in said
+    assert "built no model of Megatron's in this process: --ditron had no effect" in said
+    assert "is no script of Megatron-LM's: --ditron-record had no effect" in said
+
+
+def test_a_script_that_is_not_megatron_lm_s(tmp_path, capsys):
+    """As those of Megatron-Bridge: it parses nothing of Megatron's, and the hook switches features on."""
+    path = tmp_path / "other.py"
+    path.write_text(_BUILDING)
+    assert _run(path, "--ditron", "tp", "+model.x=1") == 0
+    said = capsys.readouterr().out
+    assert "RESULT ['+model.x=1'] True" in said and "no effect" not in said

@@ -104,7 +104,7 @@ def test_a_failed_self_check_sends_all_messages_natively(variable):
     case = Case(2, 3, variable=variable, batched=variable)
     first, last = run_workers(2, workers.self_check_fails, case)
     failure = "launching a kernel (rank 1: no launch)"
-    words = f"the self-check beside triton 3.99.0, newer than what was tried, failed: {failure}"
+    words = f"the self-check beside triton 3.99.0, other than what was tried, failed: {failure}"
     assert first == last == (0, False, [f"pp: native, {words}"])
 
 

@@ -85,7 +85,7 @@ def test_what_is_newer_is_tried_unless_refused(name: str, version: str) -> None:
     found = {**GOOD, "triton": "3.9.0", name: version}
     assert versions.version_problems(found) == []
     (warning,) = versions.version_warnings(found)
-    assert f"newer than what was tried: {name} {version} (tried: " in warning and "DITRON_VERSIONS=strict" in warning
+    assert f"other than what was tried: {name} {version} (tried: " in warning and "DITRON_VERSIONS=strict" in warning
     (problem,) = versions.version_problems(found, strict=True)
     assert f"{name} {version} is outside" in problem
 
@@ -99,7 +99,7 @@ def test_the_setting_refuses_what_is_newer(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(versions, "find_versions", lambda: {**GOOD, "triton": "3.11.0"})
     with caplog.at_level(logging.WARNING, "ditron_train"):
         assert versions.check_versions() and versions.check_versions()
-    assert sum("newer than what was tried: triton 3.11.0" in message for message in caplog.messages) == 1
+    assert sum("other than what was tried: triton 3.11.0" in message for message in caplog.messages) == 1
     monkeypatch.setenv("DITRON_VERSIONS", "strict")
     with pytest.raises(VersionError, match="triton 3.11.0 is outside"):
         versions.check_versions()
@@ -177,3 +177,12 @@ def test_a_checkout_of_megatron_on_the_path_counts(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "0.17.1\n", done.stderr
+
+
+def test_a_version_below_the_range_that_is_self_checked() -> None:
+    for version in ("0.16.0rc0", "0.16.0rc0.dev130783"):
+        here = {**GOOD, "megatron-core": version}
+        assert versions.version_problems(here) == [] and versions.version_problems(here, strict=True)
+        assert versions.newer_libraries(here) == [f"megatron-core {version}"]
+    for version in ("0.16.0rc1", "0.16.0", "0.15.3"):
+        assert versions.version_problems({**GOOD, "megatron-core": version})

@@ -10,12 +10,12 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ditron_train.megatron.plugin.record_trace import TraceRequest, parse_trace_request
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.settings import SETTINGS
+from ditron_train.runtime.settings import SETTINGS, get_settings
 from ditron_train.runtime.versions import is_at_least
 
 #: Name on the command line: what it accelerates.
@@ -80,6 +80,7 @@ class Options:
         fuses_mlp: Whether they give the MLPs to Transformer Engine's operation fuser, which calls no linear layer.
         record: Folder in which every training step is noted, or None.
         record_trace: The step of which a trace is kept there, and the rank, or None.
+        from_environment: Whether ``DITRON`` named the features: then an unsupported version is no error.
     """
 
     features: tuple[str, ...] = ()
@@ -96,6 +97,7 @@ class Options:
     fuses_mlp: bool = False
     record: str | None = None
     record_trace: TraceRequest | None = None
+    from_environment: bool = False
 
     @property
     def overlapping(self) -> tuple[str, ...]:
@@ -144,8 +146,9 @@ def available_features() -> tuple[str, ...]:
     return tuple(name for name in FEATURES if importlib.util.find_spec(FEATURE_MODULES[name]))
 
 
-def parse_features(value: str | Sequence[str]) -> tuple[str, ...]:
+def parse_features(value: str | Sequence[str], source: str = "--ditron") -> tuple[str, ...]:
     """Returns the feature names in ``"tp,pp"`` or ``("tp", "pp")``, without repetitions, in the order of `FEATURES`.
+    ``source``: who names them, for the error.
 
     Raises:
         SettingError: A name is unknown or not implemented; the message lists those that are.
@@ -159,7 +162,7 @@ def parse_features(value: str | Sequence[str]) -> tuple[str, ...]:
     if unknown or not names:
         listed = ", ".join(repr(name) for name in unknown) or "nothing"
         raise SettingError(
-            f"--ditron does not know {listed}; it takes a comma-separated list of: {', '.join(available)}"
+            f"{source} does not know {listed}; it takes a comma-separated list of: {', '.join(available)}"
         )
     return tuple(name for name in FEATURES if name in names)
 
@@ -241,8 +244,22 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def options_of(args: Any) -> Options:
     """The options of a job whose parsed namespace is ``args``: one that Megatron has loaded from a YAML file
-    (``--yaml-cfg``) has lost the command line, and names features only where the file does."""
-    return options_from_args(args) if hasattr(args, "ditron") else options_from_argv(sys.argv[1:])
+    (``--yaml-cfg``) has lost the command line, and names features only where the file does. Where nothing names
+    features, ``DITRON`` does."""
+    options = options_from_args(args) if hasattr(args, "ditron") else options_from_argv(sys.argv[1:])
+    return options if options.features else with_environment(options)
+
+
+def with_environment(options: Options) -> Options:
+    """``options`` with the features that ``DITRON`` names, if it names any.
+
+    Raises:
+        SettingError: A feature is unknown, or another variable cannot be parsed.
+    """
+    named = get_settings().features
+    if named is None:
+        return options
+    return replace(options, features=parse_features(named, "DITRON"), from_environment=True)
 
 
 def options_from_args(args: Any) -> Options:
@@ -251,9 +268,10 @@ def options_from_args(args: Any) -> Options:
     Raises:
         SettingError: A feature is unknown, as a YAML file may name it.
     """
-    given = getattr(args, "ditron", None)
-    features = parse_features(given) if given else ()
-    words, trace = ("transport", "timeout_s", "policy", "plan", "record"), getattr(args, "ditron_record_trace", None)
+    features = parse_features(args.ditron) if getattr(args, "ditron", None) else ()
+    trace: Any = getattr(args, "ditron_record_trace", None)
+    words = ("transport", "timeout_s", "policy", "plan", "record")
+    given: dict[str, Any] = {name: getattr(args, f"ditron_{name}", None) for name in words}
     sizes = {name: getattr(args, SIZE_ARGUMENTS[name], None) for name in features if name in SIZE_ARGUMENTS}
     if getattr(args, "use_mp_args_from_checkpoint_args", False):
         sizes = {}  # a checkpoint that is read later has them
@@ -268,7 +286,7 @@ def options_from_args(args: Any) -> Options:
         fuses_wgrad=bool(getattr(args, "gradient_accumulation_fusion", False)),
         fuses_mlp=fuses_mlp(args),
         record_trace=None if trace is None else parse_trace_request(str(trace)),
-        **{name: getattr(args, f"ditron_{name}", None) for name in words},
+        **given,
     )
 
 

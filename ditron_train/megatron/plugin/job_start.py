@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from ditron_train.hook import watch_models
 from ditron_train.megatron.plugin import batches, patching
 from ditron_train.megatron.plugin.rank_agreement import check_ranks_agree
 from ditron_train.megatron.shared.devices import current_device
@@ -32,14 +33,27 @@ from ditron_train.symm.transport import is_one_node, node_of_process
 
 _features: set[str] = set()
 _agreed: set[frozenset[str]] = set()
-_make_groups = parallel_state.initialize_model_parallel
+_make_groups = parallel_state.initialize_model_parallel  # the hook's, where it is armed
 
 
 @functools.wraps(_make_groups)
 def _make_groups_and_meet(*args: Any, **kwargs: Any) -> None:
-    _make_groups(*args, **kwargs)
+    getattr(_make_groups, "ditron_native", _make_groups)(*args, **kwargs)
+    if _features:
+        after_groups()
+
+
+def after_groups() -> None:
+    """Megatron has made its groups: all ranks meet, those without a feature, too (collective over WORLD)."""
     _agreed.clear()
     meet()
+
+
+def before_model() -> None:
+    """A model is about to be built: where its groups are not Megatron's own (``HyperCommGrid``), all ranks meet here
+    (collective over WORLD the first time with these features)."""
+    if _features and dist.is_initialized() and not parallel_state.model_parallel_is_initialized():
+        _meet()
 
 
 def announce(features: Iterable[str]) -> None:
@@ -50,6 +64,7 @@ def announce(features: Iterable[str]) -> None:
     """
     _features.update(features)
     patching.replace_symbol(_make_groups, _make_groups_and_meet)
+    watch_models()
     if parallel_state.model_parallel_is_initialized():
         _start()
 
@@ -68,11 +83,18 @@ def meet() -> None:
         SettingError: Ranks were told different things; the same on every rank.
         PeerTimeoutError: A rank did not come.
     """
+    if parallel_state.model_parallel_is_initialized():
+        _meet()
+
+
+def _meet() -> None:
     features = frozenset(_features)
-    if features in _agreed or not parallel_state.model_parallel_is_initialized():
+    if features in _agreed:
         return
     check_ranks_agree(features)
     _agreed.add(features)
+    if not features:
+        return
     if newer_libraries():  # on every rank, or they would not agree
         self_check(world_group(), current_device())
     batches.start()
@@ -100,7 +122,9 @@ def _is_needed() -> bool:
     is_asked_for = settings.transport == NVSHMEM or ("pp" in _features and settings.pp_path == NVSHMEM)
     if not is_asked_for and (is_one_node() or settings.transport != "auto" or "tp" not in _features):
         return False
-    ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    has_groups = parallel_state.model_parallel_is_initialized()  # else they are in a model's collection: unknown here
+    group = parallel_state.get_tensor_model_parallel_group() if has_groups else None
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
     told = exchange(world_group(), (is_asked_for, ranks, node_of_process()))
     nodes = [node for _, _, node in told]
     return any(asked for asked, _, _ in told) or any(len({nodes[rank] for rank in ranks}) > 1 for _, ranks, _ in told)

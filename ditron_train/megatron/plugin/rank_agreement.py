@@ -17,13 +17,15 @@ from ditron_train.runtime.versions import newer_libraries
 from ditron_train.symm.exchange import exchange
 
 #: What each rank may have for itself: how long it waits, what memory it gives, where it writes.
-_OWN = ("timeout_s", "arena_bytes", "postmortem")
+_OWN = ("timeout_s", "arena_bytes", "postmortem", "features")  # the last are compared as what is on
+
+_FEATURES = "--ditron (or DITRON)"
 
 
 def _told(features: Iterable[str]) -> dict[str, str]:
     """Name of each setting, and of what decides beside them: its value on this rank, in words."""
-    settings, told = get_settings(), {"--ditron": ",".join(sorted(features))}
-    told["libraries that are newer than what was tried"] = ", ".join(newer_libraries()) or "none"
+    settings, told = get_settings(), {_FEATURES: ",".join(sorted(features)) or "none"}
+    told["libraries that are other than what was tried"] = ", ".join(newer_libraries()) or "none"
     for setting in SETTINGS:
         value = getattr(settings, setting.field)
         if setting.field == "tuning":

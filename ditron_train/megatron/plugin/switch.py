@@ -12,6 +12,7 @@ and, where it needs them,
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -21,17 +22,25 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from ditron_train.megatron.plugin import failures, patching
-from ditron_train.megatron.plugin.arguments import FEATURE_MODULES, WGRAD, Options, options_of, parse_features
+from ditron_train.megatron.plugin import failures, lifecycle, patching
+from ditron_train.megatron.plugin.arguments import (
+    FEATURE_MODULES,
+    WGRAD,
+    Options,
+    options_of,
+    parse_features,
+    with_environment,
+)
 from ditron_train.megatron.plugin.record_steps import record_steps
 from ditron_train.megatron.plugin.specs import count_replacements, is_spec, rewrite_spec
 from ditron_train.megatron.shared.interfaces import why_otherwise
 from ditron_train.policy import add_switch, check_plan, forget_plans, log_native
 from ditron_train.policy.gate import INTERFACE_ERRORS
-from ditron_train.runtime.errors import SettingError
+from ditron_train.runtime.errors import SettingError, VersionError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings, unknown_variables
 from ditron_train.runtime.tuning_table import check_table
+from ditron_train.runtime.versions import check_versions
 
 _started: dict[str, ModuleType] = {}
 _patched: list[str] = []
@@ -55,7 +64,8 @@ def apply(
     """Switches `features` on: in one layer spec, or (without a spec) in every model built from now on.
 
     Args:
-        spec: A ``ModuleSpec`` or ``TransformerBlockSubmodules``. A rewritten copy is returned and only models built
+        spec: A ``ModuleSpec`` or ``TransformerBlockSubmodules``; Megatron's parsed arguments are taken by `apply_args`
+            instead. A rewritten copy is returned and only models built
             from it are accelerated; modules that ``GPTModel`` hard-codes (its output layer) stay native. None: calls
             of megatron-core's own classes build ours, the output layer included, and None is returned.
         features: Names as after ``--ditron``: a sequence, or one string with commas.
@@ -75,6 +85,8 @@ def apply(
             or stale, or an unreadable tuning table.
         VersionError: A library outside the supported range.
     """
+    if isinstance(spec, argparse.Namespace):  # as a framework calls its init hook
+        return apply_args(spec)
     return apply_options(Options(parse_features(features), transport, timeout_s, policy, plan), spec)
 
 
@@ -94,9 +106,13 @@ def apply_options(options: Options, spec: Any = None) -> Any:
         if options.features or options.fuses_wgrad:
             _start(FEATURE_MODULES[WGRAD])
         return spec
-    from ditron_train.runtime.versions import check_versions
-
-    check_versions()
+    try:
+        check_versions()
+    except VersionError as error:
+        if not options.from_environment:
+            raise
+        log_once(f"versions {error}", f"everything is native: {error}", level=logging.WARNING)
+        return spec
     from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
     add_switch("batch invariant", is_batch_invariant_mode_enabled)
@@ -109,6 +125,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     modules = {name: module for name in options.overlapping if (module := _feature(name)) is not None}
     _start(FEATURE_MODULES[WGRAD])  # only a job that Megatron would refuse sees a difference
     failures.start()
+    lifecycle.start()
     _start("ditron_train.megatron.plugin.job_start").announce(tuple(modules))
     if spec is not None and not modules:
         return spec
@@ -175,6 +192,7 @@ def restore() -> None:
         if hasattr(module, "stop"):
             module.stop()
     failures.stop()
+    lifecycle.stop()
     while _saved_environment:
         _set_variable(*_saved_environment.popitem())
 
@@ -207,12 +225,35 @@ def apply_args(args: Any) -> None:
     """`apply` for every model built from now on, with the options in `args`, Megatron's parsed arguments.
 
     For pretraining scripts that are edited, from megatron-core 0.18 on: ``args = parse_and_validate_args(
-    extra_args_provider=add_ditron_args)``, then this, before ``pretrain``.
+    extra_args_provider=add_ditron_args)``, then this, before ``pretrain``. Arguments that name no feature leave it to
+    ``DITRON``; a warning says so if they have no ``--ditron`` group and ``DITRON`` is not set either.
 
     Raises:
         SettingError, VersionError: As `apply`.
     """
-    apply_options(options_of(args))
+    options = options_of(args)
+    if not options.features and not hasattr(args, "ditron"):
+        _warn_of_nothing("apply_args")
+    apply_options(options)
+
+
+def enable(*_: Any, **__: Any) -> None:
+    """`apply` with the features that ``DITRON`` names, for every model built from now on. Whatever it is called with
+    is ignored, so that it fits frameworks' init hooks. A warning if the variable is not set; an unsupported version is
+    one log line, and everything stays native.
+
+    Raises:
+        SettingError: As `apply`.
+    """
+    options = with_environment(Options())
+    if not options.features:
+        _warn_of_nothing("enable")
+    apply_options(options)
+
+
+def _warn_of_nothing(function: str) -> None:
+    words = f"{function}: neither --ditron nor DITRON names a feature: everything is native"
+    log_once(words, words, level=logging.WARNING)
 
 
 def wrap_model_provider(model_provider: Any) -> Any:

@@ -68,7 +68,7 @@ def _versions(facts: Facts) -> list[Finding]:
             level: Level = "error" if entry.required else "note"
             findings.append(Finding("versions", level, f"{entry.name} is not installed", pip_command(entry.name)))
         elif is_newer(entry, version):
-            text = f"{entry.name} {version} is newer than what was tried ({specifier}: {entry.why})"
+            text = f"{entry.name} {version} is other than what was tried ({specifier}: {entry.why})"
             findings.append(Finding("versions", "warning", text, pip_command(entry.name, specifier)))
         elif not is_supported(entry, version, specifier):
             fix = pip_command(entry.name, specifier) if entry.distributions else f"use one in {specifier}"

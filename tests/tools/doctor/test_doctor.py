@@ -94,7 +94,7 @@ def test_errors_make_it_unhealthy_and_have_a_fix(changes: dict, topic: str, word
 @pytest.mark.parametrize(
     ("changes", "topic", "words"),
     [
-        ({"versions": {**GOOD_VERSIONS, "triton": "3.10.0"}}, "versions", "newer than what was tried"),
+        ({"versions": {**GOOD_VERSIONS, "triton": "3.10.0"}}, "versions", "other than what was tried"),
         ({"links": {"0-1": "SYS"}}, "links", "1 pairs SYS"),
         ({"environment": {"NCCL_ALGO": "Tree"}}, "NCCL", "NCCL_ALGO=Tree"),
         ({"environment": {"NCCL_ALGO": "allreduce:ring;reducescatter:ring,nvls"}}, "NCCL", "another order"),
