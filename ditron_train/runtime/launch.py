@@ -38,21 +38,26 @@ _MAX_KEPT = 256  # a specialised integer that differs from call to call would be
 _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same addresses again and again
 
 
-def _specialization(arguments: tuple[Any, ...], any_value: frozenset[int] = frozenset()) -> tuple[Any, ...]:
+def _specialization(
+    arguments: tuple[Any, ...], any_value: frozenset[int] = frozenset(), by_alignment: bool = False
+) -> tuple[Any, ...]:
     """What Triton specialises on: type and alignment of a tensor, types and blocks of a descriptor, values of integers
-    (stricter than Triton: the value itself; of those at the places ``any_value`` the type); of a tuple what it does
-    for the parts. Every argument adds its own entries, so that what one argument is cannot be read as another's."""
+    (stricter than Triton: the value itself; of those at the places ``any_value`` the type), of a tuple what it does
+    for the parts. Every argument adds its own entries, so that what one argument is cannot be read as another's.
+
+    ``by_alignment``: of integers no more than Triton does, whether they are 1 or whole sixteens.
+    """
     key: list[Any] = []
     for place, argument in enumerate(arguments):
         kind = type(argument)
         if kind is int and place not in any_value:
-            key.append(argument)
+            key.append((_type_of(argument), argument == 1, argument % 16 == 0) if by_alignment else argument)
         elif kind is TensorDescriptor:
             key.append((kind, argument.base.dtype, *argument.block_shape))
         elif isinstance(argument, torch.Tensor):
             key += argument.dtype, argument.data_ptr() & 15
         elif isinstance(argument, tuple):
-            key.append(_specialization(argument))
+            key.append(_specialization(argument, by_alignment=by_alignment))
         else:
             key.append(_type_of(argument) if isinstance(argument, int) else kind)
     return tuple(key)
@@ -71,6 +76,10 @@ def as_constant(value: Any) -> Any:
     """A constant as a launch takes it: of a tuple each field for itself, but in the interpreter, which knows no
     ``tl.constexpr``."""
     return type(value)(*map(tl.constexpr, value)) if isinstance(value, tuple) and not is_interpreter() else value
+
+
+#: What launches of one kernel with one grid and one set of constants have compiled.
+LaunchPool = dict[tuple[Any, ...], dict[tuple[Any, ...], Any]]
 
 
 class KernelLaunch:
@@ -102,7 +111,17 @@ class KernelLaunch:
         parameters = enumerate(getattr(kernel, "params", ()))  # what is interpreted has none
         self._any_value = frozenset(place for place, one in parameters if getattr(one, "do_not_specialize", False))
         self._compiled: dict[tuple[Any, ...], tuple[Any, CallRecorder | None]] = {}
+        self._is_pooled = False
         self._repeated: dict[Hashable, RecordedCall] = {}
+
+    def pooled(self, pool: LaunchPool) -> KernelLaunch:
+        """This launch; what is compiled is kept in ``pool``, for all launches of this kernel that are made for one
+        number of rows each. Integers count by what Triton specialises on alone then, and nothing is kept for
+        ``repeat``."""
+        if not has_launch_hooks():
+            kind = (self._kernel, self._num_programs, self._values, *self._options.items())
+            self._compiled, self._is_pooled = pool.setdefault(kind, {}), True
+        return self
 
     def repeat(self, key: Hashable, stream: int) -> bool:
         """Launches on the stream of this handle what was launched with ``key`` before; False where that is not
@@ -120,14 +139,14 @@ class KernelLaunch:
             it.
         """
         # Compiled code is loaded on one device.
-        specialization = (_current_device(), *_specialization(arguments, self._any_value))
+        specialization = (_current_device(), *_specialization(arguments, self._any_value, self._is_pooled))
         known = self._compiled.get(specialization)
         if known is None:
             self._first(specialization, arguments, stream)
             return
         compiled, recorder = known
         handle = stream.cuda_stream if stream is not None else _current_stream()
-        if key is not None and recorder is not None:
+        if key is not None and recorder is not None and not self._is_pooled:
             call = recorder((*arguments, *self._values))
             if call is not None:
                 if len(self._repeated) >= _MAX_REPEATED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -14,7 +15,8 @@ from ditron_train.runtime.device import is_capturing, kernel_target, num_sms, wi
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, forget_at_exit, world_group
-from ditron_train.runtime.launch import COMPILE_OPTIONS
+from ditron_train.runtime.launch import COMPILE_OPTIONS, KernelLaunch, LaunchPool
+from ditron_train.runtime.sizes import top_of_range
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, own_stream, stream_of
@@ -63,6 +65,8 @@ class OpContext:
         comm_stream: A stream of high priority beside the current one; None on the CPU.
         comm_handle: The driver's handle of it; 0 on the CPU.
         prepared: What ops keep for the shapes they have seen; emptied before a buffer of the arena moves.
+        varies: Whether lengths vary (``vary_lengths``).
+        most_rows: The most rows of all ranks that buffers are made for at once, if that is known.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
@@ -89,6 +93,9 @@ class OpContext:
         self._scratch: dict[tuple, torch.Tensor] = {}
         self._records_sequences = self.is_cuda and driver.has_driver() and not torch.version.hip
         self._agreed: set[tuple] = set()
+        self._rows_channel: Channel | None = None
+        self._pool: LaunchPool = {}
+        self.varies, self.most_rows = False, 0
         self.prepared: dict[tuple, Any] = {}
         self.arena.before_freeing(self._forget_prepared)
 
@@ -103,10 +110,46 @@ class OpContext:
         key = (make, *arguments)
         plan: Any = self.prepared.get(key)
         if plan is None:
+            if self.varies and len(self.prepared) >= MAX_KNOWN_SHAPES and not self.arena.graph_captured:
+                self.synchronize()
+                self.forget_shapes()
             plan = make(self, *arguments)
             if plan is not None:
                 self.prepared[key] = plan
         return plan
+
+    def vary_lengths(self, most_rows: int | None) -> None:
+        """From now on calls come with ever-new numbers of rows (all ranks say so between the same two calls).
+
+        Tiles are chosen per range of rows, buffers have room for the range, or for ``most_rows`` at once, a new number
+        of rows is compared by the kernels' start signals alone, and nothing is recorded as a graph."""
+        self.varies, self.most_rows = True, max(self.most_rows, most_rows or 0)
+        self._records_sequences = False
+
+    def launch(self, kernel: Any, num_programs: int, constants: dict[str, Any], **options: int) -> KernelLaunch:
+        """A ``KernelLaunch`` of a plan: if lengths vary, what is compiled is shared by the plans of all lengths."""
+        launch = KernelLaunch(kernel, num_programs, constants, **options)
+        return launch.pooled(self._pool) if self.varies else launch
+
+    def rows_with_room(self, rows: int) -> int:
+        """For how many rows a buffer is made, or tiles are chosen, that ``rows`` rows need."""
+        return max(top_of_range(rows), self.most_rows) if self.varies else rows
+
+    def agree_on_rows(self, rows: int, flags: torch.Tensor) -> list[bool]:
+        """Which of ``flags`` (int32) are not 0 on any rank (collective; a host sync).
+
+        Raises:
+            MismatchError: The ranks call it with other ``rows`` or another number of flags.
+            PeerTimeoutError: A peer did not come.
+        """
+        if self._rows_channel is None:
+            self._rows_channel = self.add_channel("rows", 1, ("rows", "decisions"))
+        channel = self._rows_channel
+        self._announce(channel, channel.signature((rows, flags.numel())), 2, verify=True)
+        channel.synchronize()
+        channel.forget_signatures()
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self.group)
+        return [flag != 0 for flag in flags.tolist()]
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
         """A channel of this context (collective)."""
@@ -194,6 +237,8 @@ class OpContext:
         key = (name, tuple(shape), dtype)
         memory = self._scratch.get(key)
         if memory is None:
+            if self.varies and self.arena.capacity_bytes(f"scratch.{name}") < math.prod(shape) * dtype.itemsize:
+                self.arena.tensor(f"scratch.{name}", (self.rows_with_room(shape[0]), *shape[1:]), dtype)
             memory = self._scratch[key] = self.arena.tensor(f"scratch.{name}", tuple(shape), dtype).local
         return memory
 
@@ -270,10 +315,19 @@ class OpContext:
         for channel in self._channels:
             channel.synchronize()
 
-    def agree(self, channel: Channel, values: Sequence[int | torch.dtype], *, num_roles: int = 2) -> torch.Tensor:
+    def agree(
+        self,
+        channel: Channel,
+        values: Sequence[int | torch.dtype],
+        *,
+        num_roles: int = 2,
+        buffer: tuple[str, int] = ("", 0),
+    ) -> torch.Tensor:
         """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
 
-        Only after that may buffers grow (collectively). Known signatures cost a lookup.
+        Only after that may buffers grow (collectively). Known signatures cost a lookup. If lengths vary and
+        ``buffer``, a name and the bytes that the call needs, has room already, nobody is asked: the signature goes
+        with the start signal, where kernels compare it.
 
         Raises:
             MismatchError: On every rank, if the ranks differ.
@@ -281,7 +335,7 @@ class OpContext:
         """
         signature = channel.signature(values)
         key = (channel.op_name, *values)
-        if key in self._agreed:
+        if key in self._agreed or (self.varies and 0 < buffer[1] <= self.arena.capacity_bytes(buffer[0])):
             return signature
         if self.is_cuda and torch.cuda.is_current_stream_capturing():
             raise NotSupportedError(
