@@ -9,7 +9,8 @@ first: where that is not ours, the op stays native under ``strict`` and ``bits``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ Decision = Entry
 
 _plans: dict[Path, Plan] = {}
 _suited: GroupCache[tuple[Path, dist.ProcessGroup, str, str], bool] = GroupCache()
+
+
+_is_untimed = False
+
+
+@contextmanager
+def untimed() -> Iterator[None]:
+    """Inside, ``decide`` compares bits alone: times are taken at the job's own calls (``policy.job_times``)."""
+    global _is_untimed
+    before, _is_untimed = _is_untimed, True
+    try:
+        yield
+    finally:
+        _is_untimed = before
 
 
 def forget_plans() -> None:
@@ -110,6 +125,8 @@ def decide(
     if sums is not None and device.type == "cuda" and mode in ("strict", "bits"):
         order = reduction_order(group, device, sums)
     op, place = op_of(key), _place(group, order)
+    if _is_untimed:
+        key, log_decision = f"{key}, bits", False
     key = f"{key} on {place} ({mode}{'; ' * bool(switches())}{', '.join(switches())})"
     if plan is not None:
         _check_suited(plan, op, mode, place, group)
@@ -125,7 +142,7 @@ def decide(
         elif order is not None and not order.is_ours:
             decision = Decision(False, str(order.reason), None, None, None)
         else:
-            asked: dict[str, Any] = dict(timed=mode != "bits", needs_bits=mode != "fast")
+            asked: dict[str, Any] = dict(timed=mode != "bits" and not _is_untimed, needs_bits=mode != "fast")
             asked |= dict(host_counts=host_counts, also=also)
             decision = _judge(mode, probe(native, ours, group=group, device=device, **asked))
     # What stays native is logged by who asked, with reasons that are not the policy's.

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from triton.runtime.errors import TritonError
 
-from ditron_train.policy.late_host import LateHost, late_host_of
+from ditron_train.policy.answer import Answer, log_native
+from ditron_train.policy.decide import untimed
+from ditron_train.policy.late_host import late_host_of
+from ditron_train.policy.lengths import MOST_KEYS, Family, Lengths
 from ditron_train.policy.op import Call, Context, Op
 from ditron_train.policy.self_check import self_check
 from ditron_train.runtime.device import is_capturing
@@ -36,31 +38,6 @@ FAILURES = (*INTERFACE_ERRORS, NotImplementedError, TritonError, torch.OutOfMemo
 _CAPTURED = "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
 
 
-def log_native(name: str, reason: str) -> None:
-    """One line, the first time that `name` runs natively for `reason`."""
-    log_once(f"native {name} {reason}", f"{name}: native, {reason}")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What was decided for a key.
-
-    Attributes:
-        context: Of the fused path; None for an op without one, too.
-        reason: Why the call runs natively; None if it does not.
-        late_host: Looks at calls whether the host is late, where that can change the answer.
-    """
-
-    context: Any
-    reason: str | None = None
-    late_host: LateHost | None = None
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the fused path runs."""
-        return self.reason is None
-
-
 _Key = tuple[Hashable, ...]
 _FAILED = "failed: "
 
@@ -76,6 +53,7 @@ class Gate:
         self.most_shapes = most_shapes
         self._answers: GroupCache[_Key, Answer] = GroupCache()
         self._counts: GroupCache[tuple[str, dist.ProcessGroup | None], int] = GroupCache()
+        self._lengths = Lengths(self._decide_family, self._native)
 
     def context_for(self, op: Op[Call, Context], call: Call) -> Context | None:
         """The context to run ``call`` by the fused path, or None for Megatron's (collective where the key is new)."""
@@ -125,6 +103,7 @@ class Gate:
     def knows(self, op: Op[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
         is_full = self._counts.get((op.name, op.group(call)), 0) >= self.most_shapes
+        is_full = is_full or self._lengths.knows(op, call)
         return is_full or is_capturing(op.device(call)) or _key_of(op, call) in self._answers
 
     def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
@@ -135,7 +114,7 @@ class Gate:
 
     def forget(self, name: str = "") -> None:
         """Decide anew from now on, and let go of the contexts; of one op, one room or all."""
-        caches: tuple[dict[Any, Any], ...] = (self._answers, self._counts)
+        caches: tuple[dict[Any, Any], ...] = (self._answers, self._counts, self._lengths.families)
         for cache in caches:
             for key in [key for key in cache if _is_named(key, name)]:
                 del cache[key]
@@ -144,27 +123,58 @@ class Gate:
         """Exchanges the decisions of two gates: to compare policies in one process."""
         self._answers, other._answers = other._answers, self._answers
         self._counts, other._counts = other._counts, self._counts
+        mine, others = self._lengths, other._lengths
+        mine.families, others.families = others.families, mine.families
 
     def _ask(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
+        kind = op.family(call)
+        found = None if kind is None else self._lengths.answer(op, call, *kind)
+        if found is not None:
+            answer, family = found
+            if family is not None:
+                self._keep(key, answer, family)
+            return answer
         group = op.group(call)
         count = self._counts.get((op.name, group), 0)
         if is_capturing(op.device(call)):
             return self._native(op, _CAPTURED)
         if count >= self.most_shapes:
             # The group's own shapes are counted, which all of its ranks know alike.
-            limit = f"more than {self.most_shapes} shapes: each has to be tried, which would cost more than it gives"
-            return self._native(op, limit)
+            return self._native(op, self._limit())
         answer = self._decide(op, call)
         self._answers[key] = answer
         self._counts[op.name, group] = count + 1
         return answer
+
+    def _keep(self, key: _Key, answer: Answer, family: Family) -> None:
+        """Keeps a family's answer for the next call with the same key."""
+        if len(family.keys) >= MOST_KEYS:
+            for old in family.keys:
+                self._answers.pop(old, None)
+            family.keys.clear()
+        self._answers[key] = answer
+        family.keys.append(key)
 
     def _native(self, op: Op[Call, Context], reason: str) -> Answer:
         if op.logs_native:
             log_native(op.log_name or op.name, reason)
         return Answer(None, reason)
 
-    def _decide(self, op: Op[Call, Context], call: Call) -> Answer:
+    def _decide_family(self, op: Op[Call, Context], call: Call, most_rows: int | None) -> Answer:
+        """The first decision about a family: bits are compared, nothing is timed (collective)."""
+        counted = (op.name, op.group(call))
+        if self._counts.get(counted, 0) >= self.most_shapes:
+            return Answer(None, self._limit())
+        self._counts[counted] = self._counts.get(counted, 0) + 1
+        with untimed():
+            return self._decide(op, call, lambda context: context.vary_lengths(most_rows))
+
+    def _limit(self) -> str:
+        return f"more than {self.most_shapes} shapes: each has to be tried, which would cost more than it gives"
+
+    def _decide(
+        self, op: Op[Call, Context], call: Call, prepare: Callable[[Any], None] = lambda context: None
+    ) -> Answer:
         reason = op.unsupported_reason(call)
         if reason is not None:
             return self._native(op, reason)
@@ -173,6 +183,7 @@ class Gate:
             return Answer(None, reason)
         try:
             context = op.make_context(call)
+            prepare(context)
             decision = op.decide(call, context)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             return self._native(op, str(error))
