@@ -47,13 +47,14 @@ class Gate:
 
     Attributes:
         most_shapes: Of one op and group: sequences of ever new lengths would be tried for ever.
+        lengths: What is decided about calls whose number of rows varies.
     """
 
     def __init__(self, most_shapes: int = 256) -> None:
         self.most_shapes = most_shapes
         self._answers: GroupCache[_Key, Answer] = GroupCache()
         self._counts: GroupCache[tuple[str, dist.ProcessGroup | None], int] = GroupCache()
-        self._lengths = Lengths(self._decide_family, self._native)
+        self.lengths = Lengths(self._decide_family, self._native)
 
     def context_for(self, op: Op[Call, Context], call: Call) -> Context | None:
         """The context to run ``call`` by the fused path, or None for Megatron's (collective where the key is new)."""
@@ -103,7 +104,7 @@ class Gate:
     def knows(self, op: Op[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
         is_full = self._counts.get((op.name, op.group(call)), 0) >= self.most_shapes
-        is_full = is_full or self._lengths.knows(op, call)
+        is_full = is_full or self.lengths.knows(op, call)
         return is_full or is_capturing(op.device(call)) or _key_of(op, call) in self._answers
 
     def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
@@ -114,7 +115,7 @@ class Gate:
 
     def forget(self, name: str = "") -> None:
         """Decide anew from now on, and let go of the contexts; of one op, one room or all."""
-        caches: tuple[dict[Any, Any], ...] = (self._answers, self._counts, self._lengths.families)
+        caches: tuple[dict[Any, Any], ...] = (self._answers, self._counts, self.lengths.families)
         for cache in caches:
             for key in [key for key in cache if _is_named(key, name)]:
                 del cache[key]
@@ -123,12 +124,12 @@ class Gate:
         """Exchanges the decisions of two gates: to compare policies in one process."""
         self._answers, other._answers = other._answers, self._answers
         self._counts, other._counts = other._counts, self._counts
-        mine, others = self._lengths, other._lengths
+        mine, others = self.lengths, other.lengths
         mine.families, others.families = others.families, mine.families
 
     def _ask(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
         kind = op.family(call)
-        found = None if kind is None else self._lengths.answer(op, call, *kind)
+        found = None if kind is None else self.lengths.answer(op, call, *kind)
         if found is not None:
             answer, family = found
             if family is not None:

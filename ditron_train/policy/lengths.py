@@ -114,7 +114,7 @@ class Lengths:
         if family.reason is not None:
             return self._native(op, family.reason), family
         if rows not in family.proven:
-            self._prove(family, rows)
+            self.prove(family, rows)
         family.last_rows = rows
         if not family.proven[rows]:
             reason = f"at {rows} rows its bits would not be those of the library's products on this machine"
@@ -143,7 +143,7 @@ class Lengths:
             name="policy",
         )
 
-    def _prove(self, family: Family, rows: int) -> None:
+    def prove(self, family: Family, rows: int) -> None:
         """Proves the bits at ``rows``, also of the families that had the same rows as this one before (collective)."""
         if family.proof is None:
             family.proven[rows] = True

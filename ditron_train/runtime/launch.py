@@ -78,10 +78,6 @@ def as_constant(value: Any) -> Any:
     return type(value)(*map(tl.constexpr, value)) if isinstance(value, tuple) and not is_interpreter() else value
 
 
-#: What launches of one kernel with one grid and one set of constants have compiled.
-LaunchPool = dict[tuple[Any, ...], dict[tuple[Any, ...], Any]]
-
-
 class KernelLaunch:
     """One kernel with its grid and constants, launched again and again with arguments of one kind.
 
@@ -96,6 +92,8 @@ class KernelLaunch:
         constants: Values of the constexpr parameters, in the kernel's order.
         num_warps: As in a Triton launch.
         num_stages: As in a Triton launch.
+        by_alignment: For a launch that is shared by calls of many sizes: integers count by what Triton specialises on
+            alone, and nothing is kept for ``repeat``.
     """
 
     def __init__(
@@ -111,17 +109,8 @@ class KernelLaunch:
         parameters = enumerate(getattr(kernel, "params", ()))  # what is interpreted has none
         self._any_value = frozenset(place for place, one in parameters if getattr(one, "do_not_specialize", False))
         self._compiled: dict[tuple[Any, ...], tuple[Any, CallRecorder | None]] = {}
-        self._is_pooled = False
+        self._by_alignment = by_alignment
         self._repeated: dict[Hashable, RecordedCall] = {}
-
-    def pooled(self, pool: LaunchPool) -> KernelLaunch:
-        """This launch; what is compiled is kept in ``pool``, for all launches of this kernel that are made for one
-        number of rows each. Integers count by what Triton specialises on alone then, and nothing is kept for
-        ``repeat``."""
-        if not has_launch_hooks():
-            kind = (self._kernel, self._num_programs, self._values, *self._options.items())
-            self._compiled, self._is_pooled = pool.setdefault(kind, {}), True
-        return self
 
     def repeat(self, key: Hashable, stream: int) -> bool:
         """Launches on the stream of this handle what was launched with ``key`` before; False where that is not
@@ -139,14 +128,14 @@ class KernelLaunch:
             it.
         """
         # Compiled code is loaded on one device.
-        specialization = (_current_device(), *_specialization(arguments, self._any_value, self._is_pooled))
+        specialization = (_current_device(), *_specialization(arguments, self._any_value, self._by_alignment))
         known = self._compiled.get(specialization)
         if known is None:
             self._first(specialization, arguments, stream)
             return
         compiled, recorder = known
         handle = stream.cuda_stream if stream is not None else _current_stream()
-        if key is not None and recorder is not None and not self._is_pooled:
+        if key is not None and recorder is not None and not self._by_alignment:
             call = recorder((*arguments, *self._values))
             if call is not None:
                 if len(self._repeated) >= _MAX_REPEATED:

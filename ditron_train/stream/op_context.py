@@ -15,7 +15,7 @@ from ditron_train.runtime.device import is_capturing, kernel_target, num_sms, wi
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, forget_at_exit, world_group
-from ditron_train.runtime.launch import COMPILE_OPTIONS, KernelLaunch, LaunchPool
+from ditron_train.runtime.launch import COMPILE_OPTIONS, KernelLaunch
 from ditron_train.runtime.sizes import top_of_range
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
@@ -94,7 +94,7 @@ class OpContext:
         self._records_sequences = self.is_cuda and driver.has_driver() and not torch.version.hip
         self._agreed: set[tuple] = set()
         self._rows_channel: Channel | None = None
-        self._pool: LaunchPool = {}
+        self._launches: dict[tuple[Any, ...], KernelLaunch] = {}
         self.varies, self.most_rows = False, 0
         self.prepared: dict[tuple, Any] = {}
         self.arena.before_freeing(self._forget_prepared)
@@ -127,9 +127,13 @@ class OpContext:
         self._records_sequences = False
 
     def launch(self, kernel: Any, num_programs: int, constants: dict[str, Any], **options: int) -> KernelLaunch:
-        """A ``KernelLaunch`` of a plan: if lengths vary, what is compiled is shared by the plans of all lengths."""
-        launch = KernelLaunch(kernel, num_programs, constants, **options)
-        return launch.pooled(self._pool) if self.varies else launch
+        """A ``KernelLaunch`` of a plan; if lengths vary, the plans of all lengths share it."""
+        if not self.varies:
+            return KernelLaunch(kernel, num_programs, constants, by_alignment=False, **options)
+        key = (kernel, num_programs, *constants.values(), *options.values())
+        if key not in self._launches:
+            self._launches[key] = KernelLaunch(kernel, num_programs, constants, by_alignment=True, **options)
+        return self._launches[key]
 
     def rows_with_room(self, rows: int) -> int:
         """For how many rows a buffer is made, or tiles are chosen, that ``rows`` rows need."""

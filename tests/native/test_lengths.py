@@ -58,7 +58,7 @@ def _lengths(rows: str | None) -> tuple[list[bool], list[int], list[int], int]:
         context = get_tp_context(column_group(ours))
         agreed.append(agreements[0])
         held.append(context.arena.num_bytes)
-    return fused, agreed, held, len(context._pool)
+    return fused, agreed, held, len(context._launches)
 
 
 def test_every_length_is_fused_and_none_costs_an_agreement_or_memory() -> None:
