@@ -97,7 +97,14 @@ class KernelLaunch:
     """
 
     def __init__(
-        self, kernel: Any, num_programs: int, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
+        self,
+        kernel: Any,
+        num_programs: int,
+        constants: dict[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        by_alignment: bool = False,
     ) -> None:
         names = list(kernel.arg_names)
         assert names[len(names) - len(constants) :] == list(constants), f"{names} does not end with {list(constants)}"

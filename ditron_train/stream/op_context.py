@@ -126,10 +126,10 @@ class OpContext:
         self.varies, self.most_rows = True, max(self.most_rows, most_rows or 0)
         self._records_sequences = False
 
-    def launch(self, kernel: Any, num_programs: int, constants: dict[str, Any], **options: int) -> KernelLaunch:
+    def launch(self, kernel: Any, num_programs: int, constants: dict[str, Any], **options: Any) -> KernelLaunch:
         """A ``KernelLaunch`` of a plan; if lengths vary, the plans of all lengths share it."""
         if not self.varies:
-            return KernelLaunch(kernel, num_programs, constants, by_alignment=False, **options)
+            return KernelLaunch(kernel, num_programs, constants, **options)
         key = (kernel, num_programs, *constants.values(), *options.values())
         if key not in self._launches:
             self._launches[key] = KernelLaunch(kernel, num_programs, constants, by_alignment=True, **options)
