@@ -92,19 +92,14 @@ class KernelLaunch:
         constants: Values of the constexpr parameters, in the kernel's order.
         num_warps: As in a Triton launch.
         num_stages: As in a Triton launch.
-        by_alignment: For a launch that is shared by calls of many sizes: integers count by what Triton specialises on
-            alone, and nothing is kept for ``repeat``.
+
+    Attributes:
+        is_shared: Whether calls of many sizes share it: integers count by what Triton specialises on alone then, and
+            nothing is kept for ``repeat``.
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        num_programs: int,
-        constants: dict[str, Any],
-        *,
-        num_warps: int = 4,
-        num_stages: int = 3,
-        by_alignment: bool = False,
+        self, kernel: Any, num_programs: int, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
     ) -> None:
         names = list(kernel.arg_names)
         assert names[len(names) - len(constants) :] == list(constants), f"{names} does not end with {list(constants)}"
@@ -116,7 +111,7 @@ class KernelLaunch:
         parameters = enumerate(getattr(kernel, "params", ()))  # what is interpreted has none
         self._any_value = frozenset(place for place, one in parameters if getattr(one, "do_not_specialize", False))
         self._compiled: dict[tuple[Any, ...], tuple[Any, CallRecorder | None]] = {}
-        self._by_alignment = by_alignment
+        self.is_shared = False
         self._repeated: dict[Hashable, RecordedCall] = {}
 
     def repeat(self, key: Hashable, stream: int) -> bool:
@@ -135,14 +130,14 @@ class KernelLaunch:
             it.
         """
         # Compiled code is loaded on one device.
-        specialization = (_current_device(), *_specialization(arguments, self._any_value, self._by_alignment))
+        specialization = (_current_device(), *_specialization(arguments, self._any_value, self.is_shared))
         known = self._compiled.get(specialization)
         if known is None:
             self._first(specialization, arguments, stream)
             return
         compiled, recorder = known
         handle = stream.cuda_stream if stream is not None else _current_stream()
-        if key is not None and recorder is not None and not self._by_alignment:
+        if key is not None and recorder is not None and not self.is_shared:
             call = recorder((*arguments, *self._values))
             if call is not None:
                 if len(self._repeated) >= _MAX_REPEATED:

@@ -132,7 +132,8 @@ class OpContext:
             return KernelLaunch(kernel, num_programs, constants, **options)
         key = (kernel, num_programs, *constants.values(), *options.values())
         if key not in self._launches:
-            self._launches[key] = KernelLaunch(kernel, num_programs, constants, by_alignment=True, **options)
+            self._launches[key] = KernelLaunch(kernel, num_programs, constants, **options)
+            self._launches[key].is_shared = True
         return self._launches[key]
 
     def rows_with_room(self, rows: int) -> int:
