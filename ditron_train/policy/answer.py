@@ -34,14 +34,12 @@ class Answer:
         reason: Why the call runs natively; None if it does not.
         late_host: Looks at calls whether the host is late, where that can change the answer.
         observer: Observes this call, if anybody does.
-        audit: Says which calls are computed by both paths; None: no call is.
     """
 
     context: Any
     reason: str | None = None
     late_host: LateHost | None = None
     observer: Observer | None = None
-    audit: Any = None
 
     @property
     def is_fused(self) -> bool:

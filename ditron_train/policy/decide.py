@@ -48,6 +48,11 @@ def untimed() -> Iterator[None]:
         _is_untimed = before
 
 
+def is_untimed() -> bool:
+    """Whether this is inside ``untimed``."""
+    return _is_untimed
+
+
 def forget_plans() -> None:
     """Read plan files again at their next use, and look at NCCL's order again."""
     _plans.clear()
@@ -131,7 +136,7 @@ def decide(
     if plan is not None:
         _check_suited(plan, op, mode, place, group)
     known = _agreed_entry(plan, key, group, device) if plan is not None else None
-    with _unseen_by_saved_tensors_hooks():
+    with unseen_by_saved_tensors_hooks():
         if known is not None or mode == "force":
             decision = known or Decision(True, "forced", None, None, None)
             if decision.use_ditron:
@@ -155,7 +160,7 @@ def decide(
     return decision
 
 
-def _unseen_by_saved_tensors_hooks() -> torch.autograd.graph.saved_tensors_hooks:
+def unseen_by_saved_tensors_hooks() -> torch.autograd.graph.saved_tensors_hooks:
     """Hides what is saved inside from whoever counts, moves or computes again what a layer saves: checkpoints,
     offloading. The innermost hooks count."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from triton.runtime.errors import TritonError
 
 from ditron_train.policy.answer import Answer, log_native
+from ditron_train.policy.audit import AuditedCall
 from ditron_train.policy.decide import untimed
 from ditron_train.policy.late_host import late_host_of
 from ditron_train.policy.lengths import MOST_KEYS, Family, Lengths
@@ -54,6 +56,8 @@ class Gate:
         self.most_shapes = most_shapes
         self._answers: GroupCache[_Key, Answer] = GroupCache()
         self._counts: GroupCache[tuple[str, dist.ProcessGroup | None], int] = GroupCache()
+        self._audit_every = 0
+        self._audited: GroupCache[tuple[str, dist.ProcessGroup | None], int] = GroupCache()
         self.lengths = Lengths(self._decide_family, self._native)
 
     def context_for(self, op: Op[Call, Context], call: Call) -> Context | None:
@@ -67,8 +71,25 @@ class Gate:
     def answer_for(self, op: Op[Call, Context], call: Call) -> Answer:
         """The same with the reason."""
         key = _key_of(op, call)
+        answer = self._answer(op, call, key)
+        if not self._audit_every or not op.is_audited or not answer.is_fused or answer.observer is not None:
+            return answer
+        counted = (op.name, op.group(call))
+        self._audited[counted] = number = self._audited.get(counted, 0) + 1
+        if number % self._audit_every or is_capturing(op.device(call)):
+            return answer
+
+        def distrust(reason: str) -> None:
+            for kept in self.lengths.distrust(op, call, reason):
+                self._answers.pop(kept, None)
+            self._answers[key] = Answer(None, reason)
+
+        return replace(answer, observer=AuditedCall(op, call, answer.context, distrust))
+
+    def _answer(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
         answer = self._answers.get(key)
         if answer is None:
+            self._audit_every = get_settings().audit
             return self._ask(op, call, key)
         if answer.late_host is not None:
             answer.late_host.count()
@@ -97,7 +118,9 @@ class Gate:
         """What was decided for a key of ``key_of``: one look-up, which counts as a call. None where it was not, or may
         change at this call: then ``answer_for`` is to be asked."""
         answer = self._answers.get(key)
-        if answer is None or answer.late_host is None:
+        if answer is None or self._audit_every:
+            return None
+        if answer.late_host is None:
             return answer
         return answer if answer.late_host.count_within() else None
 

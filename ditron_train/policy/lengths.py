@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy.answer import Answer
+from ditron_train.policy.decide import unseen_by_saved_tensors_hooks
 from ditron_train.policy.job_times import JobTimes
 from ditron_train.policy.op import Call, Context, Op
 from ditron_train.policy.probe import compares
@@ -127,6 +128,15 @@ class Lengths:
         family = None if kind is None else self.families.get((op.name, op.group(call), *kind[0]))
         return family is not None and family.varies
 
+    def distrust(self, op: Op[Call, Context], call: Call, reason: str) -> list[tuple[Hashable, ...]]:
+        """All calls of the call's family are native from now on; the keys of the answers that no longer hold."""
+        kind = op.family(call)
+        family = None if kind is None else self.families.get((op.name, op.group(call), *kind[0]))
+        if family is None or not family.is_open:
+            return []
+        family.reason = reason
+        return family.keys
+
     def _open(self, op: Op[Call, Context], call: Call, family: Family, rows: int, most_rows: int | None) -> None:
         answer = self._decide(op, call, most_rows)
         family.is_open, family.context, family.reason = True, answer.context, answer.reason
@@ -153,7 +163,7 @@ class Lengths:
             for one in self.families.values()
             if one.group is family.group and one.last_rows == family.last_rows and rows not in one.proven and one.proof
         ]
-        with torch.no_grad():
+        with torch.no_grad(), unseen_by_saved_tensors_hooks():
             found = torch.stack([one.proof(rows).to(torch.int32).reshape(()) for one in together if one.proof])
         for one, is_equal in zip(together, family.context.agree_on_rows(rows, found)):
             one.proven[rows] = bool(is_equal)

@@ -60,12 +60,14 @@ class Op(ABC, Generic[Call, Context]):
         logs_native: Whether the gate says why a call runs natively.
         looks_at_host: Whether the gate looks, during a job, at whether the CPU is ahead; only for an op that all ranks
             of its group call equally often, since they agree at a call.
+        is_audited: Whether ``DITRON_AUDIT`` has calls of its layers computed by both paths.
     """
 
     name: str
     log_name: str | None = None
     logs_native: bool = True
     looks_at_host: bool = False
+    is_audited: bool = False
 
     def group(self, call: Call) -> dist.ProcessGroup | None:
         """Who decides together: the call's ``group``; None for an op of one process."""
@@ -96,11 +98,16 @@ class Op(ABC, Generic[Call, Context]):
         def compare(rows: int) -> torch.Tensor:
             resized = self.at_rows(sizes, rows)
             trial = self.trial(resized, context)
-            cases = ((trial.native, trial.fused), *trial.extra_cases)
+            cases = trial.extra_cases or ((trial.native, trial.fused),)
             equal = all([same_bits(native(), fused()) for native, fused in cases])  # all of them: they are collective
             return torch.tensor(equal, device=self.device(resized))
 
         return compare
+
+    def with_values(self, call: Call, x: torch.Tensor, grad: torch.Tensor | None) -> Call:
+        """``call`` on the input ``x``, with the gradient of its result if there is one: what an audit computes by both
+        paths. By default the call's own data."""
+        return call
 
     def at_rows(self, call: Call, rows: int) -> Call:
         """``call`` of its family with another number of rows, on tensors that hold no values."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ditron_train.runtime.errors import MismatchError
+from ditron_train.runtime.errors import DitronError, MismatchError
 from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
@@ -122,3 +122,65 @@ def test_rows_that_do_not_divide_are_megatrons_error() -> None:
 def test_lengths_that_differ_between_ranks_are_an_error_on_every_rank() -> None:
     for name, *words in run_workers(2, _in_groups, _bad, "differ"):
         assert name == "MismatchError" and "rank 0: total_rows=32" in words[0] and "rank 1: total_rows=40" in words[0]
+
+
+def _audited(case: str) -> tuple[list[str], list[str], int]:
+    """Reasons of the answers, lines of errors, and how many calls were computed by both paths."""
+    import logging
+
+    from ditron_train.megatron.tp import spec
+    from ditron_train.policy import audit, gate
+
+    os.environ["DITRON_AUDIT"] = "2"
+    os.environ["DITRON_ROWS"] = "96" if "fixed" not in case else ""
+    compared, same_bits = [], audit.same_bits
+    audit.same_bits = lambda expected, found: compared.append(1) or same_bits(expected, found)
+    lines: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ditron_train").addHandler(handler)
+    right = spec.row_linear
+
+    def wrong(x, weight, **options):
+        y = right(x, weight, **options)
+        return y + (dist.get_rank() == 1 and x.shape[0] == 22)
+
+    if "wrong" in case:
+        spec.row_linear = wrong  # what a trial and an audit run
+    if "bits" in case:
+        os.environ["DITRON_POLICY"] = "bits"
+    try:
+        config = _config()
+        native, ours = (_layers(is_ours, config) for is_ours in (False, True))
+        for tokens in (24, 22, 22, 24, 38, 22) if "fixed" not in case else (24, 22, 22, 24):
+            try:
+                found = _run(*ours, tokens=tokens)
+            except DitronError as error:
+                return [type(error).__name__], [str(error)], len(compared)
+            if "wrong" not in case:
+                _assert_equal(_run(*native, tokens=tokens), found)
+        return sorted({answer.reason or "fused" for answer in gate.answers("tp")}), lines, len(compared)
+    finally:
+        spec.row_linear = right
+        audit.same_bits = same_bits
+        logging.getLogger("ditron_train").removeHandler(handler)
+
+
+def test_an_audit_computes_every_nth_call_by_both_paths() -> None:
+    for reasons, lines, compared in run_workers(2, _in_groups, _audited, "right"):
+        assert reasons == ["fused"] and not lines and compared == 6  # of 6 calls of each of two layers
+
+
+FOUND = "an audit found other bits than the native path's on rank 1"
+
+
+@pytest.mark.parametrize("case", ["wrong", "wrong fixed"])
+def test_a_difference_is_one_line_and_native_from_then_on(case: str) -> None:
+    (reasons, lines, compared), (others, silent, same) = run_workers(2, _in_groups, _audited, case)
+    assert reasons == others == [FOUND, "fused"] and compared == same and not silent
+    assert len(lines) == 1 and lines[0].startswith("tp row at (22, 2, 48)") and FOUND in lines[0]
+
+
+def test_a_difference_is_an_error_where_bits_are_asked_for() -> None:
+    for name, words, _ in run_workers(2, _in_groups, _audited, "wrong bits"):
+        assert name == ["DitronError"] and FOUND in words[0]

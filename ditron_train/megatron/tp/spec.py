@@ -28,6 +28,7 @@ from ditron_train.megatron.shared.te_products import bias_like, product_pairs, p
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.megatron.tp.linear_call import LinearCall, decide_over_nodes, words_over_nodes
 from ditron_train.policy import Decision, Function, Op, Run, Trial
+from ditron_train.policy.decide import is_untimed
 from ditron_train.policy.op import dtype_name, make_trial
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
@@ -59,6 +60,8 @@ class LinearOp(Op[LinearCall, Any]):
             whole everywhere: ``x [s, b, K]`` of every call holds all of them.
     """
 
+    is_audited = True
+
     def __init__(self, kind: Kind, *, is_reduced: bool = False) -> None:
         self.kind, self.is_reduced = kind, is_reduced
         self.name = f"tp {kind}" + (" ar" if is_reduced else "")
@@ -83,6 +86,9 @@ class LinearOp(Op[LinearCall, Any]):
             return super().bits_proof(call, context)
         takes_library_dgrad = self.kind == "column" and self.needs_grad(call)[1]
         return lambda rows: proof.holds(rows, takes_library_dgrad=takes_library_dgrad)
+
+    def with_values(self, call: LinearCall, x: torch.Tensor, grad: torch.Tensor | None) -> LinearCall:
+        return call._replace(x=x, weight=call.weight.detach(), grad_y=grad, is_forward=grad is None)
 
     def at_rows(self, call: LinearCall, rows: int) -> LinearCall:
         local = rows // dist.get_world_size(call.group) if self.kind == "column" else rows
@@ -137,6 +143,7 @@ class LinearOp(Op[LinearCall, Any]):
         """Memory is had and kernels are compiled by it, so nothing of that fails between a forward and
         its backward."""
         by_table = isinstance(context, TPContext) and get_settings().policy == "strict"
+        by_table = by_table and not is_untimed()  # of one number of rows
         if by_table and _table_prefers_native(self, call, context):
             return Decision(False, "by the tuning table: nothing that was tried is faster", None, None, None)
         ask = super().decide
