@@ -121,7 +121,8 @@ def _hook(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from ditron_train.hook import STARTUP
     from ditron_train.hook import install as hook
 
-    _refuse(rest)
+    if rest:
+        arguments.parser.error(f"unknown argument {rest[0]}{_advice(rest[0], arguments.parser)}")
     actions = {"path": lambda: STARTUP, "install": hook.install, "remove": hook.remove}
     print(actions[arguments.action]() if arguments.action in actions else "\n".join(hook.status()))
     return 0

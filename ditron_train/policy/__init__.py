@@ -5,8 +5,9 @@ all.
 imported here.
 """
 
+from ditron_train.policy.answer import Answer, log_native, observed
 from ditron_train.policy.decide import Decision, check_plan, decide, forget_plans
-from ditron_train.policy.gate import Answer, Gate, gate, log_native
+from ditron_train.policy.gate import Gate, gate
 from ditron_train.policy.late_host import LateHost
 from ditron_train.policy.op import Function, Op, Trial, fused_results, native_results
 from ditron_train.policy.probe import Run
@@ -29,5 +30,6 @@ __all__ = [
     "gate",
     "log_native",
     "native_results",
+    "observed",
     "switches",
 ]

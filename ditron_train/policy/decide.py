@@ -10,7 +10,8 @@ first: where that is not ours, the op stays native under ``strict`` and ``bits``
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,25 @@ _plans: dict[Path, Plan] = {}
 _decided: dict[tuple[int, ...], dict[str, Decision]] = {}
 _agreed: GroupCache[dist.ProcessGroup, tuple[int, ...]] = GroupCache()
 _suited: GroupCache[tuple[Path, dist.ProcessGroup, str, str], bool] = GroupCache()
+
+
+_is_untimed = False
+
+
+@contextmanager
+def untimed() -> Iterator[None]:
+    """Inside, ``decide`` compares bits alone: times are taken at the job's own calls (``policy.job_times``)."""
+    global _is_untimed
+    before, _is_untimed = _is_untimed, True
+    try:
+        yield
+    finally:
+        _is_untimed = before
+
+
+def is_untimed() -> bool:
+    """Whether this is inside ``untimed``."""
+    return _is_untimed
 
 
 def forget_plans() -> None:
@@ -135,13 +155,15 @@ def decide(
     if sums is not None and device.type == "cuda" and mode in ("strict", "bits"):
         order = reduction_order(group, device, sums)
     op, place = op_of(key), _place(group, order)
+    if _is_untimed:
+        key, log_decision = f"{key}, bits", False
     key = f"{key} on {place} ({mode}{'; ' * bool(switches())}{', '.join(switches())})"
     if plan is not None:
         _check_suited(plan, op, mode, place, group)
     known = _agreed_entry(plan, key, group, device) if plan is not None else None
     decided = _decided_by(group) if mode != "force" else {}
     known = known or decided.get(key)
-    with _unseen_by_saved_tensors_hooks():
+    with unseen_by_saved_tensors_hooks():
         if known is not None or mode == "force":
             decision = known or Decision(True, "forced", None, None, None)
             if decision.use_ditron:
@@ -152,7 +174,7 @@ def decide(
         elif order is not None and not order.is_ours:
             decision = Decision(False, str(order.reason), None, None, None)
         else:
-            asked: dict[str, Any] = dict(timed=mode != "bits", needs_bits=mode != "fast")
+            asked: dict[str, Any] = dict(timed=mode != "bits" and not _is_untimed, needs_bits=mode != "fast")
             asked |= dict(host_counts=host_counts, also=also)
             decision = _judge(mode, probe(native, ours, group=group, device=device, **asked))
     # What stays native is logged by who asked, with reasons that are not the policy's.
@@ -166,7 +188,7 @@ def decide(
     return decision
 
 
-def _unseen_by_saved_tensors_hooks() -> torch.autograd.graph.saved_tensors_hooks:
+def unseen_by_saved_tensors_hooks() -> torch.autograd.graph.saved_tensors_hooks:
     """Hides what is saved inside from whoever counts, moves or computes again what a layer saves: checkpoints,
     offloading. The innermost hooks count."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from triton.runtime.errors import TritonError
 
-from ditron_train.policy.decide import forget_decided
-from ditron_train.policy.late_host import LateHost, late_host_of
+from ditron_train.policy.answer import Answer, log_native
+from ditron_train.policy.audit import AuditedCall
+from ditron_train.policy.decide import forget_decided, untimed
+from ditron_train.policy.late_host import late_host_of
+from ditron_train.policy.lengths import MOST_KEYS, Family, Lengths
 from ditron_train.policy.op import Call, Context, Op, is_forward_only
 from ditron_train.policy.self_check import self_check
 from ditron_train.runtime.device import is_capturing
@@ -37,31 +40,6 @@ FAILURES = (*INTERFACE_ERRORS, NotImplementedError, TritonError, torch.OutOfMemo
 _CAPTURED = "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
 
 
-def log_native(name: str, reason: str) -> None:
-    """One line, the first time that `name` runs natively for `reason`."""
-    log_once(f"native {name} {reason}", f"{name}: native, {reason}")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What was decided for a key.
-
-    Attributes:
-        context: Of the fused path; None for an op without one, too.
-        reason: Why the call runs natively; None if it does not.
-        late_host: Looks at calls whether the host is late, where that can change the answer.
-    """
-
-    context: Any
-    reason: str | None = None
-    late_host: LateHost | None = None
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the fused path runs."""
-        return self.reason is None
-
-
 _Key = tuple[Hashable, ...]
 _FAILED = "failed: "
 
@@ -71,12 +49,16 @@ class Gate:
 
     Attributes:
         most_shapes: Of one op and group: sequences of ever new lengths would be tried for ever.
+        lengths: What is decided about calls whose number of rows varies.
     """
 
     def __init__(self, most_shapes: int = 256) -> None:
         self.most_shapes = most_shapes
         self._answers: GroupCache[_Key, Answer] = GroupCache()
         self._counts: GroupCache[_Key, int] = GroupCache()
+        self._audit_every = 0
+        self._audited: GroupCache[tuple[str, dist.ProcessGroup | None], int] = GroupCache()
+        self.lengths = Lengths(self._decide_family, self._native)
 
     def context_for(self, op: Op[Call, Context], call: Call) -> Context | None:
         """The context to run ``call`` by the fused path, or None for Megatron's (collective where the key is new)."""
@@ -90,8 +72,25 @@ class Gate:
         """The same with the reason."""
         call = _with_known_group(call)
         key = _key_of(op, call)
+        answer = self._answer(op, call, key)
+        if not self._audit_every or not op.is_audited or not answer.is_fused or answer.observer is not None:
+            return answer
+        counted = (op.name, op.group(call))
+        self._audited[counted] = number = self._audited.get(counted, 0) + 1
+        if number % self._audit_every or is_capturing(op.device(call)):
+            return answer
+
+        def distrust(reason: str) -> None:
+            for kept in self.lengths.distrust(op, call, reason):
+                self._answers.pop(kept, None)
+            self._answers[key] = Answer(None, reason)
+
+        return replace(answer, observer=AuditedCall(op, call, answer.context, distrust))
+
+    def _answer(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
         answer = self._answers.get(key)
         if answer is None:
+            self._audit_every = get_settings().audit
             return self._ask(op, call, key)
         if answer.late_host is not None:
             answer.late_host.count()
@@ -120,14 +119,16 @@ class Gate:
         """What was decided for a key of ``key_of``: one look-up, which counts as a call. None where it was not, or may
         change at this call: then ``answer_for`` is to be asked."""
         answer = self._answers.get(key)
-        if answer is None or answer.late_host is None:
+        if answer is None or self._audit_every:
+            return None
+        if answer.late_host is None:
             return answer
         return answer if answer.late_host.count_within() else None
 
     def knows(self, op: Op[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
         call = _with_known_group(call)
-        is_full = self._counts.get(_key_of(op, call)[:3], 0) >= self.most_shapes
+        is_full = self._counts.get(_key_of(op, call)[:3], 0) >= self.most_shapes or self.lengths.knows(op, call)
         return is_full or is_capturing(op.device(call)) or _key_of(op, call) in self._answers
 
     def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
@@ -147,7 +148,7 @@ class Gate:
         self._drop(lambda key: key[1] is not None)
 
     def _drop(self, is_meant: Callable[[_Key], bool]) -> None:
-        caches: tuple[dict[Any, Any], ...] = (self._answers, self._counts)
+        caches: tuple[dict[Any, Any], ...] = (self._answers, self._counts, self.lengths.families)
         for cache in caches:
             for key in list(filter(is_meant, cache)):
                 del cache[key]
@@ -156,29 +157,60 @@ class Gate:
         """Exchanges the decisions of two gates: to compare policies in one process."""
         self._answers, other._answers = other._answers, self._answers
         self._counts, other._counts = other._counts, self._counts
+        mine, others = self.lengths, other.lengths
+        mine.families, others.families = others.families, mine.families
 
     def _ask(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
-        group, kind = op.group(call), key[:3]
-        count = self._counts.get(kind, 0)
+        group = op.group(call)
         if group is not None and is_destroyed(group):
             return self._native(op, "torch.distributed does not know its process group")
+        kind = op.family(call)
+        found = None if kind is None else self.lengths.answer(op, call, *kind)
+        if found is not None:
+            answer, family = found
+            if family is not None:
+                self._keep(key, answer, family)
+            return answer
+        count = self._counts.get(key[:3], 0)
         if is_capturing(op.device(call)):
             return self._answers.get(_key_of(op, call, is_forward=False)) or self._native(op, _CAPTURED)
         if count >= self.most_shapes:
             # The group's own shapes are counted, which all of its ranks know alike.
-            limit = f"more than {self.most_shapes} shapes: each has to be tried, which would cost more than it gives"
-            return self._native(op, limit)
+            return self._native(op, self._limit())
         answer = self._decide(op, call)
         self._answers[key] = answer
-        self._counts[kind] = count + 1
+        self._counts[key[:3]] = count + 1
         return answer
+
+    def _keep(self, key: _Key, answer: Answer, family: Family) -> None:
+        """Keeps a family's answer for the next call with the same key."""
+        if len(family.keys) >= MOST_KEYS:
+            for old in family.keys:
+                self._answers.pop(old, None)
+            family.keys.clear()
+        self._answers[key] = answer
+        family.keys.append(key)
 
     def _native(self, op: Op[Call, Context], reason: str) -> Answer:
         if op.logs_native:
             log_native(op.log_name or op.name, reason)
         return Answer(None, reason)
 
-    def _decide(self, op: Op[Call, Context], call: Call) -> Answer:
+    def _decide_family(self, op: Op[Call, Context], call: Call, most_rows: int | None) -> Answer:
+        """The first decision about a family: bits are compared, nothing is timed (collective)."""
+        counted = _key_of(op, call)[:3]
+        if self._counts.get(counted, 0) >= self.most_shapes:
+            return Answer(None, self._limit())
+        self._counts[counted] = self._counts.get(counted, 0) + 1
+        with untimed():
+            return self._decide(op, call, lambda context: context.vary_lengths(most_rows))
+
+    def _limit(self) -> str:
+        return f"more than {self.most_shapes} shapes: each has to be tried, which would cost more than it gives"
+
+    def _decide(
+        self, op: Op[Call, Context], call: Call, prepare: Callable[[Any], None] = lambda context: None
+    ) -> Answer:
         reason = op.unsupported_reason(call)
         if reason is not None:
             return self._native(op, reason)
@@ -187,6 +219,7 @@ class Gate:
             return Answer(None, reason)
         try:
             context = op.make_context(call)
+            prepare(context)
             decision = op.decide(call, context)
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             return self._native(op, str(error))

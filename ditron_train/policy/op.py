@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy.decide import Decision, decide
-from ditron_train.policy.probe import Run, check_memory
+from ditron_train.policy.probe import Run, check_memory, same_bits
 from ditron_train.runtime.settings import get_settings
 
 Call = TypeVar("Call")
@@ -62,6 +62,7 @@ class Op(ABC, Generic[Call, Context]):
             themselves, by times of the forward pass alone.
         looks_at_host: Whether the gate looks, during a job, at whether the CPU is ahead; only for an op that all ranks
             of its group call equally often, since they agree at a call.
+        is_audited: Whether ``DITRON_AUDIT`` has calls of its layers computed by both paths.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Op(ABC, Generic[Call, Context]):
     logs_native: bool = True
     decides_forward: bool = False
     looks_at_host: bool = False
+    is_audited: bool = False
 
     def group(self, call: Call) -> dist.ProcessGroup | None:
         """Who decides together: the call's ``group``; None for an op of one process."""
@@ -83,6 +85,36 @@ class Op(ABC, Generic[Call, Context]):
         shapes, types and device of the inputs."""
         inputs = self.inputs(call)
         return (*((tuple(tensor.shape), tensor.dtype) for tensor in inputs), self.device(call))
+
+    def family(self, call: Call) -> tuple[tuple[Hashable, ...], int] | None:
+        """All of ``key`` but the number of rows, and the number of rows; its context has to be an ``OpContext``. None:
+        each shape is decided for itself."""
+        return None
+
+    def bits_proof(self, call: Call, context: Context) -> Callable[[int], torch.Tensor]:
+        """From a number of rows of the call's family to a tensor that is not 0 if the fused path is bitwise identical
+        there, as far as this rank sees; enqueued on the current stream. By default both paths run on the trial's data
+        (collective)."""
+
+        sizes = self.at_rows(call, 0)  # without the job's tensors, which would stay in memory
+
+        def compare(rows: int) -> torch.Tensor:
+            resized = self.at_rows(sizes, rows)
+            trial = self.trial(resized, context)
+            cases = trial.extra_cases or ((trial.native, trial.fused),)
+            equal = all([same_bits(native(), fused()) for native, fused in cases])  # all of them: they are collective
+            return torch.tensor(equal, device=self.device(resized))
+
+        return compare
+
+    def with_values(self, call: Call, x: torch.Tensor, grad: torch.Tensor | None) -> Call:
+        """``call`` on the input ``x``, with the gradient of its result if there is one: what an audit computes by both
+        paths. By default the call's own data."""
+        return call
+
+    def at_rows(self, call: Call, rows: int) -> Call:
+        """``call`` of its family with another number of rows, on tensors that hold no values."""
+        raise NotImplementedError
 
     def unsupported_reason(self, call: Call) -> str | None:
         """Why the fused path does not take the call, or None. It asks no peer, and every rank of the group finds the

@@ -38,21 +38,26 @@ _MAX_KEPT = 256  # a specialised integer that differs from call to call would be
 _MAX_REPEATED = 4096  # of some 2 KB each; a training step comes by the same addresses again and again
 
 
-def _specialization(arguments: tuple[Any, ...], any_value: frozenset[int] = frozenset()) -> tuple[Any, ...]:
+def _specialization(
+    arguments: tuple[Any, ...], any_value: frozenset[int] = frozenset(), by_alignment: bool = False
+) -> tuple[Any, ...]:
     """What Triton specialises on: type and alignment of a tensor, types and blocks of a descriptor, values of integers
-    (stricter than Triton: the value itself; of those at the places ``any_value`` the type); of a tuple what it does
-    for the parts. Every argument adds its own entries, so that what one argument is cannot be read as another's."""
+    (stricter than Triton: the value itself; of those at the places ``any_value`` the type), of a tuple what it does
+    for the parts. Every argument adds its own entries, so that what one argument is cannot be read as another's.
+
+    ``by_alignment``: of integers no more than Triton does, whether they are 1 or whole sixteens.
+    """
     key: list[Any] = []
     for place, argument in enumerate(arguments):
         kind = type(argument)
         if kind is int and place not in any_value:
-            key.append(argument)
+            key.append((_type_of(argument), argument == 1, argument % 16 == 0) if by_alignment else argument)
         elif kind is TensorDescriptor:
             key.append((kind, argument.base.dtype, *argument.block_shape))
         elif isinstance(argument, torch.Tensor):
             key += argument.dtype, argument.data_ptr() & 15
         elif isinstance(argument, tuple):
-            key.append(_specialization(argument))
+            key.append(_specialization(argument, by_alignment=by_alignment))
         else:
             key.append(_type_of(argument) if isinstance(argument, int) else kind)
     return tuple(key)
@@ -87,6 +92,10 @@ class KernelLaunch:
         constants: Values of the constexpr parameters, in the kernel's order.
         num_warps: As in a Triton launch.
         num_stages: As in a Triton launch.
+
+    Attributes:
+        is_shared: Whether calls of many sizes share it: integers count by what Triton specialises on alone then, and
+            nothing is kept for ``repeat``.
     """
 
     def __init__(
@@ -102,6 +111,7 @@ class KernelLaunch:
         parameters = enumerate(getattr(kernel, "params", ()))  # what is interpreted has none
         self._any_value = frozenset(place for place, one in parameters if getattr(one, "do_not_specialize", False))
         self._compiled: dict[tuple[Any, ...], tuple[Any, CallRecorder | None]] = {}
+        self.is_shared = False
         self._repeated: dict[Hashable, RecordedCall] = {}
 
     def repeat(self, key: Hashable, stream: int) -> bool:
@@ -120,14 +130,14 @@ class KernelLaunch:
             it.
         """
         # Compiled code is loaded on one device.
-        specialization = (_current_device(), *_specialization(arguments, self._any_value))
+        specialization = (_current_device(), *_specialization(arguments, self._any_value, self.is_shared))
         known = self._compiled.get(specialization)
         if known is None:
             self._first(specialization, arguments, stream)
             return
         compiled, recorder = known
         handle = stream.cuda_stream if stream is not None else _current_stream()
-        if key is not None and recorder is not None:
+        if key is not None and recorder is not None and not self.is_shared:
             call = recorder((*arguments, *self._values))
             if call is not None:
                 if len(self._repeated) >= _MAX_REPEATED:

@@ -181,6 +181,26 @@ SETTINGS: tuple[Setting, ...] = (
         "JSON file with the decisions of an earlier run, which are then not measured again; new ones are added to it.",
     ),
     Setting(
+        "rows",
+        "DITRON_ROWS",
+        _positive_int,
+        None,
+        "tokens",
+        "The most tokens of a microbatch (over all tensor parallel ranks), for jobs whose lengths vary: bits are "
+        "proven at each length, times are measured per range of lengths from the first microbatch on, and symmetric "
+        "memory is reserved once. More tokens run natively. Unset: from the third length of a layer on; memory grows.",
+    ),
+    Setting(
+        "audit",
+        "DITRON_AUDIT",
+        _count,
+        0,
+        "calls",
+        "Every so many fused calls of a linear layer, the call is computed by both paths and the bits are compared on "
+        "all ranks; after a difference the layer is native. It costs both paths, forward and backward, and a host "
+        "sync. 0: never.",
+    ),
+    Setting(
         "tuning",
         "DITRON_TUNING",
         str,
@@ -275,6 +295,8 @@ class Settings:
     fp8_rows: str
     policy: str
     plan: str | None
+    rows: int | None
+    audit: int
     tuning: str | None
     wgrad: str
     batch_numbers: str

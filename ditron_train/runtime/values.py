@@ -24,6 +24,13 @@ def normal_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
 
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of ``host`` on ``device``, in the order of the current stream; the host does not wait for a GPU."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 def make_values(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int, rank: int
 ) -> torch.Tensor:

@@ -159,8 +159,9 @@ def _positions_of_owners(
     position[order] = np.arange(order.size)
     has_rows = np.diff(starts) > 0
     first, last = row_tile_owners(starts, block_m)
-    earliest, latest = np.empty(first.size, dtype=np.int64), np.empty(first.size, dtype=np.int64)
-    for tile, (low, high) in enumerate(zip(first, last)):
+    earliest, latest = position[first], position[last]
+    for tile in np.flatnonzero(first != last):
+        low, high = first[tile], last[tile]
         owners = position[low : high + 1][has_rows[low : high + 1]]
         earliest[tile], latest[tile] = owners.min(), owners.max()
     return earliest, latest, first != last

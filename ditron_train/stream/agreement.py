@@ -6,28 +6,32 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ditron_train.lang.agree import agree_kernel
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import COMPILE_OPTIONS
-from ditron_train.stream.op_context import OpContext
+from ditron_train.stream.op_context import MAX_KNOWN_SHAPES, OpContext
 from ditron_train.symm.channel import Channel
 from ditron_train.symm.control import cyclic_difference
 
 _POLL_S = 0.001
 
-#: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new
-#: lengths must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
-MAX_KNOWN_SHAPES = 1024
-
 
 def agree(
-    context: OpContext, channel: Channel, values: Sequence[int | torch.dtype], *, num_roles: int = 2
+    context: OpContext,
+    channel: Channel,
+    values: Sequence[int | torch.dtype],
+    *,
+    num_roles: int = 2,
+    buffer: tuple[str, int] = ("", 0),
 ) -> torch.Tensor:
     """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
 
-    Only after that may buffers grow (collectively). Known signatures cost a lookup.
+    Only after that may buffers grow (collectively). Known signatures cost a lookup. If lengths vary and ``buffer``, a
+    name and the bytes that the call needs, has room already, nobody is asked: the signature goes with the start
+    signal, where kernels compare it.
 
     Raises:
         MismatchError: On every rank, if the ranks differ.
@@ -35,7 +39,7 @@ def agree(
     """
     signature = channel.signature(values)
     key = (channel.op_name, *values)
-    if key in context.agreed:
+    if key in context.agreed or (context.varies and 0 < buffer[1] <= context.arena.capacity_bytes(buffer[0])):
         return signature
     if context.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotSupportedError(f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}")
@@ -134,3 +138,20 @@ def _absent(channel: Channel, epoch: int) -> list[int]:
     """Ranks that have not begun the call of ``epoch``."""
     signals = channel.start_signals(epoch)
     return [rank for rank, words in enumerate(signals) if cyclic_difference(words[0], epoch) < 0]
+
+
+def agree_on_rows(context: OpContext, rows: int, flags: torch.Tensor) -> list[bool]:
+    """Which of ``flags`` (int32) are not 0 on any rank (collective; a host sync).
+
+    Raises:
+        MismatchError: The ranks call it with other ``rows`` or another number of flags.
+        PeerTimeoutError: A peer did not come.
+    """
+    if context.rows_channel is None:
+        context.rows_channel = context.add_channel("rows", 1, ("rows", "decisions"))
+    channel = context.rows_channel
+    _announce(context, channel, channel.signature((rows, flags.numel())), 2, verify=True)
+    channel.synchronize()
+    channel.forget_signatures()
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=context.group)
+    return [flag != 0 for flag in flags.tolist()]

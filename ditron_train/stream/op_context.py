@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -11,12 +12,18 @@ import torch.distributed as dist
 from ditron_train.runtime.device import kernel_target, num_sms, with_index
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, forget_at_exit, unwrapped, world_group
+from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.sizes import top_of_range
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, stream_of
 from ditron_train.stream.recorder import OpRecorder
 from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
+
+#: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new
+#: lengths must not fill either. A job routes at most 256 shapes through its ops, a few signatures each.
+MAX_KNOWN_SHAPES = 1024
 
 _Made = TypeVar("_Made")
 
@@ -56,6 +63,8 @@ class OpContext:
         recorder: Replays what comes often as a recorded graph.
         agreed: Calls that all ranks are known to make alike (``stream.agreement``).
         prepared: What ops keep for the shapes they have seen; emptied before a buffer of the arena moves.
+        varies: Whether lengths vary (``vary_lengths``).
+        most_rows: The most rows of all ranks that buffers are made for at once, if that is known.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
@@ -80,6 +89,9 @@ class OpContext:
         self.recorder = OpRecorder(self)
         self._scratch: dict[tuple, torch.Tensor] = {}
         self.agreed: set[tuple] = set()
+        self.rows_channel: Channel | None = None
+        self._launches: dict[tuple[Any, ...], KernelLaunch] = {}
+        self.varies, self.most_rows = False, 0
         self.prepared: dict[tuple, Any] = {}
         self.arena.before_freeing(self._forget_prepared)
 
@@ -94,10 +106,35 @@ class OpContext:
         key = (make, *arguments)
         plan: Any = self.prepared.get(key)
         if plan is None:
+            if self.varies and len(self.prepared) >= MAX_KNOWN_SHAPES and not self.arena.graph_captured:
+                self.synchronize()
+                self.forget_shapes()
             plan = make(self, *arguments)
             if plan is not None:
                 self.prepared[key] = plan
         return plan
+
+    def vary_lengths(self, most_rows: int | None) -> None:
+        """From now on calls come with ever-new numbers of rows (all ranks say so between the same two calls).
+
+        Tiles are chosen per range of rows, buffers have room for the range, or for ``most_rows`` at once, a new number
+        of rows is compared by the kernels' start signals alone, and nothing is recorded as a graph."""
+        self.varies, self.most_rows = True, max(self.most_rows, most_rows or 0)
+        self.recorder.is_enabled = False
+
+    def launch(self, kernel: Any, num_programs: int, constants: dict[str, Any], **options: Any) -> KernelLaunch:
+        """A ``KernelLaunch`` of a plan; if lengths vary, the plans of all lengths share it."""
+        if not self.varies:
+            return KernelLaunch(kernel, num_programs, constants, **options)
+        key = (kernel, num_programs, *constants.values(), *options.values())
+        if key not in self._launches:
+            self._launches[key] = KernelLaunch(kernel, num_programs, constants, **options)
+            self._launches[key].is_shared = True
+        return self._launches[key]
+
+    def rows_with_room(self, rows: int) -> int:
+        """For how many rows a buffer is made, or tiles are chosen, that ``rows`` rows need."""
+        return max(top_of_range(rows), self.most_rows) if self.varies else rows
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
         """A channel of this context (collective)."""
@@ -167,6 +204,8 @@ class OpContext:
         key = (name, tuple(shape), dtype)
         memory = self._scratch.get(key)
         if memory is None:
+            if self.varies and self.arena.capacity_bytes(f"scratch.{name}") < math.prod(shape) * dtype.itemsize:
+                self.arena.tensor(f"scratch.{name}", (self.rows_with_room(shape[0]), *shape[1:]), dtype)
             memory = self._scratch[key] = self.arena.tensor(f"scratch.{name}", tuple(shape), dtype).local
         return memory
 

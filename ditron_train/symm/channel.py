@@ -21,6 +21,7 @@ from ditron_train.runtime.errors import ArenaError, DitronError, MismatchError, 
 from ditron_train.runtime.flight_recorder import note_error
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.values import to_device
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor
 from ditron_train.symm.control import (
     CONTROL_ABORT,
@@ -201,7 +202,9 @@ class Channel:
             numbers = (DTYPES.index(value) if isinstance(value, torch.dtype) else value for value in key)
             words = [0, *(cyclic_difference(number, 0) for number in numbers)]
             words += [0] * (READY_WORDS - len(words))
-            tensor = self._signatures[key] = torch.tensor(words, dtype=torch.int32, device=self.arena.device)
+            tensor = self._signatures[key] = to_device(
+                torch.tensor(words, dtype=torch.int32, device="cpu"), self.arena.device
+            )
         return tensor
 
     def forget_signatures(self) -> None:

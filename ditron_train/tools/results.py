@@ -68,6 +68,11 @@ class Row:
             the GPU (``native_used``, ``ditron_used``), and symmetric memory (``native_symmetric``,
             ``ditron_symmetric``), which is in use, but not reserved. ``excess`` above 0: by so much the fused job
             breaks the rule of `ditron_train.tools.compare.memory`.
+        fused_share: Of the calls.
+        distinct_lengths: Numbers of tokens at which bits were proven.
+        lengths: More of ``bench lengths``: ``differing_lengths`` that are native, ``first_speedup`` while everything
+            is decided, ``fixed_gain`` at a fixed length and ``gain_share`` of it, ``proof_us`` of a new length,
+            ``host_ratio`` of a new length to a known one, ``excess_gib`` of GPU memory beside ``symmetric_gib``.
     """
 
     op: str
@@ -104,6 +109,9 @@ class Row:
     native_repeats: bool | None = None
     fused_calls: dict[str, int] | None = None
     memory_gib: dict[str, float] | None = None
+    fused_share: float | None = None
+    distinct_lengths: int | None = None
+    lengths: dict[str, float] | None = None
 
     @property
     def tells_all(self) -> bool:

@@ -37,13 +37,12 @@ from ditron_train.gemm.operands import (
     padded_columns,
     result_dtype,
 )
-from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.tiles import gather_tile
 from ditron_train.stream.agreement import agree_on_nothing
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Plan
-from ditron_train.tp.choices import Choice, GatherPlan, Layout, Problem, choose, is_short
+from ditron_train.tp.choices import Choice, GatherPlan, Layout, Problem, is_short
 from ditron_train.tp.context import FLAGS_PER_RANK, Operands, RowPartition, TPContext, row_partition
 from ditron_train.tp.gather import Gather, sendable_rows
 
@@ -238,7 +237,12 @@ class AgGemmPlan(Plan[TPContext]):
         self.gather = gather = Gather(
             context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m, buffer=buffer
         )
-        is_recorded = context.is_cuda and not gather.by_push and is_short(problem, choice, context.machine)
+        is_recorded = (
+            context.is_cuda
+            and not context.varies
+            and not gather.by_push
+            and is_short(problem, choice, context.machine)
+        )
         super().__init__(context, gather.channel, is_recorded=is_recorded)
         even = partition.is_even(config.block_m)
         self._tables = context.row_tables("gather", partition, config.block_m)
@@ -251,7 +255,7 @@ class AgGemmPlan(Plan[TPContext]):
         self._num_whole_tiles = config.num_whole_tiles(self.m, n, num_programs)
         halve_tail = self._num_whole_tiles < config.num_tiles(self.m, n)
         self._b_block, self._half_b_block = config.b_block(transpose_b), config.b_block(transpose_b, halved=halve_tail)
-        self._launch = KernelLaunch(
+        self._launch = context.launch(
             ag_gemm_kernel,
             num_programs,
             {
@@ -357,7 +361,7 @@ def plan_ag_gemm(
         agree_on_nothing(context, (context.gather_channel,), columns=columns, dtype=shapes.dtype)
         return None
     problem = Problem("ag_gemm", partition.num_rows, n, k, layout, shapes.dtype, context.world_size)
-    choice = choose(problem, context.machine)
+    choice = context.choose(problem)
     if gather is not None:
         choice = replace(choice, gather=gather)
     return AgGemmPlan(context, partition, problem, choice, keeps_gathered, buffer)

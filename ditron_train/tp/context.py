@@ -7,7 +7,7 @@ All layers of a group share it: one gathered activation and one set of partials,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,17 +21,21 @@ from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.sizes import top_of_range
+from ditron_train.runtime.values import to_device
 from ditron_train.runtime.versions import pip_command
 from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile_order
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.choices import PUSH_BYTES, Layout
+from ditron_train.tp.choices import PUSH_BYTES, Choice, Layout, Problem, choose
 from ditron_train.tp.kept import KeptInputs
 
 MOST_CHUNKS = 64  # of one source in an all-reduce by copy engines
 MOST_PUSH_PROGRAMS = 128  # in one of stores
 FLAGS_PER_RANK = 1024  # arrival flags of one source rank in a gather
+#: Names of the buffers that gathers share, and that partial sums are stored in.
+GATHERED, SLOTS = "tp.gathered", "tp.partials"
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class TPContext(OpContext):
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
         self.machine = Machine(device_name(self.device), self.target, self.num_sms)
         self._tables: dict[object, torch.Tensor] = {}
+        self._choices: dict[Problem, Choice] = {}
         kept_bytes = get_settings().keep_gathered_mib << 20
         self.kept = KeptInputs(self.arena, kept_bytes) if kept_bytes else None
 
@@ -118,8 +123,8 @@ class TPContext(OpContext):
         """A small int32 table on the device, made once for ``key``."""
         tensor = self._tables.get(key)
         if tensor is None:
-            host = np.ascontiguousarray(values, dtype=np.int32)
-            tensor = self._tables[key] = torch.from_numpy(host.copy()).to(self.device)
+            host = torch.from_numpy(np.array(values, dtype=np.int32))
+            tensor = self._tables[key] = to_device(host, self.device)
         return tensor
 
     def row_tables(self, kind: Literal["gather", "scatter"], partition: RowPartition, block_m: int) -> RowTables:
@@ -134,26 +139,47 @@ class TPContext(OpContext):
             self.table(key, function(partition.starts, block_m, self.rank, self.world_size))
         return RowTables(self._tables[key], starts)
 
+    def in_range(self, problem: Problem) -> Problem:
+        """The problem that choices are made for: if lengths vary, that of the most rows in the range."""
+        return replace(problem, m=top_of_range(problem.m)) if self.varies else problem
+
+    def choose(self, problem: Problem) -> Choice:
+        """``choices.choose`` for ``in_range(problem)``."""
+        problem = self.in_range(problem)
+        choice = self._choices.get(problem)
+        if choice is None:
+            choice = self._choices[problem] = choose(problem, self.machine)
+        return choice
+
     def forget_shapes(self) -> None:
         """See ``OpContext``; the tables of row tiles go, too."""
         super().forget_shapes()
         self._tables.clear()
+        self._choices.clear()
 
     def gathered(
         self, num_rows: int, num_columns: int, dtype: torch.dtype, buffer: str | None = None
     ) -> SymmetricTensor:
         """The gathered activation, as ``[num_rows, num_columns]``; valid until the next gather of this context into
         this ``buffer`` (None: the one that gathers share)."""
-        return self.arena.tensor(buffer or "tp.gathered", (num_rows, num_columns), dtype)
+        return self._with_room(buffer or GATHERED, num_rows, num_columns, dtype)
 
     def pushed(self, dtype: torch.dtype) -> SymmetricTensor:
         """Where peers store the partial sums of small all-reduces, [2, world_size, elements]: by the epoch's
         parity."""
         return self.arena.tensor("tp.pushed", (2, self.world_size, PUSH_BYTES // dtype.itemsize), dtype)
 
-    def slots(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
-        """The partials that peers store here."""
-        return self.arena.tensor("tp.partials", (num_rows, num_columns), dtype)
+    def slots(self, num_rows: int, num_columns: int, dtype: torch.dtype, room_rows: int = 0) -> SymmetricTensor:
+        """The partials that peers store here; ``room_rows``: of the longest call of the range, if that is known."""
+        return self._with_room(SLOTS, num_rows, num_columns, dtype, room_rows)
+
+    def _with_room(
+        self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype, room_rows: int = 0
+    ) -> SymmetricTensor:
+        """A buffer of the arena, with room for the other lengths of the range if lengths vary."""
+        if self.arena.capacity_bytes(name) < num_rows * num_columns * dtype.itemsize:
+            self.arena.tensor(name, (room_rows or self.rows_with_room(num_rows), num_columns), dtype)
+        return self.arena.tensor(name, (num_rows, num_columns), dtype)
 
 
 def get_tp_context(

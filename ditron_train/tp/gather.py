@@ -36,7 +36,6 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.gemm.operands import padded_columns
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.orders import arrival_order, chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.agreement import agree, agree_on_nothing
@@ -48,7 +47,7 @@ from ditron_train.stream.window import flags_of_peers, send_fans
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.symm.control import DTYPES
 from ditron_train.tp.choices import GatherPlan
-from ditron_train.tp.context import FLAGS_PER_RANK, RowPartition, TPContext, check_can_copy, row_partition
+from ditron_train.tp.context import FLAGS_PER_RANK, GATHERED, RowPartition, TPContext, check_can_copy, row_partition
 
 
 @triton.jit
@@ -194,6 +193,7 @@ class BaseGather(Exchange[TPContext]):
         context: Whose buffers and streams are used.
         values: Of the signature: what all ranks gather alike (collective).
         buffer: As of ``TPContext.gathered``; of the signature, too: peers write into the one of that name.
+        num_bytes: That are gathered, if a call that fits into the buffer needs no agreement of its own.
 
     Attributes:
         arrival_order: Ranks, as their data arrives.
@@ -203,17 +203,19 @@ class BaseGather(Exchange[TPContext]):
     row_starts: torch.Tensor  #: Where the flags of each rank begin, in units of which one flag stands for ...
     granule_rows: int  #: ... so many.
 
-    def __init__(self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None) -> None:
+    def __init__(
+        self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None, num_bytes: int = 0
+    ) -> None:
         super().__init__(context, context.gather_channel)
         self.arrival_order: list[int] = arrival_order(context.rank, context.world_size).tolist()
         channel = self.channel
         values = (*values, 0 if buffer is None else zlib.crc32(buffer.encode()) & 0x7FFFFFFF)
-        self.pointers = channel.pointers(agree(context, channel, values))
+        self.pointers = channel.pointers(agree(context, channel, values, buffer=(buffer or GATHERED, num_bytes)))
         world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
         flags = {"FLAGS_PER_RANK": FLAGS_PER_RANK}
-        self._start = KernelLaunch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
-        self._wait = KernelLaunch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
-        self._wait_one = KernelLaunch(gather_wait_one_kernel, 1, {**flags, **target}, num_warps=1)
+        self._start = context.launch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
+        self._wait = context.launch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
+        self._wait_one = context.launch(gather_wait_one_kernel, 1, {**flags, **target}, num_warps=1)
 
     def _signal_start(self, num_flags: int, stream: torch.cuda.Stream | None) -> None:
         if not self._start.repeat("start", self.context.comm_handle):
@@ -305,7 +307,7 @@ class Gather(BaseGather):
             num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
             self.granule_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype, self.granule_rows)
-        super().__init__(context, values, buffer)
+        super().__init__(context, values, buffer, partition.num_rows * num_columns * dtype.itemsize)
         self.buffer = context.gathered(partition.num_rows, num_columns, dtype, buffer)
         self.row_starts = context.table(partition, partition.starts)
         self.row_bytes = num_columns * dtype.itemsize
@@ -313,7 +315,7 @@ class Gather(BaseGather):
         target = {"TARGET": context.target}
         flags = {"FLAGS_PER_RANK": FLAGS_PER_RANK}
         self.reserved_sms = plan.push_programs if self.by_push else 1
-        self._push = KernelLaunch(
+        self._push = context.launch(
             push_shard_kernel,
             plan.push_programs if context.is_cuda else 1,
             {**flags, **world, "BLOCK": _PUSH_BLOCK, **target},
@@ -321,7 +323,7 @@ class Gather(BaseGather):
         )
         self._copy = None
         if context.is_cuda:
-            self._copy = KernelLaunch(copy_rows_kernel, context.num_sms, {"BLOCK": _COPY_BLOCK}, num_warps=4)
+            self._copy = context.launch(copy_rows_kernel, context.num_sms, {"BLOCK": _COPY_BLOCK}, num_warps=4)
         start = partition.starts[context.rank]
         self.own_rows = self.buffer.local[start : start + partition.count(context.rank)]
         self._copies = [] if self.by_push else self._list_copies()

@@ -40,7 +40,6 @@ from ditron_train.gemm.kernels import scaled, tile_product
 from ditron_train.gemm.operands import TensorScales, aligned_operand, make_descriptor, padded_columns, result_dtype
 from ditron_train.gemm.ops import GemmLaunch, gemm_launch
 from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS, PeerTiles, store_tile_to_peer
-from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.schedule.tiles import ordered_tile, scatter_tile
@@ -52,13 +51,12 @@ from ditron_train.tp.choices import (
     Layout,
     Problem,
     ScatterMode,
-    choose,
     first_rows,
     is_short,
     links_are_last,
     sums_in_parts,
 )
-from ditron_train.tp.context import Operands, RowPartition, TPContext, can_copy, row_partition
+from ditron_train.tp.context import SLOTS, Operands, RowPartition, TPContext, can_copy, row_partition
 from ditron_train.tp.reduce_scatter import ReduceScatter, SumExchange, SumOrder
 
 
@@ -335,21 +333,30 @@ class GemmRsStorePlan(Plan[TPContext]):
         self._num_own_rows = partition.count(context.rank)
         block = config.block_m
         values = (self.m, partition.fingerprint, n, dtype, block, config.block_n)
-        signature = agree(context, channel, values)
         ends = zip(partition.starts, partition.starts[1:])
         num_slot_tiles = max(-(-end // block) - start // block for start, end in ends if end > start)
         self._slot_rows = num_slot_tiles * block
         self._flags_per_rank = num_slot_tiles * -(-n // config.block_n)
-        channel.reserve_signals(world_size * self._flags_per_rank)
+        num_flags, num_bytes = (
+            world_size * self._flags_per_rank,
+            world_size * self._slot_rows * padded_columns(n, dtype),
+        )
+        has_flags = num_flags <= channel.signals.local.numel()
+        signature = agree(context, channel, values, buffer=(SLOTS, num_bytes * dtype.itemsize * has_flags))
+        room = num_slot_tiles
+        if context.varies:  # of a shard that begins and ends inside a tile
+            room = max(room, -(-context.rows_with_room(self.m) // (world_size * block)) + 1)
+        channel.reserve_signals(num_flags if has_flags else num_flags // num_slot_tiles * room)
         self._pointers = channel.pointers(signature)
-        slots = context.slots(world_size * self._slot_rows, padded_columns(n, dtype), dtype)
+        room_rows = world_size * room * block
+        slots = context.slots(world_size * self._slot_rows, padded_columns(n, dtype), dtype, room_rows)
         self._slots = Slots(slots.local, slots.addresses)
         use_descriptors = world_size <= MAX_DESCRIPTOR_RANKS
         peers = range(world_size) if use_descriptors else [context.rank]
         made = [make_descriptor(slots.peer(peer)[:, :n], config.store_block) for peer in peers]
         self._peers = made + made[:1] * (MAX_DESCRIPTOR_RANKS - len(made))
         self._tables = context.row_tables("scatter", partition, block)
-        self._launch = KernelLaunch(
+        self._launch = context.launch(
             gemm_rs_kernel,
             max(1, min(context.num_sms, config.num_tiles(self.m, n))),
             {
@@ -451,7 +458,7 @@ class ChunkedGemmPlan(Plan[TPContext]):
     """
 
     def __init__(self, context: TPContext, problem: Problem, choice: Choice, exchange: SumExchange) -> None:
-        is_recorded = context.is_cuda and is_short(problem, choice, context.machine)
+        is_recorded = context.is_cuda and not context.varies and is_short(problem, choice, context.machine)
         super().__init__(context, exchange.channel, is_recorded=is_recorded)
         self._out_dtype = result_dtype(problem.dtype)
         self.m, self.n, self.k = problem.m, problem.n, problem.k
@@ -491,13 +498,13 @@ class ChunkedGemmPlan(Plan[TPContext]):
         """Whether it reads the operands as given: addresses and strides, ``key``, say all that it does."""
         context, exchange = self.context, self._exchange
         stream = current_handle(context.device)
-        operands, is_as_given = None, True
+        operands, is_as_given = None, not context.varies  # nothing is kept of a length that comes once
         exchange.begin()
         with self.aborting:
             for chunk in self._chunks:
                 if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
                     a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
-                    is_as_given = a is x and b is weight
+                    is_as_given = a is x and b is weight and not context.varies
                     chunk.multiply(a, b, scales, partial, key=(chunk, *key) if is_as_given else None)
                 if chunk.position is not None:
                     context.fork()
@@ -532,10 +539,11 @@ class GemmRsCopyPlan(ChunkedGemmPlan):
     ) -> None:
         n, out_dtype = problem.n, result_dtype(problem.dtype)
         assert covers(n, out_dtype), f"rows of {n} x {out_dtype} are not whole 16 bytes"
-        in_parts = order is None and sums_in_parts(problem, choice, context.machine)
+        modelled = context.in_range(problem)
+        in_parts = order is None and sums_in_parts(modelled, choice, context.machine)
         scatter = ReduceScatter(context, partition, n, out_dtype, in_parts=in_parts, order=order)
         super().__init__(context, problem, choice, scatter)
-        halves_first = links_are_last(problem, choice, context.machine)
+        halves_first = links_are_last(modelled, choice, context.machine)
         for position, owner in enumerate([*scatter.peers, context.rank]):
             start, end = edges = partition.starts[owner : owner + 2]
             if halves_first and position == 0:
@@ -578,7 +586,7 @@ def plan_gemm_rs(
         agree_on_nothing(context, channels, columns=n, dtype=shapes.dtype)
         return None
     problem = Problem("gemm_rs", partition.num_rows, n, k, layout, shapes.dtype, context.world_size)
-    choice = choose(problem, context.machine)
+    choice = context.choose(problem)
     if scatter is not None:
         choice = replace(choice, scatter=scatter)
     return gemm_rs_by(context, partition, problem, choice)

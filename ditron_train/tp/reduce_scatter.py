@@ -40,7 +40,7 @@ from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Exchange, Pending
 from ditron_train.stream.window import flags_of_peers, send_fans
 from ditron_train.symm.channel import Channel, ChannelPointers
-from ditron_train.tp.context import RowPartition, TPContext, check_can_copy, row_partition
+from ditron_train.tp.context import SLOTS, RowPartition, TPContext, check_can_copy, row_partition
 from ditron_train.tp.gather import gather_start_kernel
 
 
@@ -214,13 +214,13 @@ class SumExchange(Exchange[TPContext]):
         super().__init__(context, channel)
         self._pointers, self._epochs = pointers, epochs
         constants = {"WORLD_SIZE": context.world_size, "BLOCK": 128, "TARGET": context.target}
-        self._start = KernelLaunch(gather_start_kernel, 1, constants, num_warps=1)
+        self._start = context.launch(gather_start_kernel, 1, constants, num_warps=1)
 
     def _launch_of_sum(self, kernel: Any, constants: dict[str, Any]) -> KernelLaunch:
         context = self.context
         world = {"BLOCK": FOLD_BLOCK, "WORLD_SIZE": context.world_size, "TARGET": context.target}
         num_programs = 2 * context.num_sms if context.is_cuda else 1
-        return KernelLaunch(kernel, num_programs, {**constants, **world}, num_warps=8)
+        return context.launch(kernel, num_programs, {**constants, **world}, num_warps=8)
 
     def begin(self) -> None:
         """Start signals, behind what the current stream has done; ``send`` follows, inside ``aborting``."""
@@ -287,7 +287,8 @@ class ReduceScatter(SumExchange):
         channel = context.reduce_channel
         self.partition = partition
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype)
-        pointers = channel.pointers(agree(context, channel, values))
+        num_bytes = context.world_size * partition.max_count * num_columns * dtype.itemsize
+        pointers = channel.pointers(agree(context, channel, values, buffer=(SLOTS, num_bytes)))
         super().__init__(context, channel, pointers, context.reduce_epochs)
         self._slots = context.slots(context.world_size * partition.max_count, num_columns, dtype)
         self._row_starts = context.table(partition, partition.starts)

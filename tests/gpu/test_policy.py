@@ -119,7 +119,7 @@ def _route(session, kind, *shape):
     """What the policy says about a call."""
     from ditron_train.megatron.tp.routing import route
 
-    return route(kind, *_inputs(session, kind, *shape), group=dist.group.WORLD, sequence_parallel=True)
+    return route(kind, *_inputs(session, kind, *shape), group=dist.group.WORLD, sequence_parallel=True).context
 
 
 def _decisions(monkeypatch, tmp_path, session, kind):

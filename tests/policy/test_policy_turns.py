@@ -38,7 +38,7 @@ def _modes() -> tuple[dict[str, list[float]], dict[str, int], list[str], int, st
 
     def ours(index: int) -> None:
         known = next((answer.context for answer in gate.answers("tp")), "nothing")
-        context = route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True)
+        context = route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True).context
         seen.append("decides" if known == "nothing" else "knows" if known is context else "other")
 
     times, natively = compare_policies(session, ours, lambda index: None, rounds=3, calls=2)

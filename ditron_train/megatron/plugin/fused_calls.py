@@ -11,7 +11,8 @@ from typing import Any
 
 from ditron_train.policy.gate import INTERFACE_ERRORS
 
-#: What decides at a call which path runs: module, name in it, feature. Anything but None: the fused path.
+#: What decides at a call which path runs: module, name in it, feature. An answer of the gate says which; of the others
+#: anything but None is the fused path.
 _DECISIONS = (
     ("ditron_train.megatron.tp.layers", "route", "tp"),
     ("ditron_train.megatron.sp.attention_exchange", "route_exchange", "sp"),
@@ -62,7 +63,8 @@ class FusedCalls:
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            self._counts[feature] += result is not None and not self._paused
+            is_fused = result is not None and getattr(result, "is_fused", True)
+            self._counts[feature] += is_fused and not self._paused
             return result
 
         return counted

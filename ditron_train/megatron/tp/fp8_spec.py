@@ -89,6 +89,7 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
     part of the call."""
 
     decides_forward = True
+    is_audited = True
     looks_at_host = True  # Transformer Engine keeps the host busy in FP8
 
     def __init__(self, kind: Kind) -> None:
@@ -96,8 +97,20 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
         self.name = f"tp {kind} fp8"
 
     def key(self, call: Fp8Call) -> tuple[Hashable, ...]:
+        return (tuple(call.x.shape), *self._kind_of(call))
+
+    def family(self, call: Fp8Call) -> tuple[tuple[Hashable, ...], int] | None:
+        world_size = dist.get_world_size(call.group)
+        rows = call.x.shape[:-1].numel() * (world_size if self.kind == "column" else 1)
+        return (self._kind_of(call), rows) if rows and world_size > 1 else None
+
+    def at_rows(self, call: Fp8Call, rows: int) -> Fp8Call:
+        local = rows // dist.get_world_size(call.group) if self.kind == "column" else rows
+        x, weight = (call.x.new_empty(()).expand(shape) for shape in ((local, call.x.shape[-1]), call.weight.shape))
+        return call._replace(x=x, weight=weight)
+
+    def _kind_of(self, call: Fp8Call) -> tuple[Hashable, ...]:
         return (
-            tuple(call.x.shape),
             tuple(call.weight.shape),
             call.x.dtype,
             call.weight.dtype,

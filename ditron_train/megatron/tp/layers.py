@@ -19,7 +19,7 @@ from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.tp.routing import op_of, route
 from ditron_train.megatron.tp.spec import linear_of
-from ditron_train.policy import gate, log_native
+from ditron_train.policy import gate, log_native, observed
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.linear import column_linear, is_whole
 
@@ -34,24 +34,26 @@ class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=InPlaceOf, nati
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        context = None
+        answer = None
         # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of
         # experts are exchanged by their dispatcher.
         is_ours = not args and not self.explicit_expert_comm and _communicates(kwargs)
         if is_ours and self._is_covered(input, weight, kwargs):
-            context = route(
+            answer = route(
                 "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"],
                 is_frozen=not weight.requires_grad,
             )  # fmt: skip
-        if context is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)
+        if answer is None or not answer.is_fused:
+            native = super()._forward_impl
+            return observed(answer, input, lambda: native(input, weight, *args, **kwargs))
         wgrad = NativeWgrad(
             weight,
             kwargs["gradient_accumulation_fusion"],
             kwargs.get("grad_output_buffer"),
             kwargs.get("wgrad_deferral_limit"),
         )
-        return column_linear(input, weight, context=context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
+        options = dict(context=answer.context, bias=bias_of(weight, kwargs["bias"]), wgrad=wgrad)
+        return observed(answer, input, lambda: column_linear(input, weight, **options))
 
     def _is_covered(self, input: torch.Tensor, weight: torch.Tensor, arguments: Mapping[str, Any]) -> bool:
         reason = why_not_weight(weight) or why_not_arguments(input, arguments)
@@ -84,16 +86,18 @@ class DitronRowParallelLinear(RowParallelLinear, metaclass=InPlaceOf, native=Row
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         is_ours = self.input_is_parallel and not self.explicit_expert_comm
         is_ours = is_ours and self.config._cpu_offloading_context is None
-        context, reason = None, why_not_weight(self.weight) or (_why_not_input(input_) if is_ours else None)
+        answer, reason = None, why_not_weight(self.weight) or (_why_not_input(input_) if is_ours else None)
         if reason is not None:
             log_native("tp row", reason)
         elif is_ours:
-            context = route("row", input_, self.weight, group=self.tp_group, sequence_parallel=self.sequence_parallel)
-        if context is None:
-            return super().forward(input_)
+            answer = route("row", input_, self.weight, group=self.tp_group, sequence_parallel=self.sequence_parallel)
+        if answer is None or not answer.is_fused:
+            native = super().forward
+            return observed(answer, input_, lambda: native(input_))
         wgrad = NativeWgrad(self.weight, self.gradient_accumulation_fusion)
         linear = linear_of(op_of("row", self.sequence_parallel))
-        output = linear(input_, self.weight, context=context, wgrad=wgrad)
+        context = answer.context
+        output = observed(answer, input_, lambda: linear(input_, self.weight, context=context, wgrad=wgrad))
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None

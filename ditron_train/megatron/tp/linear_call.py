@@ -30,6 +30,7 @@ class LinearCall(NamedTuple):
         bias: What is added inside the product of ``column``, in front of its rounding (Transformer Engine's layers).
         is_forward: Of what is compared: whether it is the forward pass alone.
         instead_of: Of what is compared: the fused path by this context takes the place of Megatron's.
+        by_te: Whether the layer's own products are Transformer Engine's.
     """
 
     x: torch.Tensor
@@ -40,6 +41,7 @@ class LinearCall(NamedTuple):
     bias: torch.Tensor | None = None
     is_forward: bool = False
     instead_of: NodesTPContext | None = None
+    by_te: bool = False
 
 
 _ORDERS = {1: "ascending", -1: "descending", 0: "native"}

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.spec import COLUMN, ROW, ROW_AR, Kind, LinearOp
-from ditron_train.policy import gate, log_native
-from ditron_train.tp.context import TPContext
+from ditron_train.policy import Answer, gate, log_native
 
 _OPS: dict[tuple[Kind, bool], LinearOp] = {("column", True): COLUMN, ("row", True): ROW, ("row", False): ROW_AR}
 
@@ -29,19 +28,22 @@ def route(
     sequence_parallel: bool,
     is_frozen: bool = False,
     bias: torch.Tensor | None = None,
-) -> TPContext | None:
-    """The context to run this call with, or None for Megatron's path.
+    by_te: bool = False,
+) -> Answer | None:
+    """What the gate says to this call, which has to be ``observed``; None for a kind of layer that is always native.
 
     Args:
         kind: Of the layer.
-        x, weight, group, is_frozen, bias: As of `LinearCall`; without sequence parallelism ``x`` holds all tokens.
+        x, weight, group, is_frozen, bias, by_te: As of `LinearCall`; without sequence parallelism ``x`` holds all
+            tokens.
         sequence_parallel: Whether activations outside the layer are split along the sequence.
     """
     reason = why_not_kind(kind, sequence_parallel)
     if reason is not None:
         log_native(f"tp {kind}", reason)
         return None
-    return gate.context_for(op_of(kind, sequence_parallel), LinearCall(x, weight, group, is_frozen, bias=bias))
+    call = LinearCall(x, weight, group, is_frozen, bias=bias, by_te=by_te)
+    return gate.answer_for(op_of(kind, sequence_parallel), call)
 
 
 def op_of(kind: Kind, sequence_parallel: bool) -> LinearOp:

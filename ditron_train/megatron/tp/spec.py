@@ -23,10 +23,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
 from ditron_train.megatron.shared.devices import why_not_on_device
+from ditron_train.megatron.shared.product_proof import ProductProof
 from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
 from ditron_train.megatron.shared.values import revealing_like, why_hidden
 from ditron_train.megatron.tp.linear_call import LinearCall, decide_over_nodes, words_over_nodes
 from ditron_train.policy import Decision, Function, Op, Run, Trial
+from ditron_train.policy.decide import is_untimed
 from ditron_train.policy.op import dtype_name, make_trial
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
@@ -59,15 +61,46 @@ class LinearOp(Op[LinearCall, Any]):
     """
 
     decides_forward = True
+    is_audited = True
 
     def __init__(self, kind: Kind, *, is_reduced: bool = False) -> None:
         self.kind, self.is_reduced = kind, is_reduced
         self.name = f"tp {kind}" + (" ar" if is_reduced else "")
 
     def key(self, call: LinearCall) -> tuple[Hashable, ...]:
+        return (tuple(call.x.shape), *self._kind_of(call))
+
+    def family(self, call: LinearCall) -> tuple[tuple[Hashable, ...], int] | None:
+        """The order of an all-reduce depends on the number of elements, so a layer with one has no family; neither
+        has one over nodes."""
+        if self.is_reduced or call.group is None or dist.get_world_size(call.group) == 1 or spans_nodes(call.group):
+            return None
+        world_size = dist.get_world_size(call.group)
+        rows = call.x.shape[:-1].numel() * (world_size if self.kind == "column" else 1)
+        return ((*self._kind_of(call), call.by_te), rows) if rows else None
+
+    def bits_proof(self, call: LinearCall, context: TPContext) -> Callable[[int], torch.Tensor]:
+        """By products of one rank that show the order of their sums. A column layer's dgrad is the library's own if
+        the weight gets a gradient: only Transformer Engine's has to agree with torch's then."""
+        proof = ProductProof(tuple(call.weight.shape), call.x.dtype, call.x.device, by_te=call.by_te)
+        if not call.weight.is_contiguous() or call.bias is not None:
+            return super().bits_proof(call, context)
+        takes_library_dgrad = self.kind == "column" and self.needs_grad(call)[1]
+        return lambda rows: proof.holds(rows, takes_library_dgrad=takes_library_dgrad)
+
+    def with_values(self, call: LinearCall, x: torch.Tensor, grad: torch.Tensor | None) -> LinearCall:
+        return call._replace(x=x, weight=call.weight.detach(), grad_y=grad, is_forward=grad is None)
+
+    def at_rows(self, call: LinearCall, rows: int) -> LinearCall:
+        local = rows // dist.get_world_size(call.group) if self.kind == "column" else rows
+        x = call.x.new_empty(local, call.x.shape[-1])
+        weight = torch.empty_strided(call.weight.shape, call.weight.stride(), dtype=x.dtype, device=x.device)
+        bias = None if call.bias is None else torch.empty_like(call.bias)
+        return call._replace(x=x, weight=weight, bias=bias, grad_y=None)
+
+    def _kind_of(self, call: LinearCall) -> tuple[Hashable, ...]:
         x, weight = call.x, call.weight
         return (
-            tuple(x.shape),
             weight.shape,
             weight.stride(),
             x.dtype,
@@ -111,6 +144,7 @@ class LinearOp(Op[LinearCall, Any]):
         """Memory is had and kernels are compiled by it, so nothing of that fails between a forward and
         its backward."""
         by_table = isinstance(context, TPContext) and get_settings().policy == "strict"
+        by_table = by_table and not is_untimed()  # of one number of rows
         if by_table and _table_prefers_native(self, call, context):
             return Decision(False, "by the tuning table: nothing that was tried is faster", None, None, None)
         ask = super().decide

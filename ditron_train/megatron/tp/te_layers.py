@@ -28,7 +28,7 @@ from ditron_train.megatron.tp.te_coverage import WITHOUT_SEQUENCE_PARALLEL
 from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of
 from ditron_train.megatron.tp.te_passes import reduce_amax_in_passes
 from ditron_train.megatron.tp.te_routes import answer_in_fp8, why_not_covered
-from ditron_train.policy import log_native
+from ditron_train.policy import Answer, log_native, observed
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
@@ -85,8 +85,12 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
         answer = answer_in_fp8(layer, kind, x)
     elif layer.tp_size > 1:
         log_native(f"tp {kind} (TE, FP8)", WITHOUT_SEQUENCE_PARALLEL)
-    if answer is None:
-        return forward(x)
+    if answer is None or not answer.is_fused:
+        return observed(answer, x, lambda: forward(x))
+    return observed(answer, x, lambda: _run_overlapped(layer, kind, answer, forward, x))
+
+
+def _run_overlapped(layer: Any, kind: Kind, answer: Answer, forward: Callable[[torch.Tensor], Any], x: Any) -> Any:
     reduce_amax_in_passes(layer)
     scaling = scaling_of(FP8GlobalStateManager.get_fp8_recipe())
     with overlapping(kind, answer.context, scaling, tuple(layer.weight.shape), answer.late_host):
@@ -103,16 +107,17 @@ def _run(
     """A call of a layer, whose own is ``forward``; ``before`` makes what is multiplied from its input."""
     if computes_in_fp8(FP8GlobalStateManager):
         return _run_in_fp8(layer, kind, x, forward)
-    context = _route(layer, kind, x)
-    if context is None:
-        return forward(x)
-    out = _linear(layer, kind, before(layer, x), context)
+    answer = _route(layer, kind, x)
+    if answer is None or not answer.is_fused:
+        return observed(answer, x, lambda: forward(x), lambda: before(layer, x))
+    context = answer.context
+    out = observed(answer, x, lambda: _linear(layer, kind, before(layer, x), context), lambda: before(layer, x))
     if kind == "row" and layer.gemm_bias_unfused_add:
         out = out + layer.bias
     return out, layer.bias if layer.te_return_bias else None
 
 
-def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
+def _route(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
     if not layer.sequence_parallel and layer.tp_size == 1:
         return None
     reason = why_not_covered(layer, x)
@@ -120,7 +125,7 @@ def _route(layer: Any, kind: Kind, x: torch.Tensor) -> TPContext | None:
         log_native(f"tp {kind} (TE)", reason)
         return None
     options = {"sequence_parallel": bool(layer.sequence_parallel), "is_frozen": not layer.weight.requires_grad}
-    return route(kind, x, layer.weight, group=layer.tp_group, bias=bias_in_product(layer), **options)
+    return route(kind, x, layer.weight, group=layer.tp_group, bias=bias_in_product(layer), by_te=True, **options)
 
 
 def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torch.Tensor:

@@ -125,7 +125,7 @@ def _answer(layer: Any, kind: Kind, x: torch.Tensor) -> tuple[Answer | None, tup
             return None, None
         answer = gate.recall(known[1])
         if answer is not None:
-            return (answer if answer.context is not None else None), None
+            return (answer if answer.is_fused else None), None
     reason = why_not_fp8(layer, x)
     if reason is not None:
         _known[layer] = state, None
@@ -151,4 +151,4 @@ def _route(layer: Any, spec: Any, call: Any, state: tuple[Any, ...]) -> Answer |
         spec.check_ranks_agree(call)
     answer = gate.answer_for(spec, call)
     _known[layer] = state, gate.key_of(spec, call)
-    return None if answer.context is None else answer
+    return answer if answer.is_fused or answer.observer is not None else None

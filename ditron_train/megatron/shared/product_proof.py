@@ -1,0 +1,105 @@
+"""Whether a library's products of any number of rows are the sums in order, row by row.
+
+A row of ``x @ w.T`` depends on that row of x alone, but which kernel computes it, and so the order of its sum, depends
+on the number of rows. So a few rows are multiplied once by the tile GEMM, which adds in order at any size; at each
+number of rows the library multiplies the same rows over and over, and every row of its product has to be one of those.
+No communication, and a few products per number of rows and weight shape, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+
+from ditron_train.gemm.ops import matmul_nn, matmul_nt
+from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
+
+_ROWS = 128  # that differ
+_MOST_BLOCK = 512  # rows of the weight that differ
+_COMPARED_ROWS = 2048  # at a time: the comparison takes a byte for each element
+
+
+class ProductProof:
+    """The products of one weight shape [N, K] in forward and dgrad.
+
+    Args:
+        shape: N, K.
+        dtype, device: Of all operands.
+        by_te: Whether the library is Transformer Engine, else torch.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, by_te: bool) -> None:
+        (n, k), self._by_te = shape, by_te and HAVE_TE
+        self._shape = shape
+        block = next((one for one in range(min(_MOST_BLOCK, n), 2 * HIDDEN_TERMS, -1) if n % one == 0), n)
+        with torch.inference_mode(False):
+            self._x = revealing_matrix((_ROWS, k), dtype, device, seed=311, signed=None)
+            self._weight_block = revealing_matrix((block, k), dtype, device, seed=312, signed="columns")
+            grad = revealing_matrix((n, _ROWS), dtype, device, seed=313, signed="rows", row_block=block)
+            self._grad = grad.t().contiguous()
+            weight = self._weight()
+            self._y, self._dgrad = matmul_nt(self._x, weight), matmul_nn(self._grad, weight)
+
+    def holds(self, rows: int, *, takes_library_dgrad: bool) -> torch.Tensor:
+        """A truth value on the device: whether the library's products of ``rows`` rows are bitwise identical to the
+        fused path's.
+
+        Args:
+            rows: Of all ranks, as both products have them.
+            takes_library_dgrad: Whether the fused path's dgrad is torch's product, not the tile GEMM's.
+        """
+        weight = self._weight()
+        x = _repeated(self._x, rows)
+        equal = _rows_equal(self._forward(x, weight), self._y)
+        del x
+        if takes_library_dgrad and not self._by_te:  # of both paths
+            return equal
+        grad = _repeated(self._grad, rows)
+        product = self._dgrad_product(grad, weight)
+        if takes_library_dgrad:
+            return equal & (_words(torch.matmul(grad, weight)) == _words(product)).all()
+        return equal & _rows_equal(product, self._dgrad)
+
+    def _weight(self) -> torch.Tensor:
+        n, k = self._shape
+        return self._weight_block.repeat(n // len(self._weight_block), 1)
+
+    def _forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not self._by_te:
+            return torch.matmul(x, weight.t())
+        import transformer_engine.pytorch.cpp_extensions as te_ops
+
+        product, *_ = te_ops.general_gemm(weight, x, out_dtype=x.dtype)
+        return product
+
+    def _dgrad_product(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not self._by_te:
+            return torch.matmul(grad, weight)
+        import transformer_engine.pytorch.cpp_extensions as te_ops
+
+        product, *_ = te_ops.general_gemm(weight, grad, layout="NN", grad=True, out_dtype=grad.dtype)
+        return product
+
+
+def _repeated(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return rows.repeat(-(-num_rows // len(rows)), 1)[:num_rows]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def _rows_equal(product: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Whether row i of ``product`` has the bits of row ``i % len(expected)`` of ``expected``."""
+    found, wanted, equal = _words(product), _words(expected), None
+    for first in range(0, len(found), _COMPARED_ROWS):
+        part = found[first : first + _COMPARED_ROWS]
+        whole = len(part) // len(wanted) * len(wanted)
+        same = (part[:whole].unflatten(0, (-1, len(wanted))) == wanted).all() & (
+            part[whole:] == wanted[: len(part) - whole]
+        ).all()
+        equal = same if equal is None else equal & same
+    assert equal is not None, "there are rows"
+    return equal

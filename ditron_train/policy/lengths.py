@@ -1,0 +1,203 @@
+"""Decisions about calls whose number of rows differs from microbatch to microbatch.
+
+A call is split into a *family*, everything that it depends on but the rows (op, group, weight, types, options), and
+the number of rows. Three things are decided apart:
+
+- Once per family: both paths are compared as at any new shape, but not timed.
+- At each new number of rows, whether the fused path is bitwise identical: ``Op.bits_proof`` says so on this rank
+  without communication. All families of a group whose rows changed together are proven together, followed by one
+  agreement of the ranks.
+- Per range of rows (eight to an octave) and pass (forward, or forward and backward), which path is faster:
+  ``JobTimes``, at the job's own calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ditron_train.policy.answer import Answer
+from ditron_train.policy.decide import unseen_by_saved_tensors_hooks
+from ditron_train.policy.job_times import JobTimes
+from ditron_train.policy.op import Call, Context, Op
+from ditron_train.policy.probe import compares
+from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
+from ditron_train.runtime.sizes import top_of_range
+from ditron_train.stream.agreement import agree_on_rows
+
+_FIXED_LENGTHS = 2  # of a family, that are decided one by one: those of training and of evaluation
+MOST_KEYS = 1024  # calls of a family whose answer is kept by all that they depend on
+_CAPTURED = "a length was first seen while a CUDA graph was being captured (run a warm-up step before)"
+_MEASURED = "its times are being measured"
+
+
+class Family:
+    """What is known of one family on one group.
+
+    Attributes:
+        name: Of the op, for log lines.
+        context: Of the fused path, once the family was compared.
+        reason: Why all of its calls are native, or None.
+        fixed: Numbers of rows that were decided one by one, before it was known that they vary.
+        varies: Whether rows vary.
+        proof: Of one number of rows, on this rank: a tensor that is not 0 where bits are identical. None: nothing is
+            compared here.
+        proven: Of the numbers of rows seen so far, whether all ranks found the bits identical.
+        last_rows: Of the last call.
+        is_timed: Whether times decide; else the fused path runs wherever bits are identical.
+        times: By the most rows of a range, and whether a backward follows.
+        keys: Of the gate's answers that came from here.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+        self.name, self.group = name, group
+        self.context: Any = None
+        self.reason: str | None = None
+        self.fixed: set[int] = set()
+        self.varies = self.is_open = self.is_timed = False
+        self.proof: Callable[[int], torch.Tensor] | None = None
+        self.proven: dict[int, bool] = {}
+        self.last_rows = 0
+        self.times: dict[tuple[int, bool], JobTimes] = {}
+        self.keys: list[tuple[Hashable, ...]] = []
+
+    def starts_to_vary(self, rows: int, most_rows: int | None) -> bool:
+        """Whether a call of ``rows`` is decided by family; the first few numbers of rows are not, without
+        ``DITRON_ROWS``."""
+        self.varies |= most_rows is not None or (rows not in self.fixed and len(self.fixed) >= _FIXED_LENGTHS)
+        if not self.varies:
+            self.fixed.add(rows)
+        return self.varies
+
+
+class Lengths:
+    """The families of one gate.
+
+    Args:
+        decide: The gate's own first decision about a family: its answer, bits compared and nothing timed.
+        native: Makes the answer of a call that runs natively for a reason, with a log line.
+    """
+
+    def __init__(
+        self, decide: Callable[[Op[Any, Any], Any, int | None], Answer], native: Callable[[Op[Any, Any], str], Answer]
+    ) -> None:
+        self._decide, self._native = decide, native
+        self.families: GroupCache[tuple[Hashable, ...], Family] = GroupCache()
+
+    def answer(
+        self, op: Op[Call, Context], call: Call, kind: tuple[Hashable, ...], rows: int
+    ) -> tuple[Answer, Family | None] | None:
+        """The answer to a call of ``rows`` of the family ``kind``; with the family if the answer holds for all such
+        calls. None: the call is decided by its shape (collective where something is new)."""
+        group = op.group(call)
+        assert group is not None, "a family belongs to a group"
+        key = (op.name, group, *kind)
+        family = self.families.get(key)
+        if family is None:
+            family = self.families[key] = Family(op.log_name or op.name, group)
+        most_rows = get_settings().rows if not family.is_open or rows not in family.proven else None
+        if not family.starts_to_vary(rows, most_rows):
+            return None
+        reason = op.unsupported_reason(call)
+        if reason is None and most_rows is not None and rows > most_rows:
+            reason = f"more tokens than DITRON_ROWS={most_rows}"
+        if reason is not None:
+            return self._native(op, reason), family
+        if is_capturing(op.device(call)) and rows not in family.proven:
+            return self._native(op, _CAPTURED), None
+        if not family.is_open:
+            self._open(op, call, family, rows, most_rows)
+        if family.reason is not None:
+            return self._native(op, family.reason), family
+        if rows not in family.proven:
+            self.prove(family, rows)
+        family.last_rows = rows
+        if not family.proven[rows]:
+            reason = f"at {rows} rows its bits would not be those of the library's products on this machine"
+            return self._native(op, reason), family
+        return self._by_times(op, call, family, rows)
+
+    def knows(self, op: Op[Call, Context], call: Call) -> bool:
+        """Whether the call belongs to a family whose rows vary: who asks compares rows over the ranks."""
+        kind = op.family(call)
+        family = None if kind is None else self.families.get((op.name, op.group(call), *kind[0]))
+        return family is not None and family.varies
+
+    def distrust(self, op: Op[Call, Context], call: Call, reason: str) -> list[tuple[Hashable, ...]]:
+        """All calls of the call's family are native from now on; the keys of the answers that no longer hold."""
+        kind = op.family(call)
+        family = None if kind is None else self.families.get((op.name, op.group(call), *kind[0]))
+        if family is None or not family.is_open:
+            return []
+        family.reason = reason
+        return family.keys
+
+    def _open(self, op: Op[Call, Context], call: Call, family: Family, rows: int, most_rows: int | None) -> None:
+        answer = self._decide(op, call, most_rows)
+        family.is_open, family.context, family.reason = True, answer.context, answer.reason
+        if answer.reason is not None:
+            return
+        policy, device = get_settings().policy, op.device(call)
+        family.is_timed = policy in ("strict", "fast") and device.type == "cuda"
+        if policy in ("strict", "bits") and compares(device):
+            family.proof = op.bits_proof(call, answer.context)
+        log_once(
+            f"lengths {family.name} {family.group.group_name} {len(self.families)}",
+            f"{family.name}: lengths vary, so bits are proven at each number of tokens, and times are measured at the "
+            "job's calls for each range of lengths",
+            name="policy",
+        )
+
+    def prove(self, family: Family, rows: int) -> None:
+        """Proves the bits at ``rows``, also of the families that had the same rows as this one before (collective)."""
+        if family.proof is None:
+            family.proven[rows] = True
+            return
+        together = [
+            one
+            for one in self.families.values()
+            if one.group is family.group and one.last_rows == family.last_rows and rows not in one.proven and one.proof
+        ]
+        with torch.no_grad(), unseen_by_saved_tensors_hooks():
+            found = torch.stack([one.proof(rows).to(torch.int32).reshape(()) for one in together if one.proof])
+        for one, is_equal in zip(together, agree_on_rows(family.context, rows, found)):
+            one.proven[rows] = bool(is_equal)
+
+    def _by_times(self, op: Op[Call, Context], call: Call, family: Family, rows: int) -> tuple[Answer, Family | None]:
+        fused = Answer(family.context)
+        if not family.is_timed:
+            return fused, family
+        has_backward = torch.is_grad_enabled() and op.inputs(call)[0].requires_grad
+        top = top_of_range(rows)
+        times = family.times.get((top, has_backward))
+        if times is None:
+            times = family.times[top, has_backward] = JobTimes(family.group)
+        if times.is_due:
+            times.look()
+            self._log_times(family, top, has_backward, times)
+        if times.is_fused is None:
+            if is_capturing(op.device(call)):
+                return Answer(None, _MEASURED), None
+            observer = times.next_call(rows, has_backward)
+            context, reason = (family.context, None) if observer.is_fused else (None, _MEASURED)
+            return Answer(context, reason, observer=observer), None
+        # Not kept by the call's key: a key does not say whether a backward follows.
+        return (fused if times.is_fused else Answer(None, "it is not faster in this range of rows")), None
+
+    def _log_times(self, family: Family, top: int, has_backward: bool, times: JobTimes) -> None:
+        if times.is_fused is None:
+            return
+        passes = "forward and backward" if has_backward else "forward"
+        seen = f"{times.fused_us * top:.0f} us, native {times.native_us * top:.0f} us"
+        path = "fused, faster" if times.is_fused else "native, fused is not faster by more than its times differ"
+        log_once(
+            f"times {id(family)} {top} {has_backward}",
+            f"{family.name} {passes} up to {top} rows: {path} ({seen})",
+            name="policy",
+        )
