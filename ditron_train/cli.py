@@ -34,7 +34,8 @@ _TOOLS = {
     "report": ("report.report", "one archive with this machine's facts, for an issue"),
 }
 _UNDER_MEGATRON = ("bench", "tune", "verify", "trace")  # which run ops as jobs do
-_OF_JOBS = ("doctor", "predict", "tune", "verify")  # which take Megatron's arguments after --
+#: Commands that take Megatron's arguments after ``--``.
+OF_JOBS = ("doctor", "predict", "tune", "verify")
 _JOB_USAGE = "%(prog)s [options] [-- COMMAND, FILE OR MEGATRON'S ARGUMENTS]"
 
 
@@ -168,7 +169,7 @@ def _module_of(command: str) -> tuple[Any, argparse.ArgumentParser]:
     """A command's module, and the parser of its own options."""
     name = _TOOLS[command][0] if command in _TOOLS else command.replace(" ", ".")
     module = importlib.import_module(f"ditron_train.tools.{name}")
-    usage = _JOB_USAGE if command in _OF_JOBS else None
+    usage = _JOB_USAGE if command in OF_JOBS else None
     text = (module.__doc__ or "").replace("``", "").replace("`", "")
     parser = _Parser(prog=f"{_parser().prog} {command}", description=text, usage=usage)
     module.add_arguments(parser)
@@ -209,7 +210,7 @@ class _UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    place = words.index("--") if words[:1] and words[0] in _OF_JOBS and "--" in words else len(words)
+    place = words.index("--") if words[:1] and words[0] in OF_JOBS and "--" in words else len(words)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("ditron_train").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     try:

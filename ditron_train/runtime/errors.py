@@ -102,7 +102,7 @@ def _rebuild_timeout(fields: dict[str, Any]) -> PeerTimeoutError:
 def say_error(error: object) -> None:
     """Writes one line on standard error, once on each machine: ranks that torchrun started meet the same error."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error: {error}\n")
 
 
 @contextmanager

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["aligned"]
+__all__ = ["aligned", "show_text"]
+
+
+def show_text(text: str) -> None:
+    """Prints what a command has found."""
+    print(text)
 
 
 def aligned(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> str:

@@ -14,11 +14,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from ditron_train.cli import command_parsers
+from ditron_train.cli import OF_JOBS, command_parsers
 from ditron_train.megatron import add_ditron_args
 from ditron_train.optim import Muon
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.settings import SETTINGS
+from ditron_train.tools.job import read_job
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -191,7 +192,12 @@ def check_python(words: list[str]) -> None:
         command = " ".join(rest[:2]) if rest[0] == "bench" else rest[0]
         if command not in parsers:
             raise _Refused(f"no command {command}")
-        options = parse(parsers[command], rest[len(command.split()) :])
+        own = rest[len(command.split()) :]
+        if command in OF_JOBS and "--" in own:
+            own, job = own[: own.index("--")], own[own.index("--") + 1 :]
+            if job and not job[0].endswith(".sh"):
+                read_job(job, needs=())
+        options = parse(parsers[command], own)
         own = getattr(options, "command", None)
         if own:
             check_command(own)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass
-from typing import TextIO
 
 from ditron_train.tools.doctor.checks import Finding, find_problems
 from ditron_train.tools.doctor.facts import Facts, collect_facts
 from ditron_train.tools.doctor.features import FeatureState, judge_features
-from ditron_train.tools.text import aligned
+from ditron_train.tools.text import aligned, show_text
 
 __all__ = ["Report", "examine", "show"]
 
@@ -76,6 +74,6 @@ def examine(facts: Facts | None = None) -> Report:
     return Report(facts, find_problems(facts), judge_features(facts))
 
 
-def show(report: Report, out: TextIO | None = None) -> None:
-    """Prints the report to ``out`` (default: standard output)."""
-    print(report.to_text(), file=out or sys.stdout)
+def show(report: Report) -> None:
+    """Prints the report."""
+    show_text(report.to_text())

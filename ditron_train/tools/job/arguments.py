@@ -91,7 +91,7 @@ class Config(SimpleNamespace):
     def __getattribute__(self, name: str) -> Any:
         fields = super().__getattribute__("__dict__")
         if name in fields:
-            fields["_read"].add(name)
+            fields["fields_read"].add(name)
         return super().__getattribute__(name)
 
 
@@ -121,7 +121,7 @@ class Job:
 
     def without_effect(self) -> list[str]:
         """The given arguments that nothing has looked at."""
-        return [name for name, target in self.given.items() if target not in self.config._read]
+        return [name for name, target in self.given.items() if target not in self.config.fields_read]
 
     @property
     def fp8_recipe_name(self) -> str | None:
@@ -278,7 +278,7 @@ def read_job(words: Sequence[str], *, allow_unknown: bool = False, needs: Sequen
 
 def _completed(arguments: argparse.Namespace, given: dict[str, str], needs: Sequence[str]) -> Config:
     """The configuration, with what Megatron-LM derives from other arguments."""
-    config = Config(_read=set(), **{**_configuration_defaults(), **vars(arguments)})
+    config = Config(fields_read=set(), **{**_configuration_defaults(), **vars(arguments)})
     for name, target in _FIELD_OF.items():
         value = getattr(arguments, name, None)
         if value is not None and (target not in vars(arguments) or value):

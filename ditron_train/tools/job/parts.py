@@ -376,7 +376,7 @@ def _experts(job: Job, config: Any) -> _Found:
     if reason is None:
         yield (
             "experts: GEMMs in one kernel with them",
-            (None if gathered else why_not_beside(slices)) or _why_not_grouped(config),
+            (None if gathered else why_not_beside(slices)) or _why_not_fused(config),
         )
         if _recipe_of(config) is not None and _is_te(config) and config.moe_grouped_gemm:
             yield "experts: grouped quantization to FP8", _why_not_quantised(config)
@@ -389,7 +389,7 @@ def _why_not_quantised(config: Any) -> str | None:
     return reason or why_not_fp8_recipe([str(_recipe_of(config))]) or why_not_fp8_rows(config.params_dtype)
 
 
-def _why_not_grouped(config: Any) -> str | None:
+def _why_not_fused(config: Any) -> str | None:
     if not (_is_te(config) and config.moe_grouped_gemm):
         return why_not_fused(object.__new__(megatron_experts.SequentialMLP), _DEVICE)
     if getattr(config, "moe_use_legacy_grouped_gemm", False):

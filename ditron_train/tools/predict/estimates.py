@@ -278,7 +278,7 @@ def _messages(step: _Step) -> Iterator[tuple[str, Estimate]]:
     yield "messages between stages", message * waited
 
 
-def _parameters(step: _Step) -> tuple[float, float]:
+def _num_parameters(step: _Step) -> tuple[float, float]:
     """On a rank of the longest stage: dense ones, and those of experts."""
     counts, model = layer_counts(step.job), step.model
     dense = sum(m.n * m.k * (m.layers * step.share if m.name != "output_layer" else 1) for m in matrices_of(step.job))
@@ -293,7 +293,7 @@ def _parameters(step: _Step) -> tuple[float, float]:
 def _gradients(step: _Step) -> Iterator[tuple[str, Estimate]]:
     """Sums of gradients over replicas, and gathers of weights: exposed unless Megatron overlaps them."""
     config, replicas = step.config, step.replicas * step.cp
-    dense, experts = _parameters(step)
+    dense, experts = _num_parameters(step)
     itemsize = 2 if config.grad_reduce_in_bf16 else _DTYPE_BYTES.get(config.main_grads_dtype, 4)
     expert_replicas = max(replicas * step.tp // (step.ep * config.expert_tensor_parallel_size), 1)
     us = 0.0
@@ -309,7 +309,7 @@ def _gradients(step: _Step) -> Iterator[tuple[str, Estimate]]:
 
 def _optimizer(step: _Step) -> Iterator[tuple[str, Estimate]]:
     config, rates, replicas = step.config, step.rates, step.replicas * step.cp
-    dense, experts = _parameters(step)
+    dense, experts = _num_parameters(step)
     if "muon" not in config.optimizer:
         if config.use_distributed_optimizer:
             dense, experts = dense / replicas, experts / max(replicas * step.tp // step.ep, 1)

@@ -19,7 +19,7 @@ from ditron_train.runtime.profiles import network_named, profile_named, shipped_
 from ditron_train.tools.job import Job, read_job
 from ditron_train.tools.job.arguments import add_job_options, require_megatron
 from ditron_train.tools.predict.estimates import Cluster, Parts, estimate_step
-from ditron_train.tools.text import aligned
+from ditron_train.tools.text import aligned, show_text
 
 __all__ = ["GAIN_ERRORS", "ROUGH_ERRORS", "ROUGH_FACTOR", "Prediction", "predict"]
 
@@ -161,9 +161,9 @@ def run(arguments: argparse.Namespace) -> int:
     features = job.ditron or available_features()
     prediction = predict(job, cluster, features, arguments.step_ms)
     if arguments.json:
-        print(json.dumps({"gpus": cluster.world_size, **asdict(prediction), "unknown": job.unknown}, indent=1))
+        show_text(json.dumps({"gpus": cluster.world_size, **asdict(prediction), "unknown": job.unknown}, indent=1))
     else:
-        print(_text(job, cluster, prediction, verbose=arguments.verbose))
+        show_text(_text(job, cluster, prediction, verbose=arguments.verbose))
     return 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import read_regular
 from ditron_train.runtime.settings import get_settings
+from ditron_train.tools.text import show_text
 
 __all__ = ["clean", "collect", "package_lines"]
 
@@ -59,9 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
                 archive.writestr(name, clean(text))
     except OSError as error:
         raise SettingError(f"cannot write {arguments.output}: {error.strerror}") from None
-    for name, text in packed.items():
-        print(f"  {name}: {len(text)} characters")
-    print(f"written: {arguments.output}; look into it before you attach it to an issue")
+    listed = "\n".join(f"  {name}: {len(text)} characters" for name, text in packed.items())
+    show_text(f"{listed}\nwritten: {arguments.output}; look into it before you attach it to an issue")
     return 0
 
 

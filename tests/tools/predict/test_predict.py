@@ -196,8 +196,8 @@ def test_published_steps_of_h100s_are_within_what_the_page_says() -> None:
     qwen = (
         f"{base} --num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 "
         "--kv-channels 128 --num-query-groups 4 --num-experts 128 --moe-ffn-hidden-size 1536 --moe-router-topk 8 "
-        "--vocab-size 151936 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 32 "
-        "--num-virtual-stages-per-pipeline-rank 3 "
+        "--vocab-size 151936 "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 32 --num-virtual-stages-per-pipeline-rank 3 "
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --global-batch-size 2048"
     )
     published = ((large, 16, 4.27), (f"{large} --fp8-format e4m3 --fp8-recipe blockwise", 16, 3.54),
