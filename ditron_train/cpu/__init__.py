@@ -1,6 +1,7 @@
 """Tools for tests and for machines without a GPU; imported by nothing in the floors above.
 
-``interpreter``   repairs bf16 (and newer NumPy) in Triton's interpreter.
-``processes``     runs a function on N processes joined by gloo.
-``megatron_cpu``  lets megatron-core run on CPU tensors.
+``interpreter``           repairs bf16 (and newer NumPy) in Triton's interpreter.
+``exact_arithmetic``      sums of products that do not depend on their order, in torch and in the interpreter.
+``megatron_shim``         lets megatron-core run on CPU tensors.
+``emerging_optimizers``   stands in for the package that Megatron's Muon needs.
 """

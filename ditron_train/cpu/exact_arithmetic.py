@@ -34,6 +34,7 @@ _HIGH_BITS = np.uint32(0xFFFFF000)  # sign, exponent, and 11 of the 23 stored bi
 _MEGATRON_MODULES = ("megatron.core.tensor_parallel.layers", "megatron.core.tensor_parallel.mappings")
 _SUM = dist.ReduceOp.SUM
 _undo: list[Callable[[], None]] = []
+_libraries: list[torch.library.Library] = []  # at most one: without a reference to it, torch's own operators are back
 
 #: A sum of products: fp64 sums of high x high, of high x low, and of low x low parts.
 Totals = list[Any]
@@ -45,10 +46,9 @@ def install() -> None:
 
     if _undo:
         return
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("mm", _mm, "CPU")
-    library.impl("addmm", _addmm, "CPU")
-    _undo.append(library._destroy)
+    _libraries.append(torch.library.Library("aten", "IMPL"))
+    _libraries[0].impl("mm", _mm, "CPU")
+    _libraries[0].impl("addmm", _addmm, "CPU")
     builder = interpreter.InterpreterBuilder
     _replace(builder, "create_dot", functools.partialmethod(_dot, interpreter, builder.create_dot))
     scatter = functools.partial(_reduce_scatter, dist.reduce_scatter_tensor)
@@ -61,6 +61,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undoes `install`. Idempotent."""
+    _libraries.clear()
     while _undo:
         _undo.pop()()
 
@@ -111,7 +112,7 @@ def _addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1
     if a.dtype not in _TYPES:
         return alpha * _mm(a, b) + (beta * c if beta else 0)
     alpha, beta = np.float32(alpha).item(), np.float32(beta).item()
-    scaled = beta * c.float() if beta else torch.zeros((), dtype=torch.float32)
+    scaled = beta * c.float() if beta else torch.zeros((), dtype=torch.float32, device=c.device)
     return torch.add(scaled.double(), _product(a, b).double(), alpha=alpha).float().to(a.dtype)
 
 
@@ -156,7 +157,7 @@ def _reduce_scatter(
 ) -> Any:
     if _runs_natively(input, op, group):
         return native(output, input, op=op, group=group, async_op=async_op)
-    shares = torch.empty(input.shape, dtype=input.dtype)
+    shares = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     dist.all_to_all_single(shares, input.contiguous(), group=group)
     output.copy_(_ring_sum(shares.view(-1, *output.shape), dist.get_rank(group)))
     return _Done() if async_op else None
@@ -167,7 +168,7 @@ def _all_reduce(native: Any, tensor: torch.Tensor, op: Any = _SUM, group: Any = 
     if _runs_natively(tensor, op, group):
         return native(tensor, op=op, group=group, async_op=async_op)
     world_size, num_elements = dist.get_world_size(group), tensor.numel()
-    gathered = torch.empty(world_size * num_elements, dtype=tensor.dtype)
+    gathered = torch.empty(world_size * num_elements, dtype=tensor.dtype, device=tensor.device)
     dist.all_gather_into_tensor(gathered, tensor.detach().reshape(-1), group=group)
     shares = gathered.view(world_size, num_elements)
     bounds = [num_elements * rank // world_size for rank in range(world_size + 1)]
