@@ -169,7 +169,6 @@ def _probe(device: torch.device) -> Step:
     from ditron_train.policy import fused_results, gate, native_results
     from ditron_train.tools.cases import RunEnvironment, Shape
     from ditron_train.tools.cases.tp_linear import LinearCase
-    from ditron_train.tools.cases.tp_linear import LinearCase
 
     if device.type == "cpu":
         megatron_shim.install()

@@ -11,7 +11,6 @@ import torch
 from ditron_train.sp.layouts import output_layout
 from ditron_train.sp.transfer_sizes import EXCHANGE_PROGRAMS
 from ditron_train.tools.cases.sp import EXCHANGES, ProjectionCall
-from ditron_train.tools.cases.sp import EXCHANGES, ProjectionCall
 
 WORLD_SIZE, ROWS, HEADS, HEAD_SIZE = 2, 8, 4, 16
 

@@ -50,9 +50,9 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
         return Answer(get_tp_context(dist.group.WORLD, torch.device("cpu"))) if covered else "not covered here"
 
     # Whole numbers, which quantising leaves as they are.
-    tp_fp8_tp_fp8_layers.math = types.SimpleNamespace(sqrt=lambda k: 1)
+    tp_fp8_layers.math = types.SimpleNamespace(sqrt=lambda k: 1)
     tp_fp8_layers._layers, tp_fp8_layers.LayerOp.route = make, route
-    tp_fp8_tp_fp8_products.why_native = lambda recipe: None if covered else "not covered here"
+    tp_fp8_products.why_native = lambda recipe: None if covered else "not covered here"
     yield
 
 

@@ -26,9 +26,6 @@ from ditron_train.tools.tune import tuner as tune
 from ditron_train.tools.tune.ep_space import GroupGemmSpace
 from ditron_train.tools.tune.space import SearchSpace
 from ditron_train.tools.tune.tp_space import GemmSpace
-from ditron_train.tools.tune.ep_space import GroupGemmSpace
-from ditron_train.tools.tune.space import SearchSpace
-from ditron_train.tools.tune.tp_space import GemmSpace
 from ditron_train.tp import ag_gemm, get_tp_context
 from ditron_train.tp.ag_gemm import AgGemmPlan
 from ditron_train.tp.choices import Choice, Problem, choose

@@ -29,8 +29,6 @@ from ditron_train.runtime.tuning_table import (
 )
 from ditron_train.tools.cases.tp_gemm import GemmCase, GemmOp
 from ditron_train.tools.tune.rates import Observed, fit_rates
-from ditron_train.tools.cases.tp_gemm import GemmCase, GemmOp
-from ditron_train.tools.tune.tp_space import GemmSpace
 from ditron_train.tools.tune.search import Result, ShapeClass
 from ditron_train.tools.tune.tp_space import GemmSpace
 from ditron_train.tp.choices import (
@@ -289,12 +287,6 @@ class _PosedOp(GemmOp):
 
     def problem(self, call: Problem) -> Problem:
         return call
-
-
-def _posed_space() -> GemmSpace:
-    case = GemmCase("ag_gemm", "nt")
-    case.op = _PosedOp("ag_gemm", "nt")
-    return GemmSpace(case)
 
 
 def _posed_space() -> GemmSpace:
