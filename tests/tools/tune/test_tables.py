@@ -295,12 +295,6 @@ def _posed_space() -> GemmSpace:
     return GemmSpace(case)
 
 
-def _posed_space() -> GemmSpace:
-    case = GemmCase("ag_gemm", "nt")
-    case.op = _PosedOp("ag_gemm", "nt")
-    return GemmSpace(case)
-
-
 class _Trial:
     def __init__(self, problem: Problem) -> None:
         self.calls = [problem]
