@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ditron_train.ep.handle import EPHandle, LayoutShape, LayoutSizes, Room
 from ditron_train.runtime.device import device_name, is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.groups import GroupCache, check_member
+from ditron_train.runtime.groups import GroupCache, check_member, unwrapped
 from ditron_train.runtime.launch import KernelLaunch, as_constant, compiled_together
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.tuning_table import class_of_size, tuned_count
@@ -351,6 +351,7 @@ _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], EPContex
 
 def get_ep_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> EPContext:
     """The one context of these arguments; made at the first call, which is collective."""
+    group = unwrapped(group)
     device = with_index(device)
     key = (group, device, num_experts, topk)
     context = _contexts.get(key)

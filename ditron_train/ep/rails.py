@@ -30,7 +30,7 @@ from ditron_train.ep.handle import EPHandle
 from ditron_train.ep.layout import PendingLayout
 from ditron_train.ep.layout import begin_layout as begin_layout_in_node
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, unwrapped
 from ditron_train.symm.exchange import on_all_ranks
 from ditron_train.symm.nodes import NodeGroups, node_groups
 
@@ -80,6 +80,7 @@ def get_rail_context(
             do not divide; on every rank alike.
         ArenaError: A node cannot have its context; on every rank alike.
     """
+    group = unwrapped(group)
     key = (group, device, num_experts, topk)
     known = _contexts.get(key)
     if key not in _contexts or (known is not None and known.inner.arena.closed):

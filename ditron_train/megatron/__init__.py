@@ -11,6 +11,7 @@ Four ways in:
 """
 
 from ditron_train.megatron.plugin.arguments import add_ditron_args
+from ditron_train.megatron.plugin.lifecycle import release
 from ditron_train.megatron.plugin.switch import (
     active_features,
     apply,
@@ -20,4 +21,13 @@ from ditron_train.megatron.plugin.switch import (
     wrap_model_provider,
 )
 
-__all__ = ["active_features", "add_ditron_args", "apply", "apply_args", "enable", "restore", "wrap_model_provider"]
+__all__ = [
+    "active_features",
+    "add_ditron_args",
+    "apply",
+    "apply_args",
+    "enable",
+    "release",
+    "restore",
+    "wrap_model_provider",
+]

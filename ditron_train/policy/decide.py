@@ -9,7 +9,9 @@ first: where that is not ours, the op stays native under ``strict`` and ``bits``
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from ditron_train.symm.exchange import exchange
 Decision = Entry
 
 _plans: dict[Path, Plan] = {}
+#: Of this process, by the group's global ranks and a plan's key: they outlive the group, and memory that was released.
+_decided: dict[tuple[int, ...], dict[str, Decision]] = {}
+_agreed: GroupCache[dist.ProcessGroup, tuple[int, ...]] = GroupCache()
 _suited: GroupCache[tuple[Path, dist.ProcessGroup, str, str], bool] = GroupCache()
 
 
@@ -37,8 +42,28 @@ def forget_plans() -> None:
     """Read plan files again at their next use, and look at NCCL's order again."""
     _plans.clear()
     _suited.clear()
+    forget_decided()
     forget_orders()
     forget_all_reduce_orders()
+
+
+def forget_decided(name: str = "") -> None:
+    """Decide anew about one op, one room or all."""
+    for decisions in _decided.values():
+        for key in [key for key in decisions if key.startswith(name)]:
+            del decisions[key]
+
+
+def _decided_by(group: dist.ProcessGroup) -> dict[str, Decision]:
+    """What the group's ranks have decided, in this group or in one before it (collective the first time: where they
+    do not remember the same, they forget it)."""
+    if group not in _agreed:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        mine = repr(sorted((key, astuple(decision)) for key, decision in _decided.get(ranks, {}).items()))
+        if len(set(exchange(group, hashlib.sha256(mine.encode()).hexdigest()))) > 1:
+            _decided.pop(ranks, None)
+        _agreed[group] = ranks
+    return _decided.setdefault(_agreed[group], {})
 
 
 def check_plan(sizes: Mapping[str, int] | None = None) -> None:
@@ -114,6 +139,8 @@ def decide(
     if plan is not None:
         _check_suited(plan, op, mode, place, group)
     known = _agreed_entry(plan, key, group, device) if plan is not None else None
+    decided = _decided_by(group) if mode != "force" else {}
+    known = known or decided.get(key)
     with _unseen_by_saved_tensors_hooks():
         if known is not None or mode == "force":
             decision = known or Decision(True, "forced", None, None, None)
@@ -131,6 +158,7 @@ def decide(
     # What stays native is logged by who asked, with reasons that are not the policy's.
     if decision.use_ditron and log_decision:
         log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")
+    decided[key] = decision
     if plan is not None and known is None and mode != "force":
         plan.entries[key] = decision
         if dist.get_rank(group) == 0:  # of every group: stages of a pipeline have other layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from triton.runtime.errors import TritonError
 
+from ditron_train.policy.decide import forget_decided
 from ditron_train.policy.late_host import LateHost, late_host_of
-from ditron_train.policy.op import Call, Context, Op
+from ditron_train.policy.op import Call, Context, Op, is_forward_only
 from ditron_train.policy.self_check import self_check
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.flight_recorder import note_unless_over
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, is_destroyed, unwrapped
 from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
@@ -75,7 +76,7 @@ class Gate:
     def __init__(self, most_shapes: int = 256) -> None:
         self.most_shapes = most_shapes
         self._answers: GroupCache[_Key, Answer] = GroupCache()
-        self._counts: GroupCache[tuple[str, dist.ProcessGroup | None], int] = GroupCache()
+        self._counts: GroupCache[_Key, int] = GroupCache()
 
     def context_for(self, op: Op[Call, Context], call: Call) -> Context | None:
         """The context to run ``call`` by the fused path, or None for Megatron's (collective where the key is new)."""
@@ -87,6 +88,7 @@ class Gate:
 
     def answer_for(self, op: Op[Call, Context], call: Call) -> Answer:
         """The same with the reason."""
+        call = _with_known_group(call)
         key = _key_of(op, call)
         answer = self._answers.get(key)
         if answer is None:
@@ -112,7 +114,7 @@ class Gate:
 
     def key_of(self, op: Op[Call, Context], call: Call) -> _Key:
         """Where the answer to ``call`` is kept, for ``recall``."""
-        return _key_of(op, call)
+        return _key_of(op, _with_known_group(call))
 
     def recall(self, key: _Key) -> Answer | None:
         """What was decided for a key of ``key_of``: one look-up, which counts as a call. None where it was not, or may
@@ -124,7 +126,8 @@ class Gate:
 
     def knows(self, op: Op[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
-        is_full = self._counts.get((op.name, op.group(call)), 0) >= self.most_shapes
+        call = _with_known_group(call)
+        is_full = self._counts.get(_key_of(op, call)[:3], 0) >= self.most_shapes
         return is_full or is_capturing(op.device(call)) or _key_of(op, call) in self._answers
 
     def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
@@ -135,9 +138,18 @@ class Gate:
 
     def forget(self, name: str = "") -> None:
         """Decide anew from now on, and let go of the contexts; of one op, one room or all."""
+        self._drop(lambda key: _is_named(key, name))
+        forget_decided(name)
+
+    def release(self) -> None:
+        """Let go of the contexts of groups; what was decided is remembered (``policy.decide``), and each shape is
+        looked up again at its next call (collective)."""
+        self._drop(lambda key: key[1] is not None)
+
+    def _drop(self, is_meant: Callable[[_Key], bool]) -> None:
         caches: tuple[dict[Any, Any], ...] = (self._answers, self._counts)
         for cache in caches:
-            for key in [key for key in cache if _is_named(key, name)]:
+            for key in list(filter(is_meant, cache)):
                 del cache[key]
 
     def swap(self, other: Gate) -> None:
@@ -146,17 +158,19 @@ class Gate:
         self._counts, other._counts = other._counts, self._counts
 
     def _ask(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
-        group = op.group(call)
-        count = self._counts.get((op.name, group), 0)
+        group, kind = op.group(call), key[:3]
+        count = self._counts.get(kind, 0)
+        if group is not None and is_destroyed(group):
+            return self._native(op, "torch.distributed does not know its process group")
         if is_capturing(op.device(call)):
-            return self._native(op, _CAPTURED)
+            return self._answers.get(_key_of(op, call, is_forward=False)) or self._native(op, _CAPTURED)
         if count >= self.most_shapes:
             # The group's own shapes are counted, which all of its ranks know alike.
             limit = f"more than {self.most_shapes} shapes: each has to be tried, which would cost more than it gives"
             return self._native(op, limit)
         answer = self._decide(op, call)
         self._answers[key] = answer
-        self._counts[op.name, group] = count + 1
+        self._counts[kind] = count + 1
         return answer
 
     def _native(self, op: Op[Call, Context], reason: str) -> Answer:
@@ -179,7 +193,7 @@ class Gate:
         except FAILURES as error:
             return self._native(op, why_all_failed(op.log_name or op.name, error, op.group(call)))
         if decision.use_ditron:
-            looks = op.looks_at_host and get_settings().policy in ("strict", "fast")
+            looks = op.looks_at_host and not is_forward_only(op) and get_settings().policy in ("strict", "fast")
             return Answer(context, late_host=late_host_of(decision, op.device(call)) if looks else None)
         return self._native(op, f"{op.describe_shape(call)}{decision.reason}")
 
@@ -212,8 +226,16 @@ def why_all_failed(name: str, error: Exception, group: dist.ProcessGroup | None,
     return words
 
 
-def _key_of(op: Op[Call, Context], call: Call) -> _Key:
-    return (op.name, op.group(call), *op.key(call))
+def _key_of(op: Op[Call, Context], call: Call, is_forward: bool | None = None) -> _Key:
+    """Op, group, whether it is a call without a backward, and what else the answer depends on."""
+    return (op.name, op.group(call), is_forward_only(op) if is_forward is None else is_forward, *op.key(call))
+
+
+def _with_known_group(call: Call) -> Call:
+    """``call`` with the group that ``torch.distributed`` knows, where its own wraps that one."""
+    group = getattr(call, "group", None)
+    known = unwrapped(group)
+    return call if known is group else call._replace(group=known)  # type: ignore[attr-defined]
 
 
 def _is_named(key: _Key, name: str) -> bool:

@@ -58,6 +58,8 @@ class Op(ABC, Generic[Call, Context]):
         name: The subpackage, then the op: ``tp column``. It is in log lines and begins the keys of a plan.
         log_name: What log lines call the op, if that is not its name.
         logs_native: Whether the gate says why a call runs natively.
+        decides_forward: Whether calls without gradients (log-probabilities, evaluation) are decided about by
+            themselves, by times of the forward pass alone.
         looks_at_host: Whether the gate looks, during a job, at whether the CPU is ahead; only for an op that all ranks
             of its group call equally often, since they agree at a call.
     """
@@ -65,6 +67,7 @@ class Op(ABC, Generic[Call, Context]):
     name: str
     log_name: str | None = None
     logs_native: bool = True
+    decides_forward: bool = False
     looks_at_host: bool = False
 
     def group(self, call: Call) -> dist.ProcessGroup | None:
@@ -122,7 +125,7 @@ class Op(ABC, Generic[Call, Context]):
             check_memory(self.peak_bytes(call), device, group)
         trial = self.trial(call, context)
         return decide(
-            trial.description,
+            trial.description + ", no backward" * is_forward_only(self),
             trial.native,
             trial.fused,
             group=group,
@@ -150,6 +153,11 @@ class Op(ABC, Generic[Call, Context]):
     def describe_shape(self, call: Call) -> str:
         """The call's shape as a log line says it before the reason, with a space at its end."""
         return ""
+
+
+def is_forward_only(op: Op[Any, Any]) -> bool:
+    """Whether a call of ``op`` now is decided about as one without a backward."""
+    return op.decides_forward and not torch.is_grad_enabled()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -196,6 +204,9 @@ def fused_results(op: Op[Call, Context], call: Call, context: Context) -> list[t
 
 def _results(op: Op[Call, Any], call: Call, function: Function) -> list[torch.Tensor]:
     grads = op.grads(call)
+    if is_forward_only(op):
+        with torch.inference_mode(False), torch.no_grad():
+            return list(function(*op.inputs(call)))
     if not grads:
         return list(function(*op.inputs(call)))
     with torch.inference_mode(False), torch.enable_grad():

@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ditron_train.lang.self_check import Terms, handover_kernel, scale_kernel
 from ditron_train.runtime.device import kernel_target, with_index
 from ditron_train.runtime.errors import PeerTimeoutError
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, unwrapped
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.versions import newer_libraries
@@ -48,6 +48,7 @@ def self_check(group: dist.ProcessGroup | None, device: torch.device, turns: int
     Raises:
         PeerTimeoutError: A rank did not come within ``turns`` deadlines (``symm.exchange``).
     """
+    group = unwrapped(group)
     device = with_index(device)
     key, of_job = (group, str(device)), (dist.group.WORLD if dist.is_initialized() else None, str(device))
     if of_job in _verdicts and (group is None or _verdicts[of_job] is not None):

@@ -21,7 +21,7 @@ from ditron_train.pp.slots import LastingSizes, Slots
 from ditron_train.runtime.device import with_index
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
-from ditron_train.runtime.groups import GroupCache, check_member
+from ditron_train.runtime.groups import GroupCache, check_member, unwrapped
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.versions import pip_command
@@ -364,6 +364,7 @@ def get_pipeline_context(
         NotSupportedError: The group's context exists without ``network`` and now needs one.
     """
     # "cuda" and "cuda:0" are one: two contexts would share their slots, but not their flags.
+    group = unwrapped(group)
     device = with_index(device)
     key = (group, str(device))
     context = _contexts.get(key)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ditron_train.runtime.errors import NotSupportedError
 
@@ -25,6 +26,7 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 _caches: list[weakref.ref[GroupCache[Any, Any]]] = []
+_is_forgetting = False
 _owners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -40,6 +42,23 @@ def check_member(group: object) -> None:
         raise NotSupportedError("this rank is not in the process group: only its members may use it")
     if not isinstance(group, dist.ProcessGroup):
         raise NotSupportedError(f"{group!r} is no process group")
+    if is_destroyed(group):
+        raise NotSupportedError("torch.distributed does not know the process group: it was destroyed, or wraps none")
+
+
+#: Where classes that stand for a group which is destroyed and made again (as slime's) keep the group of now.
+_INNER = ("group", "inner_group")
+
+
+def unwrapped(group: Any) -> Any:
+    """The group that ``torch.distributed`` knows: ``group`` itself, or the one that it wraps."""
+    while isinstance(group, dist.ProcessGroup) and group not in distributed_c10d._world.pg_map:
+        held = getattr(group, "__dict__", {})  # not ``getattr``, which a wrapper hands on
+        inner = next((held[name] for name in _INNER if held.get(name) is not None), None)
+        if inner is None:
+            break
+        group = inner
+    return group
 
 
 def world_group() -> dist.ProcessGroup:
@@ -64,6 +83,7 @@ def belongs_to(group: dist.ProcessGroup, owner: dist.ProcessGroup) -> dist.Proce
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
     """Whether ``dist.destroy_process_group`` has been called for ``group``, or for the group that it belongs to."""
+    group = unwrapped(group)
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):  # no longer registered; or nothing is, and the question is about the default group
@@ -114,6 +134,19 @@ def forget_destroyed_groups() -> None:
 
     Without communication, so at any time; it waits for the device where there was something to free.
     """
+    global _is_forgetting
+    if _is_forgetting:  # what goes destroys groups of its own
+        return
+    _is_forgetting = True
+    try:
+        num_dropped = _forget()
+    finally:
+        _is_forgetting = False
+    if num_dropped:
+        gc.collect()  # contexts and what they prepared refer to each other
+
+
+def _forget() -> int:
     _caches[:] = [cache for cache in _caches if cache() is not None]
     num_dropped = 0
     # What is made of something else was imported after it: contexts before their arenas.
@@ -121,8 +154,7 @@ def forget_destroyed_groups() -> None:
         cache = reference()
         if cache is not None:
             num_dropped += cache._drop_destroyed()
-    if num_dropped:
-        gc.collect()  # contexts and what they prepared refer to each other
+    return num_dropped
 
 
 def forget_at_exit() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import is_capturing
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, unwrapped
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.stream.cached_tensor import CachedTensor
@@ -130,6 +130,7 @@ _kept: GroupCache[tuple[dist.ProcessGroup, torch.device], AllToAlls] = GroupCach
 def all_to_alls_of(group: dist.ProcessGroup, device: torch.device) -> AllToAlls:
     """The all-to-alls of a group on a device, made at the first call and kept; in a CUDA graph's capture made anew,
     since what a capture makes is filled by replays."""
+    group = unwrapped(group)
     if (group, device) in _kept:
         return _kept[group, device]
     made = AllToAlls(group, device)

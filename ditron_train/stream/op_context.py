@@ -13,7 +13,7 @@ from ditron_train.lang.agree import agree_kernel
 from ditron_train.runtime.device import is_capturing, kernel_target, num_sms, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.flight_recorder import records_of
-from ditron_train.runtime.groups import GroupCache, forget_at_exit, world_group
+from ditron_train.runtime.groups import GroupCache, forget_at_exit, unwrapped, world_group
 from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
@@ -382,7 +382,7 @@ def context_of(
         device: Where activations live (``None``: the current GPU, or the CPU where there is none).
         first_epoch: Where epochs begin if it is made now: tests and soak runs cross the wrap.
     """
-    group = group if group is not None else world_group()
+    group = unwrapped(group) if group is not None else world_group()
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = with_index(device)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.device import is_capturing, with_index
 from ditron_train.runtime.errors import ArenaError
-from ditron_train.runtime.groups import GroupCache, check_member, forget_destroyed_groups, world_group
+from ditron_train.runtime.groups import GroupCache, check_member, forget_destroyed_groups, unwrapped, world_group
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
@@ -229,7 +229,7 @@ _arenas: GroupCache[tuple[dist.ProcessGroup, str], SymmetricArena] = GroupCache(
 
 def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> SymmetricArena:
     """The one arena of ``group`` (``None``: WORLD) on ``device``; made at the first call, which is collective."""
-    group = group if group is not None else world_group()
+    group = unwrapped(group) if group is not None else world_group()
     device = with_index(device)
     key = (group, str(device))
     arena = _arenas.get(key)
@@ -247,10 +247,19 @@ def held_bytes() -> int:
     return sum(arena.num_bytes for arena in _arenas.values())
 
 
-def close_all_arenas() -> None:
+def close_all_arenas(*, keeps_captured: bool = False) -> int:
     """Closes every arena that ``get_arena`` made, in the order in which they were first made: a call of every rank of
-    their groups, which that order keeps from waiting for each other in a circle, since making them did not."""
+    their groups, which that order keeps from waiting for each other in a circle, since making them did not.
+
+    Args:
+        keeps_captured: Those whose memory a captured CUDA graph may use stay.
+
+    Returns:
+        How many stay.
+    """
     forget_destroyed_groups()
-    for arena in list(_arenas.values()):
-        arena.close()
-    _arenas.clear()
+    for key, arena in list(_arenas.items()):
+        if not (keeps_captured and arena.graph_captured):
+            arena.close()
+            del _arenas[key]
+    return len(_arenas)

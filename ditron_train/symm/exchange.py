@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from ditron_train.runtime.errors import ArenaError, DitronError, PeerTimeoutError
 from ditron_train.runtime.flight_recorder import note_error, records_of
-from ditron_train.runtime.groups import GroupCache, check_member
+from ditron_train.runtime.groups import GroupCache, check_member, unwrapped
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.plain import from_plain, to_plain
 
@@ -235,7 +235,7 @@ def exchange(group: dist.ProcessGroup, value: object, turns: int = 1) -> list[An
         PeerTimeoutError: A rank did not come within ``turns`` times ``DITRON_TIMEOUT_S``, 30 s each at least; also on
             that rank, where it comes later.
     """
-    meeting = _meeting_of(group)
+    meeting, group = _meeting_of(group), unwrapped(group)
     try:
         return meeting.exchange(value, turns)
     except PeerTimeoutError as error:
@@ -258,6 +258,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def _meeting_of(group: dist.ProcessGroup) -> _Meeting:
+    group = unwrapped(group)
     if group not in _meetings:
         check_member(group)
         # Opens this rank's file: a rank that dies from here on has left one, and what the others raise is in theirs.

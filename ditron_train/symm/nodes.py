@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.errors import ArenaError, DitronError, NotSupportedError, PeerTimeoutError
 from ditron_train.runtime.flight_recorder import note_error
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, unwrapped
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.channel import check_all
 from ditron_train.symm.exchange import exchange, first_missing, on_all_ranks, store_of
@@ -37,6 +37,7 @@ _groups: GroupCache[dist.ProcessGroup, NodeGroups] = GroupCache()
 
 def node_of_each_rank(group: dist.ProcessGroup) -> list[int]:
     """Number of the node of each rank, by group rank (collective the first time). A torchrun agent counts as one."""
+    group = unwrapped(group)
     if group not in _nodes:
         names = exchange(group, node_of_process())
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -67,6 +68,7 @@ def node_groups(group: dist.ProcessGroup) -> NodeGroups | None:
         NotSupportedError: Nodes with different numbers of ranks, or ranks that are not grouped by node; on every rank
             alike.
     """
+    group = unwrapped(group)
     if not spans_nodes(group):
         return None
     if group not in _groups:

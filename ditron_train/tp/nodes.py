@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ditron_train.policy.order import reduction_order
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, unwrapped
 from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
@@ -142,6 +142,7 @@ def get_nodes_tp_context(group: dist.ProcessGroup, device: torch.device) -> Node
             alike.
         ArenaError: A node cannot have its context; on every rank alike.
     """
+    group = unwrapped(group)
     key = (group, device)
     known = _contexts.get(key)
     if known is None or (known.inner is not None and known.inner.arena.closed):

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from ditron_train.megatron.plugin import failures, patching
+from ditron_train.megatron.plugin import failures, lifecycle, patching
 from ditron_train.megatron.plugin.arguments import (
     FEATURE_MODULES,
     WGRAD,
@@ -125,6 +125,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     modules = {name: module for name in options.overlapping if (module := _feature(name)) is not None}
     _start(FEATURE_MODULES[WGRAD])  # only a job that Megatron would refuse sees a difference
     failures.start()
+    lifecycle.start()
     _start("ditron_train.megatron.plugin.job_start").announce(tuple(modules))
     if spec is not None and not modules:
         return spec
@@ -191,6 +192,7 @@ def restore() -> None:
         if hasattr(module, "stop"):
             module.stop()
     failures.stop()
+    lifecycle.stop()
     while _saved_environment:
         _set_variable(*_saved_environment.popitem())
 

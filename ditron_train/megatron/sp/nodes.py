@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
-from ditron_train.runtime.groups import GroupCache
+from ditron_train.runtime.groups import GroupCache, unwrapped
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp import (
     HeadsLayout,
@@ -47,6 +47,7 @@ def get_nodes_context(group: dist.ProcessGroup, device: torch.device) -> NodesCo
             every rank alike.
         ArenaError: A node cannot have its context; on every rank alike.
     """
+    group = unwrapped(group)
     key = (group, device)
     if key not in _contexts or _contexts[key].node.arena.closed:
         _contexts[key] = NodesContext(group, device)

@@ -115,6 +115,8 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
             return get_nodes_context(call.group, call.like.device)
         return get_sp_context(call.group, call.like.device)
 
+    decides_forward = True
+
     def decide(self, call: UlyssesCall, context: SPContext | NodesContext) -> Decision:
         """Nothing of the op can fail later for want of memory."""
         decision = super().decide(call, context)

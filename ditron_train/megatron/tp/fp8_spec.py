@@ -9,7 +9,7 @@ installed.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, why_not_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Decision, Function, Op, Trial
+from ditron_train.policy.op import is_forward_only
 from ditron_train.runtime.errors import MismatchError
 from ditron_train.runtime.values import normal_values
 from ditron_train.stream.driver import has_driver
@@ -80,12 +81,14 @@ class _Operands:
     quantizer: Any
     bias: torch.Tensor | None
     amax: torch.Tensor
+    is_forward: bool = False
 
 
 class Fp8LinearOp(Op[Fp8Call, TPContext]):
     """Gather, product and their backward (``column``), or product, reduce-scatter and theirs (``row``). A recipe is a
     part of the call."""
 
+    decides_forward = True
     looks_at_host = True  # Transformer Engine keeps the host busy in FP8
 
     def __init__(self, kind: Kind) -> None:
@@ -138,7 +141,11 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
     def trial(self, call: Fp8Call, context: TPContext) -> Trial:
         """On random values, which are timed, and on order-probe inputs (nothing of the job is quantized again, since
         quantizers remember)."""
-        timed, probed = (_operands(self.kind, call, context, order_probe=one) for one in (False, True))
+        is_forward = is_forward_only(self)
+        timed, probed = (
+            replace(_operands(self.kind, call, context, order_probe=one), is_forward=is_forward)
+            for one in (False, True)
+        )
         runs = [
             (lambda one=one: _run(self.kind, one, None), lambda one=one: _run(self.kind, one, context))
             for one in (timed, probed)
@@ -216,6 +223,8 @@ def _run(kind: Kind, operands: _Operands, context: TPContext | None) -> Sequence
         else:
             y, *_ = multiply(operands.weight, operands.x, **fast)
             y, _ = scatter(y, call.group)
+    if operands.is_forward:
+        return [y, *reduced]
     with torch.no_grad(), passing(backward_pass(kind, context, call.scaling, features)):
         gradients = (_column_gradients if kind == "column" else _row_gradients)(operands)
     return [y, *gradients, *reduced]

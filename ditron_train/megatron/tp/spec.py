@@ -58,6 +58,8 @@ class LinearOp(Op[LinearCall, Any]):
             whole everywhere: ``x [s, b, K]`` of every call holds all of them.
     """
 
+    decides_forward = True
+
     def __init__(self, kind: Kind, *, is_reduced: bool = False) -> None:
         self.kind, self.is_reduced = kind, is_reduced
         self.name = f"tp {kind}" + (" ar" if is_reduced else "")
@@ -181,7 +183,9 @@ class LinearOp(Op[LinearCall, Any]):
             timed = call._replace(x=x, weight=weight, grad_y=_order_probe_grad(self, call, context))
         # NCCL's all-reduce has orders of its own, which the op looks at (`all_reduce_order`); over nodes the fused
         # path follows the order that the process group has, or leaves sums to it.
-        follows_ring = not self.is_reduced and not isinstance(self.make_context(call), NodesTPContext)
+        # Forward alone, a column layer adds nothing up.
+        is_summed = not self.is_reduced and not (self.kind == "column" and not torch.is_grad_enabled())
+        follows_ring = is_summed and not isinstance(context, NodesTPContext)
         return make_trial(
             self,
             timed,
@@ -262,7 +266,9 @@ def _table_prefers_native(op: LinearOp, call: LinearCall, context: TPContext) ->
     seen = (call.x.dtype, context.world_size, context.machine.device)
     if op.is_reduced:
         return prefers_native("gemm_ar", rows, n, k, "nt", *seen)
-    return prefers_native("gemm_rs", rows, n, k, "nt", *seen) and prefers_native("ag_gemm", rows, k, n, "nn", *seen)
+    if not prefers_native("gemm_rs", rows, n, k, "nt", *seen):
+        return False
+    return not torch.is_grad_enabled() or prefers_native("ag_gemm", rows, k, n, "nn", *seen)
 
 
 def _unsupported_device(x: torch.Tensor) -> str | None:

@@ -91,6 +91,7 @@ def _state(layer: Any, x: torch.Tensor) -> tuple[Any, ...]:
         layer.wgrad_store.delay_wgrad_compute(),
         layer.is_debug_iter(),
         torch.is_autocast_enabled(x.device.type),
+        torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         is_cpu_offload_enabled(),
         is_in_onnx_export_mode(),
