@@ -19,13 +19,16 @@ import inspect
 import sys
 from typing import Any
 
+from ditron_train.megatron.plugin.subclasses import fused_subclass
+
 _redirected: dict[type, type] = {}
 _hooked: set[type] = set()
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
 
 def redirect_construction(native: type, ours: type) -> None:
-    """Make ``native(...)`` build an instance of its subclass `ours`. Subclasses of `native` are not affected.
+    """Make ``native(...)`` build an instance of its subclass `ours`, and other subclasses of `native` what
+    `subclasses.fused_subclass` says.
 
     Raises:
         TypeError: `ours` is not a subclass of `native`.
@@ -49,7 +52,12 @@ def _hook_construction(native: type) -> None:
     inherited = native.__new__
 
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
-        target = _redirected.get(native, native) if cls is native and (args or kwargs) else cls
+        target, ours = cls, _redirected.get(native)
+        if ours is not None and (args or kwargs):
+            if cls is native:
+                target = ours
+            elif not any(base is one for base in cls.__mro__ for one in _redirected.values()):
+                target = fused_subclass(cls, native, ours)
         if inherited is object.__new__:
             return object.__new__(target)
         return inherited(target, *args, **kwargs)
