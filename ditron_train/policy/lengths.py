@@ -8,7 +8,8 @@ the number of rows. Three things are decided apart:
   without communication. All families of a group whose rows changed together are proven together, followed by one
   agreement of the ranks.
 - Per range of rows (eight to an octave) and pass (forward, or forward and backward), which path is faster:
-  ``JobTimes``, at the job's own calls.
+  ``JobTimes``, at the job's own calls. Where an op's calls are not observed, both paths are timed at the first number
+  of rows of a range, as at a new shape.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Family:
         last_rows: Of the last call.
         is_timed: Whether times decide; else the fused path runs wherever bits are identical.
         times: By the most rows of a range, and whether a backward follows.
+        probed: Likewise of an op whose calls are not observed, the answer.
         keys: Of the gate's answers that came from here.
     """
 
@@ -64,6 +66,7 @@ class Family:
         self.proven: dict[int, bool] = {}
         self.last_rows = 0
         self.times: dict[tuple[int, bool], JobTimes] = {}
+        self.probed: dict[int, Answer] = {}
         self.keys: list[tuple[Hashable, ...]] = []
 
     def starts_to_vary(self, rows: int, most_rows: int | None) -> bool:
@@ -79,12 +82,14 @@ class Lengths:
     """The families of one gate.
 
     Args:
-        decide: The gate's own first decision about a family: its answer, bits compared and nothing timed.
+        decide: The gate's own decision about a family at one number of rows, with times or without.
         native: Makes the answer of a call that runs natively for a reason, with a log line.
     """
 
     def __init__(
-        self, decide: Callable[[Op[Any, Any], Any, int | None], Answer], native: Callable[[Op[Any, Any], str], Answer]
+        self,
+        decide: Callable[[Op[Any, Any], Any, int | None, bool], Answer],
+        native: Callable[[Op[Any, Any], str], Answer],
     ) -> None:
         self._decide, self._native = decide, native
         self.families: GroupCache[tuple[Hashable, ...], Family] = GroupCache()
@@ -138,7 +143,7 @@ class Lengths:
         return family.keys
 
     def _open(self, op: Op[Call, Context], call: Call, family: Family, rows: int, most_rows: int | None) -> None:
-        answer = self._decide(op, call, most_rows)
+        answer = self._decide(op, call, most_rows, False)
         family.is_open, family.context, family.reason = True, answer.context, answer.reason
         if answer.reason is not None:
             return
@@ -172,8 +177,12 @@ class Lengths:
         fused = Answer(family.context)
         if not family.is_timed:
             return fused, family
-        has_backward = torch.is_grad_enabled() and op.inputs(call)[0].requires_grad
         top = top_of_range(rows)
+        if not op.is_observed:
+            if top not in family.probed:
+                family.probed[top] = self._decide(op, call, None, True)
+            return family.probed[top], family
+        has_backward = torch.is_grad_enabled() and op.inputs(call)[0].requires_grad
         times = family.times.get((top, has_backward))
         if times is None:
             times = family.times[top, has_backward] = JobTimes(family.group)

@@ -86,7 +86,7 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
     """Gather, product and their backward (``column``), or product, reduce-scatter and theirs (``row``). A recipe is a
     part of the call."""
 
-    is_audited = True
+    is_observed = True
     looks_at_host = True  # Transformer Engine keeps the host busy in FP8
 
     def __init__(self, kind: Kind) -> None:

@@ -60,7 +60,7 @@ class LinearOp(Op[LinearCall, Any]):
             whole everywhere: ``x [s, b, K]`` of every call holds all of them.
     """
 
-    is_audited = True
+    is_observed = True
 
     def __init__(self, kind: Kind, *, is_reduced: bool = False) -> None:
         self.kind, self.is_reduced = kind, is_reduced
