@@ -31,6 +31,7 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.sizes import top_of_range
 
+_MANY_LENGTHS = 256  # after which one line advises to pad
 _FIXED_LENGTHS = 2  # of a family, that are decided one by one: those of training and of evaluation
 MOST_KEYS = 1024  # calls of a family whose answer is kept by all that they depend on
 _CAPTURED = "a length was first seen while a CUDA graph was being captured (run a warm-up step before)"
@@ -52,6 +53,7 @@ class Family:
         last_rows: Of the last call.
         is_timed: Whether times decide; else the fused path runs wherever bits are identical.
         times: By the most rows of a range, and whether a backward follows.
+        num_calls, num_fused: While times were asked for.
         probed: Likewise of an op whose calls are not observed, the answer.
         keys: Of the gate's answers that came from here.
     """
@@ -64,7 +66,7 @@ class Family:
         self.varies = self.is_open = self.is_timed = False
         self.proof: Callable[[int], torch.Tensor] | None = None
         self.proven: dict[int, bool] = {}
-        self.last_rows = 0
+        self.last_rows = self.num_calls = self.num_fused = 0
         self.times: dict[tuple[int, bool], JobTimes] = {}
         self.probed: dict[int, Answer] = {}
         self.keys: list[tuple[Hashable, ...]] = []
@@ -151,10 +153,11 @@ class Lengths:
         family.is_timed = policy in ("strict", "fast") and device.type == "cuda"
         if policy in ("strict", "bits") and compares(device):
             family.proof = op.bits_proof(call, answer.context)
+        advice = "" if most_rows else "; DITRON_ROWS=<most tokens of a microbatch> reserves memory once"
         log_once(
             f"lengths {family.name} {family.group.group_name} {len(self.families)}",
             f"{family.name}: lengths vary, so bits are proven at each number of tokens, and times are measured at the "
-            "job's calls for each range of lengths",
+            f"job's calls for each range of lengths{advice}",
             name="policy",
         )
 
@@ -172,6 +175,14 @@ class Lengths:
             found = torch.stack([one.proof(rows).to(torch.int32).reshape(()) for one in together if one.proof])
         for one, is_equal in zip(together, family.context.agree_on_rows(rows, found)):
             one.proven[rows] = bool(is_equal)
+        if len(family.proven) == _MANY_LENGTHS:
+            log_once(
+                "many lengths",
+                f"{family.name}: {_MANY_LENGTHS} lengths so far, {sum(family.proven.values())} of them proven and "
+                f"{family.num_fused / max(family.num_calls, 1):.0%} of the calls fused; each new length costs a proof, "
+                "so padding microbatches to a multiple of 64 or more tokens pays if that is a small part of them",
+                name="policy",
+            )
 
     def _by_times(self, op: Op[Call, Context], call: Call, family: Family, rows: int) -> tuple[Answer, Family | None]:
         fused = Answer(family.context)
@@ -183,6 +194,7 @@ class Lengths:
                 family.probed[top] = self._decide(op, call, None, True)
             return family.probed[top], family
         has_backward = torch.is_grad_enabled() and op.inputs(call)[0].requires_grad
+        family.num_calls += 1
         times = family.times.get((top, has_backward))
         if times is None:
             times = family.times[top, has_backward] = JobTimes(family.group)
@@ -193,8 +205,10 @@ class Lengths:
             if is_capturing(op.device(call)):
                 return Answer(None, _MEASURED), None
             observer = times.next_call(rows, has_backward)
+            family.num_fused += observer.is_fused
             context, reason = (family.context, None) if observer.is_fused else (None, _MEASURED)
             return Answer(context, reason, observer=observer), None
+        family.num_fused += times.is_fused
         # Not kept by the call's key: a key does not say whether a backward follows.
         return (fused if times.is_fused else Answer(None, "it is not faster in this range of rows")), None
 

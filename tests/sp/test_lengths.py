@@ -26,7 +26,7 @@ def _exchanges(most_rows: str) -> tuple[list[bool], list[int], int]:
     ExchangeOp.decide = lambda self, call, context: decided.append(call.rows) or decide(self, call, context)
     gate.forget("sp")
     right, held = [], []
-    for rows in (40, 12, 31, 5, 37, 38, 39, 12):
+    for rows in (40, 12, 30, 6, 36, 38, 34, 12):
         generator = torch.Generator().manual_seed(rows + dist.get_rank())
         q, k, v = (torch.randn(rows, 1, heads, 8, generator=generator) for heads in (4, 2, 2))
         context = route_exchange(group, shape, q)
@@ -41,4 +41,4 @@ def _exchanges(most_rows: str) -> tuple[list[bool], list[int], int]:
 def test_exchanges_of_packed_sequences_are_fused_at_every_length() -> None:
     for right, held, num_decided in run_workers(2, _exchanges, "80"):
         assert all(right) and len(set(held)) == 1
-        assert num_decided == 1 + 5  # the family once, then each range: of 80, 24, 64, 10 and 76 rows
+        assert num_decided == 1 + 5  # the family once, then each range: up to 80, 24, 60, 12 and 72 rows
