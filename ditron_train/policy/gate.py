@@ -73,7 +73,7 @@ class Gate:
         call = _with_known_group(call)
         key = _key_of(op, call)
         answer = self._answer(op, call, key)
-        if not self._audit_every or not op.is_audited or not answer.is_fused or answer.observer is not None:
+        if not self._audit_every or not op.is_observed or not answer.is_fused or answer.observer is not None:
             return answer
         counted = (op.name, op.group(call))
         self._audited[counted] = number = self._audited.get(counted, 0) + 1
@@ -196,8 +196,10 @@ class Gate:
             log_native(op.log_name or op.name, reason)
         return Answer(None, reason)
 
-    def _decide_family(self, op: Op[Call, Context], call: Call, most_rows: int | None) -> Answer:
-        """The first decision about a family: bits are compared, nothing is timed (collective)."""
+    def _decide_family(self, op: Op[Call, Context], call: Call, most_rows: int | None, is_timed: bool) -> Answer:
+        """A decision about a family at the call's rows; the first is not timed (collective)."""
+        if is_timed:
+            return self._decide(op, call)
         counted = _key_of(op, call)[:3]
         if self._counts.get(counted, 0) >= self.most_shapes:
             return Answer(None, self._limit())

@@ -8,7 +8,8 @@ the number of rows. Three things are decided apart:
   without communication. All families of a group whose rows changed together are proven together, followed by one
   agreement of the ranks.
 - Per range of rows (eight to an octave) and pass (forward, or forward and backward), which path is faster:
-  ``JobTimes``, at the job's own calls.
+  ``JobTimes``, at the job's own calls. Where an op's calls are not observed, both paths are timed at the first number
+  of rows of a range, as at a new shape.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.sizes import top_of_range
 from ditron_train.stream.agreement import agree_on_rows
 
+_MANY_LENGTHS = 256  # after which one line advises to pad
 _FIXED_LENGTHS = 2  # of a family, that are decided one by one: those of training and of evaluation
 MOST_KEYS = 1024  # calls of a family whose answer is kept by all that they depend on
 _CAPTURED = "a length was first seen while a CUDA graph was being captured (run a warm-up step before)"
@@ -52,6 +54,8 @@ class Family:
         last_rows: Of the last call.
         is_timed: Whether times decide; else the fused path runs wherever bits are identical.
         times: By the most rows of a range, and whether a backward follows.
+        num_calls, num_fused: While times were asked for.
+        probed: Likewise of an op whose calls are not observed, the answer.
         keys: Of the gate's answers that came from here.
     """
 
@@ -63,8 +67,9 @@ class Family:
         self.varies = self.is_open = self.is_timed = False
         self.proof: Callable[[int], torch.Tensor] | None = None
         self.proven: dict[int, bool] = {}
-        self.last_rows = 0
+        self.last_rows = self.num_calls = self.num_fused = 0
         self.times: dict[tuple[int, bool], JobTimes] = {}
+        self.probed: dict[int, Answer] = {}
         self.keys: list[tuple[Hashable, ...]] = []
 
     def starts_to_vary(self, rows: int, most_rows: int | None) -> bool:
@@ -80,12 +85,14 @@ class Lengths:
     """The families of one gate.
 
     Args:
-        decide: The gate's own first decision about a family: its answer, bits compared and nothing timed.
+        decide: The gate's own decision about a family at one number of rows, with times or without.
         native: Makes the answer of a call that runs natively for a reason, with a log line.
     """
 
     def __init__(
-        self, decide: Callable[[Op[Any, Any], Any, int | None], Answer], native: Callable[[Op[Any, Any], str], Answer]
+        self,
+        decide: Callable[[Op[Any, Any], Any, int | None, bool], Answer],
+        native: Callable[[Op[Any, Any], str], Answer],
     ) -> None:
         self._decide, self._native = decide, native
         self.families: GroupCache[tuple[Hashable, ...], Family] = GroupCache()
@@ -139,7 +146,7 @@ class Lengths:
         return family.keys
 
     def _open(self, op: Op[Call, Context], call: Call, family: Family, rows: int, most_rows: int | None) -> None:
-        answer = self._decide(op, call, most_rows)
+        answer = self._decide(op, call, most_rows, False)
         family.is_open, family.context, family.reason = True, answer.context, answer.reason
         if answer.reason is not None:
             return
@@ -147,10 +154,11 @@ class Lengths:
         family.is_timed = policy in ("strict", "fast") and device.type == "cuda"
         if policy in ("strict", "bits") and compares(device):
             family.proof = op.bits_proof(call, answer.context)
+        advice = "" if most_rows else "; DITRON_ROWS=<most tokens of a microbatch> reserves memory once"
         log_once(
             f"lengths {family.name} {family.group.group_name} {len(self.families)}",
             f"{family.name}: lengths vary, so bits are proven at each number of tokens, and times are measured at the "
-            "job's calls for each range of lengths",
+            f"job's calls for each range of lengths{advice}",
             name="policy",
         )
 
@@ -168,13 +176,26 @@ class Lengths:
             found = torch.stack([one.proof(rows).to(torch.int32).reshape(()) for one in together if one.proof])
         for one, is_equal in zip(together, agree_on_rows(family.context, rows, found)):
             one.proven[rows] = bool(is_equal)
+        if len(family.proven) == _MANY_LENGTHS:
+            log_once(
+                "many lengths",
+                f"{family.name}: {_MANY_LENGTHS} lengths so far, {sum(family.proven.values())} of them proven and "
+                f"{family.num_fused / max(family.num_calls, 1):.0%} of the calls fused; each new length costs a proof, "
+                "so padding to a multiple of 64 or more tokens pays if that is a small part of a microbatch",
+                name="policy",
+            )
 
     def _by_times(self, op: Op[Call, Context], call: Call, family: Family, rows: int) -> tuple[Answer, Family | None]:
         fused = Answer(family.context)
         if not family.is_timed:
             return fused, family
-        has_backward = torch.is_grad_enabled() and op.inputs(call)[0].requires_grad
         top = top_of_range(rows)
+        if not op.is_observed:
+            if top not in family.probed:
+                family.probed[top] = self._decide(op, call, None, True)
+            return family.probed[top], family
+        has_backward = torch.is_grad_enabled() and op.inputs(call)[0].requires_grad
+        family.num_calls += 1
         times = family.times.get((top, has_backward))
         if times is None:
             times = family.times[top, has_backward] = JobTimes(family.group)
@@ -185,8 +206,10 @@ class Lengths:
             if is_capturing(op.device(call)):
                 return Answer(None, _MEASURED), None
             observer = times.next_call(rows, has_backward)
+            family.num_fused += observer.is_fused
             context, reason = (family.context, None) if observer.is_fused else (None, _MEASURED)
             return Answer(context, reason, observer=observer), None
+        family.num_fused += times.is_fused
         # Not kept by the call's key: a key does not say whether a backward follows.
         return (fused if times.is_fused else Answer(None, "it is not faster in this range of rows")), None
 

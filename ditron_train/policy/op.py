@@ -62,7 +62,7 @@ class Op(ABC, Generic[Call, Context]):
             themselves, by times of the forward pass alone.
         looks_at_host: Whether the gate looks, during a job, at whether the CPU is ahead; only for an op that all ranks
             of its group call equally often, since they agree at a call.
-        is_audited: Whether ``DITRON_AUDIT`` has calls of its layers computed by both paths.
+        is_observed: Whether its layers have their calls ``observed``: timed in the job if lengths vary, and audited.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Op(ABC, Generic[Call, Context]):
     logs_native: bool = True
     decides_forward: bool = False
     looks_at_host: bool = False
-    is_audited: bool = False
+    is_observed: bool = False
 
     def group(self, call: Call) -> dist.ProcessGroup | None:
         """Who decides together: the call's ``group``; None for an op of one process."""

@@ -20,7 +20,6 @@ import triton.language as tl
 import ditron_train.lang as dl
 from ditron_train.gemm.kernels import store_tile, tile_product
 from ditron_train.gemm.operands import aligned_operand, empty_aligned, make_descriptor
-from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.schedule.tiles import grouped_tile
@@ -212,7 +211,7 @@ class A2AGemmPlan(Transfer):
             self._deal = transfer_sizes.deal_of(m, n, k, world, config, num_programs, dtype.itemsize, choice.programs)
         else:
             num_programs, self._deal = 2, (1, num_tiles // 3)
-        self._launch = KernelLaunch(
+        self._launch = context.launch(
             a2a_gemm_kernel,
             num_programs,
             {

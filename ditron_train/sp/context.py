@@ -42,15 +42,15 @@ class SPContext(OpContext):
 
     def heads_buffer(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
         """Where peers store what belongs to this rank's heads: slots of source ranks."""
-        return self.arena.tensor("sp.to_heads", (num_rows, num_columns), dtype)
+        return self.roomy("sp.to_heads", num_rows, num_columns, dtype)
 
     def staged_buffer(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
         """Where this rank leaves products that peers read: slots of destination ranks."""
-        return self.arena.tensor("sp.staged", (num_rows, num_columns), dtype)
+        return self.roomy("sp.staged", num_rows, num_columns, dtype)
 
     def sequence_buffer(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
         """Where peers store what belongs to this rank's part of the sequence: columns of source ranks."""
-        return self.arena.tensor("sp.to_sequence", (num_rows, num_columns), dtype)
+        return self.roomy("sp.to_sequence", num_rows, num_columns, dtype)
 
 
 def get_sp_context(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> SPContext:

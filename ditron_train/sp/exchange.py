@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp import transfer_sizes
 from ditron_train.sp.choices import exchange_programs
@@ -85,7 +84,7 @@ class SequenceGatherPlan(Transfer):
         self._columns = context.world_size * layout.num_columns
         self._push = self.copy_kernel(push_kernel, transfer_sizes.GATHER_PROGRAMS)
         constants = {"WORLD_SIZE": context.world_size, "TARGET": context.target}
-        self._arrived = KernelLaunch(arrived_kernel, 1, constants, num_warps=1)
+        self._arrived = context.launch(arrived_kernel, 1, constants, num_warps=1)
 
     def run(
         self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, meanwhile: Callable[[], object]

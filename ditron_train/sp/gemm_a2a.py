@@ -24,7 +24,6 @@ from ditron_train.gemm.fp8 import check_bias
 from ditron_train.gemm.kernels import biased, store_tile, tile_product
 from ditron_train.gemm.operands import aligned_operand, make_descriptor, padded_columns
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.tiles import grouped_tile
 from ditron_train.sp import transfer_sizes
@@ -130,7 +129,7 @@ class GemmA2APlan(Transfer):
         self._receive = Receiver(self, programs, pull=True)
         self._slots = make_descriptor(self.buffer.local[:, :n], config.store_block)
         self._columns_per_rank = n if weight_layout == "nt" else padded_columns(n, dtype)
-        self._launch = KernelLaunch(
+        self._launch = context.launch(
             gemm_a2a_kernel,
             max(1, min(context.num_sms - programs, world * config.num_tiles(m, n))),
             {

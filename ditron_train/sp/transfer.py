@@ -435,7 +435,7 @@ class Transfer(Plan[SPContext]):
     def copy_kernel(self, kernel: Any, num_programs: int, **constants: int | bool) -> KernelLaunch:
         """``push_kernel`` or ``receive_kernel``, with the constants that only it has."""
         values = {"COPY": self.blocks, **constants, "TARGET": self.context.target}
-        return KernelLaunch(kernel, num_programs if self.context.is_cuda else 1, values, num_warps=16)
+        return self.context.launch(kernel, num_programs if self.context.is_cuda else 1, values, num_warps=16)
 
     def copy(
         self,

@@ -18,7 +18,7 @@ from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, stream_of
 from ditron_train.stream.recorder import OpRecorder
-from ditron_train.symm.arena import SymmetricArena, get_arena
+from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
 from ditron_train.symm.channel import Channel
 
 #: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new
@@ -135,6 +135,15 @@ class OpContext:
     def rows_with_room(self, rows: int) -> int:
         """For how many rows a buffer is made, or tiles are chosen, that ``rows`` rows need."""
         return max(top_of_range(rows), self.most_rows) if self.varies else rows
+
+    def roomy(
+        self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype, room_rows: int = 0
+    ) -> SymmetricTensor:
+        """A buffer of the arena, which has room for other lengths if it has to grow and lengths vary: for
+        ``room_rows``, by default for as many as ``rows_with_room`` says."""
+        if self.arena.capacity_bytes(name) < num_rows * num_columns * dtype.itemsize:
+            self.arena.tensor(name, (max(num_rows, room_rows or self.rows_with_room(num_rows)), num_columns), dtype)
+        return self.arena.tensor(name, (num_rows, num_columns), dtype)
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
         """A channel of this context (collective)."""

@@ -162,7 +162,7 @@ class TPContext(OpContext):
     ) -> SymmetricTensor:
         """The gathered activation, as ``[num_rows, num_columns]``; valid until the next gather of this context into
         this ``buffer`` (None: the one that gathers share)."""
-        return self._with_room(buffer or GATHERED, num_rows, num_columns, dtype)
+        return self.roomy(buffer or GATHERED, num_rows, num_columns, dtype)
 
     def pushed(self, dtype: torch.dtype) -> SymmetricTensor:
         """Where peers store the partial sums of small all-reduces, [2, world_size, elements]: by the epoch's
@@ -171,15 +171,7 @@ class TPContext(OpContext):
 
     def slots(self, num_rows: int, num_columns: int, dtype: torch.dtype, room_rows: int = 0) -> SymmetricTensor:
         """The partials that peers store here; ``room_rows``: of the longest call of the range, if that is known."""
-        return self._with_room(SLOTS, num_rows, num_columns, dtype, room_rows)
-
-    def _with_room(
-        self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype, room_rows: int = 0
-    ) -> SymmetricTensor:
-        """A buffer of the arena, with room for the other lengths of the range if lengths vary."""
-        if self.arena.capacity_bytes(name) < num_rows * num_columns * dtype.itemsize:
-            self.arena.tensor(name, (room_rows or self.rows_with_room(num_rows), num_columns), dtype)
-        return self.arena.tensor(name, (num_rows, num_columns), dtype)
+        return self.roomy(SLOTS, num_rows, num_columns, dtype, room_rows)
 
 
 def get_tp_context(

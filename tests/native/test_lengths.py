@@ -31,34 +31,34 @@ def _lengths(rows: str | None) -> tuple[list[bool], list[int], list[int], int]:
     """Whether both layers were fused at each length; the agreements and bytes of the arena behind each; how many
     kernels have launches."""
     from ditron_train.policy import gate
-    from ditron_train.stream.op_context import OpContext
+    from ditron_train.stream import agreement
     from ditron_train.tp.context import get_tp_context
 
     if rows is not None:
         os.environ["DITRON_ROWS"] = rows
-    agreements, announce = [0], OpContext._announce
+    agreements, announce = [0], agreement._announce
 
-    def counted(self, *arguments, **options):
+    def counted(*arguments, **options):
         agreements[0] += 1
-        return announce(self, *arguments, **options)
+        return announce(*arguments, **options)
 
-    OpContext._announce = counted
+    agreement._announce = counted
     config = _config()
 
     def column_group(layers):
         return layers[0].tp_group
 
     native, ours = (_layers(is_ours, config) for is_ours in (False, True))
-    fused, agreed, held = [], [], []
+    were_fused, agreed, held = [], [], []
     for tokens in LENGTHS:
         expected = _run(*native, tokens=tokens)
         _assert_equal(expected, _run(*ours, tokens=tokens))
         calls = [answer.is_fused for answer in gate.answers("tp")]
-        fused.append(all(calls) and len(calls) > 0)
+        were_fused.append(all(calls) and len(calls) > 0)
         context = get_tp_context(column_group(ours))
         agreed.append(agreements[0])
         held.append(context.arena.num_bytes)
-    return fused, agreed, held, len(context._launches)
+    return were_fused, agreed, held, len(context._launches)
 
 
 def test_every_length_is_fused_and_none_costs_an_agreement_or_memory() -> None:

@@ -40,7 +40,7 @@ class _Stream:
 class _Op:
     """An op of 2 ranks that the device gains 50 us from."""
 
-    name, log_name, logs_native, decides_forward = "tp test", "tp test", True, False
+    name, log_name, logs_native, decides_forward, is_observed = "tp test", "tp test", True, False, False
 
     def __init__(self, longer_us: float, looks_at_host: bool) -> None:
         self._longer_us, self.looks_at_host = longer_us, looks_at_host
@@ -53,6 +53,9 @@ class _Op:
 
     def device(self, call):
         return _Device()
+
+    def family(self, call):
+        return None
 
     def unsupported_reason(self, call):
         return None

@@ -16,6 +16,7 @@ The schedules make a communicator every step; slots and flags belong to the grou
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ditron_train.runtime.device import replays_compiled_graphs
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.settings import get_settings
 
 #: Groups whose context could not be made, and why; the same on every rank of the group.
 _refused: GroupCache[dist.ProcessGroup, str] = GroupCache()
@@ -153,6 +155,14 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PComm
         received = {"recv_prev": previous, "recv_next": following}
         return {name: received[name] for name in received if name in large}, requests or {}
 
+    def _bytes_with_room(self, message: torch.Tensor | Header) -> int:
+        """Of a message; if lengths vary, of one with as many tokens as ``DITRON_ROWS`` says."""
+        num_bytes, rows, most_rows = _num_bytes(message), math.prod(message.shape[:-1]), get_settings().rows
+        if not self._variable_shapes or most_rows is None or not rows:
+            return num_bytes
+        shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        return max(num_bytes, num_bytes // rows * -(-most_rows // shards))
+
     def _num_loans(self) -> int:
         """As many received activations as the first stage of the schedule holds, one on its way, and one that the
         model holds on to: what native allocates, too. None where all are copied out into memory of torch's.
@@ -222,7 +232,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PComm
             if context.slot_bytes:  # else it was closed and made anew, on all ranks
                 return context
         messages = [message for message in (expected, *sent) if message is not None]
-        num_bytes = max((_num_bytes(message) for message in messages), default=0)
+        num_bytes = max((self._bytes_with_room(message) for message in messages), default=0)
         self._reason = why_not_group(self.pp_group, self.config) or self._failed_self_check()
         if self._reason is None:
             try:

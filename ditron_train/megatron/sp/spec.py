@@ -8,7 +8,7 @@ What all ranks see alike decides without talking; the rest is tried once per sha
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,6 +92,21 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
             key_of(call.norms),
         )
 
+    def family(self, call: UlyssesCall) -> tuple[tuple[Hashable, ...], int] | None:
+        """Of one number of sequences: it is part of the kernels' own shapes."""
+        rows = math.prod(call.rows) * (1 if call.group is None else dist.get_world_size(call.group))
+        if not rows or call.group is None or spans_nodes(call.group):
+            return None
+        return (call.rows[1], *self.key(call)[1:]), rows
+
+    def at_rows(self, call: UlyssesCall, rows: int) -> UlyssesCall:
+        local = rows // dist.get_world_size(call.group) // call.rows[1]
+        like, *weights = (
+            one.new_empty(()).expand(shape)
+            for one, shape in ((call.like, (local, *call.rows[1:])), *((one, one.shape) for one in call.weights))
+        )
+        return call._replace(rows=(local, call.rows[1]), like=like, weights=tuple(weights))
+
     def unsupported_reason(self, call: UlyssesCall) -> str | None:
         reason = self.unsupported_tensors(call)
         return reason or ("the group spans nodes" if call.weights and spans_nodes(call.group) else None)
@@ -166,6 +181,10 @@ class ExchangeOp(_UlyssesOp):
 
     def describe_shape(self, call: UlyssesCall) -> str:
         return f"at {tuple(call.like.shape)} "
+
+    def bits_proof(self, call: UlyssesCall, context: Any) -> Callable[[int], torch.Tensor]:
+        """Nothing is added up: bits that were equal at one length are so at every length."""
+        return lambda rows: torch.ones((), device=context.device)
 
     def timed_call(self, call: UlyssesCall, context: Any) -> UlyssesCall:
         """Normal values."""

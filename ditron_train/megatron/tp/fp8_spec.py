@@ -89,7 +89,7 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
     part of the call."""
 
     decides_forward = True
-    is_audited = True
+    is_observed = True
     looks_at_host = True  # Transformer Engine keeps the host busy in FP8
 
     def __init__(self, kind: Kind) -> None:

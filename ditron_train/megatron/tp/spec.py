@@ -61,7 +61,7 @@ class LinearOp(Op[LinearCall, Any]):
     """
 
     decides_forward = True
-    is_audited = True
+    is_observed = True
 
     def __init__(self, kind: Kind, *, is_reduced: bool = False) -> None:
         self.kind, self.is_reduced = kind, is_reduced
