@@ -5,7 +5,7 @@
 The folder is what ``pip install --no-deps --target FOLDER triton==3.9.0`` makes. The turns are installed, other,
 other, installed, each in processes of their own, since a GPU gets slower as it gets warm. Of each benchmark it prints
 the geometric mean over its rows of the other Triton's time over the installed one's (of the fused path, and of
-Megatron's path, which tells how quiet the machine was), and whether the fused path had Megatron's bits in all turns.
+stock Megatron, which tells how quiet the machine was), and whether the fused path had Megatron's bits in all turns.
 The exit status is 1 where it had not, or a turn failed.
 """
 
@@ -59,8 +59,8 @@ def _turn(site: Path | None, number: int, folder: Path, arguments: argparse.Name
     command = [sys.executable, ROOT / "scripts" / "launch.py", str(arguments.ranks), script, output, *arguments.bench]
     environment = {**_MEGATRON, **os.environ, "PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
-    said = done.stdout.strip().splitlines()
-    print(f"turn {number}: {said[-1] if said else 'nothing said'}, status {done.returncode}", flush=True)
+    printed = done.stdout.strip().splitlines()
+    print(f"turn {number}: {printed[-1] if printed else 'nothing printed'}, status {done.returncode}", flush=True)
     if done.returncode:
         print("\n".join(done.stderr.strip().splitlines()[-15:]), flush=True)
     return done.returncode == 0
@@ -103,7 +103,7 @@ def _show(turns: list[dict[str, dict[str, dict[str, Any]]]]) -> bool:
             f"{bench}: {len(rows)} rows, bits {'equal' if equal else 'DIFFER'}, fused path {_mean(fused):.4f}, ",
             end="",
         )
-        print(f"Megatron's path {_mean(native):.4f}")
+        print(f"native {_mean(native):.4f}")
         for ratio, key in sorted(zip(fused, shared), reverse=True)[:2]:
             print(f"    most: {ratio:.3f} {key}")
     return all_equal

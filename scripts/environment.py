@@ -177,7 +177,8 @@ def _will_do(name: str, version: str, pins: Mapping[str, str]) -> bool:
 
 
 def install(python: Path, names: list[str], pins: dict[str, str], gpu: bool) -> None:
-    """Installs ``names``; what else is there stays. Of megatron-core none of its dependencies (they are ours)."""
+    """Installs ``names``; what else is there stays. Of megatron-core none of its dependencies (this package installs
+    them)."""
     kept = {name: version for name, version in installed(python).items() if name not in names}
     pins = {**pins, **{name: kept[name] for name in CORE if kept.get(name)}}
     core = [name for name in names if name in CORE]

@@ -64,18 +64,18 @@ def _live(rank: int, world_size: int, port: int, gate: Any, pipe: Any) -> None:
 
     def meet() -> Any:
         records_of("world", range(world_size))
-        meeting = _module._Meeting(dist.PrefixStore("world", store), rank, list(range(world_size)), "world")
-        meeting.exchange(node_of_process())
-        return meeting
+        rendezvous = _module._Rendezvous(dist.PrefixStore("world", store), rank, list(range(world_size)), "world")
+        rendezvous.exchange(node_of_process())
+        return rendezvous
 
     def agree() -> None:
         for number in range(_EXCHANGES):
-            meeting.exchange(f"{number:064d}")
+            rendezvous.exchange(f"{number:064d}")
 
     def groups() -> None:
         first = rank // _GROUP * _GROUP
         ranks = list(range(first, min(first + _GROUP, world_size)))
-        one = _module._Meeting(dist.PrefixStore(f"group {first}", store), rank - first, ranks, "group")
+        one = _module._Rendezvous(dist.PrefixStore(f"group {first}", store), rank - first, ranks, "group")
         for _ in range(4):  # a name, a segment's path twice, whether all have mapped it
             one.exchange("ditron-12345-0123456789abcdef")
 
@@ -83,13 +83,13 @@ def _live(rank: int, world_size: int, port: int, gate: Any, pipe: Any) -> None:
         if rank == world_size // 2:
             return rank
         try:
-            meeting.exchange("late")
+            rendezvous.exchange("late")
         except PeerTimeoutError as error:
             return error.missing_rank
         return -1
 
     store = timed("connect", connect)
-    meeting = timed("meet", meet)
+    rendezvous = timed("meet", meet)
     timed("agree", agree)
     timed("group", groups)
     os.environ["DITRON_TIMEOUT_S"] = str(_TIMEOUT_S)
@@ -105,10 +105,10 @@ def measure(world_size: int) -> dict[str, Any]:
     server.start()
     gate, port, pipes, ranks = context.Barrier(world_size + 1), mine.recv(), [], []
     for rank in range(world_size):
-        ours, rank_end = context.Pipe()
+        fused, rank_end = context.Pipe()
         ranks.append(context.Process(target=_live, args=(rank, world_size, port, gate, rank_end), daemon=True))
         ranks[-1].start()
-        pipes.append(ours)
+        pipes.append(fused)
     store_s = {}
     for name in ("connect", "meet", "agree", "group", "miss"):
         gate.wait()

@@ -1,13 +1,13 @@
-"""The host's time to enqueue a layer of each room, by Megatron's module and by ours, us of a call.
+"""The host's time to enqueue a layer of each subpackage, by Megatron's module and by fused, us of a call.
 
-    python scripts/launch.py 2 scripts/host_times.py [--room tp ...] [--most-seconds 40] [--output FILE]
+    python scripts/launch.py 2 scripts/host_times.py [--package tp ...] [--most-seconds 40] [--output FILE]
         [--profiles FILE]
 
 Two ranks may share one GPU: times of the device mean nothing then, those of the host do. The device is idle when a
-batch of calls begins, and no call waits for it. Contenders come in the order native, ours, ours, native. ``busy`` is
+batch of calls begins, and no call waits for it. Contenders come in the order native, fused, fused, native. ``busy`` is
 the time that the calling thread was on a core: what it slept for the device is not in it. A room's cases that would
-begin after its ``--most-seconds`` are named and left out: rooms can run one by one, or side by side. Another tree's
-package is measured where PYTHONPATH names it. On CPUs with TRITON_INTERPRET=1 only whether it runs is seen.
+begin after its ``--most-seconds`` are named and left out: subpackages can run one by one, or side by side. Another
+tree's package is measured where PYTHONPATH names it. On CPUs with TRITON_INTERPRET=1 only whether it runs is seen.
 """
 
 from __future__ import annotations
@@ -172,14 +172,14 @@ def _tp_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
             for kind, pair in kinds.items():
                 yield (
                     f"tp {kind} column+row {size}",
-                    {name: _linears(classes, *shape, True) for name, classes in zip(("native", "ours"), pair)},
+                    {name: _linears(classes, *shape, True) for name, classes in zip(("native", "fused"), pair)},
                 )
         for recipe in ("tensorwise", "delayed", "blockwise") if ON_GPU and HAVE_TE else ():
             made = (_linears(classes, *sizes["large"], True, recipe) for classes in kinds["te"])
-            yield f"tp te column+row large, FP8 {recipe}", dict(zip(("native", "ours"), made))
+            yield f"tp te column+row large, FP8 {recipe}", dict(zip(("native", "fused"), made))
         yield (
             "tp local column+row small, no sequence parallelism",
-            {name: _linears(one, *sizes["small"], False) for name, one in zip(("native", "ours"), kinds["local"])},
+            {name: _linears(one, *sizes["small"], False) for name, one in zip(("native", "fused"), kinds["local"])},
         )
 
 
@@ -202,7 +202,7 @@ def _sp_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
             )  # fmt: skip
             spec = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=bool(options))
             made = {}
-            for name in ("native", "ours"):
+            for name in ("native", "fused"):
                 tree = spec.submodules.self_attention
                 tree = tree if name == "native" else plugin.apply(tree, "sp", policy=os.environ["DITRON_POLICY"])
                 megatron_shim.seed(5)
@@ -229,7 +229,7 @@ def _ep_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
                 f"ep MoE layer{what}",
                 {
                     name: _layer(lambda x, one=one: one(x)[0], (tokens, 1, sizes["hidden"]))
-                    for name, one in zip(("native", "ours"), layers.values())
+                    for name, one in zip(("native", "fused"), layers.values())
                 },
             )
 
@@ -243,11 +243,11 @@ def _pp_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
     world = dist.get_world_size()
     shape = (2048, 1, 1024) if ON_GPU else (8, 1, 64)
     with _groups(pipeline_model_parallel_size=world):
-        # Without the device sync behind each batch, which native has by default and ours never.
+        # Without the device sync behind each batch, which native has by default and the fused path never.
         config = _config(pipeline_model_parallel_size=world, batch_p2p_comm=True, batch_p2p_sync=False)
         group = parallel_state.get_pipeline_model_parallel_group()
         is_first, tensor, made = dist.get_rank() == 0, _values(*shape), {}
-        for name, kind in (("native", P2PCommunicator), ("ours", DitronP2PCommunicator)):
+        for name, kind in (("native", P2PCommunicator), ("fused", DitronP2PCommunicator)):
             one = kind(group, config)
             send = one.send_forward_recv_backward if is_first else one.send_backward_recv_forward
 
@@ -266,7 +266,7 @@ def _muon_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
     world: Any = dist.group.WORLD
     call = MUON_STEP.sample(step_shape("custom", layer, 4), RunEnvironment(world, DEVICE, torch.float32), 0)
     op = MUON_STEP.op
-    paths = {"native": op.native(call), "ours": op.fused(call, op.make_context(call))}
+    paths = {"native": op.native(call), "fused": op.fused(call, op.make_context(call))}
 
     def forward(path: Any) -> None:
         path(*call.gradients)
@@ -274,7 +274,7 @@ def _muon_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
     yield "muon step of 16 matrices", {name: lambda path=path: forward(path) for name, path in paths.items()}
 
 
-ROOMS = {"tp": _tp_cases, "sp": _sp_cases, "ep": _ep_cases, "pp": _pp_cases, "muon": _muon_cases}
+PACKAGES = {"tp": _tp_cases, "sp": _sp_cases, "ep": _ep_cases, "pp": _pp_cases, "muon": _muon_cases}
 
 
 def _profile_text(profile: cProfile.Profile, num_calls: int, most: int = 40) -> str:
@@ -334,8 +334,8 @@ def show(row: dict[str, Any]) -> str:
     """A line of the table for each direction."""
     lines = []
     for direction in ("forward", "backward"):
-        if f"ours {direction}" in row:
-            cells = [row[f"{who} {direction}{what}"] for what in ("", " busy") for who in ("native", "ours")]
+        if f"fused {direction}" in row:
+            cells = [row[f"{who} {direction}{what}"] for what in ("", " busy") for who in ("native", "fused")]
             ratios = cells[1] / cells[0], cells[3] / cells[2]
             cells = [*cells[:2], ratios[0], *cells[2:], ratios[1]]
             words = [f"{cell:.2f}" if index % 3 == 2 else f"{cell:.0f}" for index, cell in enumerate(cells)]
@@ -344,11 +344,14 @@ def show(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """See above."""
+    """Runs the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--room", action="append", choices=list(ROOMS))
+    parser.add_argument("--package", action="append", choices=list(PACKAGES))
+    parser.add_argument("--room", dest="package", action="append", help=argparse.SUPPRESS)  # until 0.3
     parser.add_argument("--seconds", type=float, default=3.0, help="of each case, at least three passes")
-    parser.add_argument("--most-seconds", type=float, default=600.0, help="of each room, until its last case begins")
+    parser.add_argument(
+        "--most-seconds", type=float, default=600.0, help="of each subpackage, until its last case begins"
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--profiles", type=Path)
     arguments = parser.parse_args()
@@ -371,12 +374,14 @@ def main() -> None:
     is_first, rows = dist.get_rank() == 0, []
     if is_first:
         print(
-            "| case | pass | native, us | ours, us | ratio | native busy | ours busy | ratio |\n" + "| --- " * 8 + "|"
+            "| case | pass | native, us | fused, us | ratio | native busy | fused busy | ratio |\n"
+            + "| --- " * 8
+            + "|"
         )
-    for room in arguments.room or ROOMS:
+    for package in arguments.package or PACKAGES:
         until = time.monotonic() + arguments.most_seconds
         try:
-            for name, contenders in ROOMS[room]():
+            for name, contenders in PACKAGES[package]():
                 if _all_agree(time.monotonic() > until):
                     if is_first:
                         print(f"left out after {arguments.most_seconds:.0f} s: {name}", flush=True)
@@ -391,7 +396,7 @@ def main() -> None:
                         with arguments.profiles.open("a") as file:
                             file.write(profiles + "\n")
         except (RuntimeError, TypeError, ValueError, AttributeError, ImportError, AssertionError) as error:
-            print(f"rank {dist.get_rank()}: {room}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            print(f"rank {dist.get_rank()}: {package}: {type(error).__name__}: {str(error)[:300]}", flush=True)
     _synchronize()
     dist.barrier()
     os._exit(0)  # forty groups of NCCL are not torn down one by one

@@ -1,19 +1,19 @@
-"""Compares one of the standard jobs (benchmarks/jobs) by Megatron's path and by the fused one.
+"""Compares one of the standard jobs (benchmarks/jobs) natively and by the fused path.
 
     python scripts/jobs.py dense-70b-tp --megatron-lm ../Megatron-LM
     python scripts/jobs.py dense-70b-tp --megatron-lm ../Megatron-LM --compare "--within 600" -- --num-layers 4
-    python scripts/jobs.py dense-70b-tp-pp --megatron-lm ../Megatron-LM --posed
+    python scripts/jobs.py dense-70b-tp-pp --megatron-lm ../Megatron-LM --simulated
     python scripts/jobs.py --list 2
     python scripts/jobs.py --all 2 --within 1500 --megatron-lm ../Megatron-LM --compare "--results benchmarks/results"
     python scripts/jobs.py dense-70b-tp --gpus 4 --megatron-lm ../Megatron-LM
 
-Several jobs run one after the other, and ``--all N`` are those that run whole on N GPUs. Logs and notes of each lie in
+Several jobs run one after the other, and ``--all N`` are those that run whole on N GPUs. Logs and notes of each are in
 ``compare/<job>``. What stands behind ``--`` goes to Megatron behind the job's own arguments, and so replaces them.
-``--show`` prints the commands and trains nothing. ``--posed`` is for bits alone: ranks share whatever GPUs there are,
-each rank holds as few layers and experts as the job's kind allows, and nothing is timed or written to results.
+``--show`` prints the commands and trains nothing. ``--simulated`` is for bits alone: ranks share whatever GPUs there
+are, each rank holds as few layers and experts as the job's kind allows, and nothing is timed or written to results.
 ``--gpus N`` runs a job of one kind of parallelism in groups of N ranks instead of its own: all experts, heads or
 matrices are divided by N, a stage keeps its layers and a replica its tokens. ``--list N`` says which jobs run whole on
-N GPUs, and which posed.
+N GPUs, and which simulated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOLDER = ROOT / "benchmarks" / "jobs"
 COMMON = "common"
 #: Has ranks share GPUs where there are fewer of these.
 SHARED = ROOT / "tests" / "gpu" / "shared_pretrain.py"
-POSED_EXPERTS, POSED_STEPS = 32, 6
+SIMULATED_EXPERTS, SIMULATED_STEPS = 32, 6
 #: Under which Megatron repeats itself, bit for bit.
 ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -127,18 +127,18 @@ def resized(job: StandardJob, num_gpus: int) -> StandardJob:
     return replace(job, gpus=num_gpus, arguments=tuple(words))
 
 
-def posed_arguments(job: StandardJob) -> list[str]:
+def simulated_arguments(job: StandardJob) -> list[str]:
     """What replaces a job's arguments where it runs for bits alone: few steps, a layer a stage, few experts."""
     layers, more = _value(job, _STAGES) or 1, []
     if _value(job, "--num-layers-per-virtual-pipeline-stage") is not None:
         layers, more = 2 * layers, ["--num-layers-per-virtual-pipeline-stage", "1"]
     if _value(job, "--num-experts") is not None:
-        more += ["--num-experts", str(POSED_EXPERTS)]
-    return ["--train-iters", str(POSED_STEPS), "--num-layers", str(layers), *more]
+        more += ["--num-experts", str(SIMULATED_EXPERTS)]
+    return ["--train-iters", str(SIMULATED_STEPS), "--num-layers", str(layers), *more]
 
 
 def command_of(
-    job: StandardJob, script: Path, compare: Sequence[str] = (), more: Sequence[str] = (), *, posed: bool = False
+    job: StandardJob, script: Path, compare: Sequence[str] = (), more: Sequence[str] = (), *, simulated: bool = False
 ) -> list[str]:
     """The command that compares a job.
 
@@ -147,27 +147,27 @@ def command_of(
         script: Megatron-LM's ``pretrain_gpt.py``.
         compare: More options of ``compare``.
         more: More arguments of Megatron, which replace the job's.
-        posed: Whether it is for bits alone, on fewer GPUs than ranks: each path once, untraced.
+        simulated: Whether it is for bits alone, on fewer GPUs than ranks: each path once, untraced.
     """
-    how = ["--output", f"compare/{job.name}", *(["--order", "AB"] if posed else ["--trace", "--model", job.name])]
+    how = ["--output", f"compare/{job.name}", *(["--order", "AB"] if simulated else ["--trace", "--model", job.name])]
     comparing = ["-m", "ditron_train", "compare", "--ditron", job.ditron, *how, *compare]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.gpus)]
-    scripts = [str(SHARED), str(script)] if posed else [str(script)]
-    own = [*job.arguments, *(posed_arguments(job) if posed else ())]
+    scripts = [str(SHARED), str(script)] if simulated else [str(script)]
+    own = [*job.arguments, *(simulated_arguments(job) if simulated else ())]
     return [sys.executable, *comparing, sys.executable, *launcher, *scripts, *own, *more]
 
 
 def list_of(num_gpus: int) -> str:
-    """One line a job: whether it runs whole on so many GPUs, with times, or posed, for bits alone."""
+    """One line a job: whether it runs whole on so many GPUs, with times, or simulated, for bits alone."""
     lines = []
     for name in job_names():
         job = read_job(name)
-        how = "whole" if job.gpus <= num_gpus else f"posed, {job.gpus} ranks, bits alone"
+        how = "whole" if job.gpus <= num_gpus else f"simulated, {job.gpus} ranks, bits alone"
         lines.append(f"{name:26} {job.ditron:12} {how}")
     return "\n".join(lines)
 
 
-def run_in_turn(jobs: Sequence[StandardJob], run: Callable[[StandardJob], int], within: float | None) -> int:
+def run_in_sequence(jobs: Sequence[StandardJob], run: Callable[[StandardJob], int], within: float | None) -> int:
     """Runs each of them, whatever became of those before; 0 where all ran and said 0.
 
     Args:
@@ -207,7 +207,8 @@ def main() -> int:
     parser.add_argument("--megatron-lm", type=Path, default=Path(os.environ.get("MEGATRON_LM", "Megatron-LM")))
     parser.add_argument("--compare", default="", metavar="OPTIONS", help="more options of compare, in one word")
     parser.add_argument("--show", action="store_true", help="print the command and train nothing")
-    parser.add_argument("--posed", action="store_true", help="for bits alone, by ranks that share GPUs")
+    parser.add_argument("--simulated", action="store_true", help="for bits alone, by ranks that share GPUs")
+    parser.add_argument("--posed", dest="simulated", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--list", type=int, metavar="GPUS", help="which jobs run on so many GPUs, and how")
     arguments = parser.parse_args(words)
     if arguments.list is not None:
@@ -226,14 +227,14 @@ def main() -> int:
     if not jobs:
         parser.error(f"nothing was compared: no standard job runs whole on {arguments.all} GPUs (--list N says which)")
     script, options = arguments.megatron_lm / "pretrain_gpt.py", shlex.split(arguments.compare)
-    commands = {job.name: command_of(job, script, options, more, posed=arguments.posed) for job in jobs}
+    commands = {job.name: command_of(job, script, options, more, simulated=arguments.simulated) for job in jobs}
     if arguments.show:
         print("\n".join(map(shlex.join, commands.values())))
         return 0
     path = os.pathsep.join([str(ROOT), str(arguments.megatron_lm.resolve()), os.environ.get("PYTHONPATH", "")])
-    policy = {"DITRON_POLICY": "bits"} if arguments.posed else {}  # times of ranks that share a GPU decide nothing
+    policy = {"DITRON_POLICY": "bits"} if arguments.simulated else {}  # times of ranks that share a GPU decide nothing
     env = {**ENVIRONMENT, **policy, **os.environ, "PYTHONPATH": path}
-    return run_in_turn(
+    return run_in_sequence(
         jobs, lambda job: subprocess.run(commands[job.name], env=env, check=False).returncode, arguments.within
     )
 

@@ -26,8 +26,8 @@ _OLD = "3.10"
 _GLIBCS = (39, 28)  # the newest files that machines of these years take; torch and triton need 2.28
 _HEAD = """\
 # Files that CI may install (scripts/package_hashes.py writes this; scripts/environment.py has pip compare). Linux on
-# x86-64, Python 3.10 to 3.13. Versions that are no constraint of ours are what these ask for. Of torch there are two
-# builds: a version with +cpu, and the CUDA build for machines whose index has no other.
+# x86-64, Python 3.10 to 3.13. Versions that this package does not constrain are what these ask for. Of torch there are
+# two builds: a version with +cpu, and the CUDA build for machines whose index has no other.
 """
 
 

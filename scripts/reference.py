@@ -79,7 +79,7 @@ def _section_of_launcher() -> str:
 def _options(parser: argparse.ArgumentParser) -> str:
     lines = ["| option | what it does |", "| --- | --- |"]
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction | argparse._VersionAction):
+        if isinstance(action, argparse._HelpAction | argparse._VersionAction) or action.help == argparse.SUPPRESS:
             continue
         values = action.metavar if action.metavar is not None else _choices(action)
         names = action.option_strings or [str(values or action.dest)]
@@ -122,7 +122,7 @@ def _description(module: object, name: str) -> str:
 
 def _first_sentence(text: str | None) -> str:
     paragraph = " ".join((text or "").split("\n\n")[0].split()).replace("``", "`")
-    found = re.match(r"(.+?\.)(?= [A-Z`(\[]|$)", re.sub(r"^Floor \d: ", "", paragraph))
+    found = re.match(r"(.+?\.)(?= [A-Z`(\[]|$)", re.sub(r"^Layer \d: ", "", paragraph))
     return found.group(1) if found else paragraph
 
 
@@ -131,19 +131,25 @@ def measurement_pages() -> str:
     folder = ROOT / "docs" / "measurements"
     pages = sorted(path for path in folder.glob("*.md") if path.name != "index.md")
     titles = [(path.name, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")) for path in pages]
-    return "\n".join(f"- [{title}]({name})" for name, title in titles) or "There are no pages of single rooms yet."
+    return (
+        "\n".join(f"- [{title}]({name})" for name, title in titles) or "There are no pages of single subpackages yet."
+    )
 
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-_ASKED = ("unsupported", "why_not", "why_hidden")  # in the names of functions that give a reason
+_ASKED = (
+    "unsupported",
+    "unsupported_reason",
+    "unsupported_reason_hidden",
+)  # in the names of functions that give a reason
 _ASKING = ("megatron", "optim/newton_schulz.py", "optim/options.py", "optim/plans.py")
 
 
 def reasons() -> str:
-    """The table of all reasons for Megatron's path, as the code gives them."""
+    """The table of all reasons to run natively, as the code gives them."""
     lines = ["| of | the log says | asked by |", "| --- | --- | --- |"]
     package = ROOT / "ditron_train"
     files = [
@@ -156,9 +162,9 @@ def reasons() -> str:
         feature = feature if feature in ("tp", "sp", "ep", "pp", "muon") else "all"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and any(word in node.name for word in _ASKED):
-                said = dict.fromkeys(text for found in _answers(node) for text in _texts(found))
+                gathered = dict.fromkeys(text for found in _answers(node) for text in _texts(found))
                 where = f"`{path.stem}.{node.name.lstrip('_')}`"
-                lines += [f"| {feature} | {_cell(text)} | {where} |" for text in said]
+                lines += [f"| {feature} | {_cell(text)} | {where} |" for text in gathered]
     return "\n".join([*lines[:2], *sorted(dict.fromkeys(lines[2:]))])
 
 

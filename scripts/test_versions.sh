@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs tests on one pair of torch and triton, and with one Megatron-core, in a clean environment of its own.
-#   TORCH=2.15.0 TRITON=3.9.0 bash scripts/test_versions.sh [pytest arguments]      (default: the kernels' rooms)
+#   TORCH=2.15.0 TRITON=3.9.0 bash scripts/test_versions.sh [pytest arguments]      (default: the kernels' subpackages)
 #   Without TRITON it is the one that the CUDA build of this torch asks for.
 #   MEGATRON_LM=/path/of/a/checkout bash scripts/test_versions.sh quickstart        (tp, sp, ep, pp, muon, one by one)
 #   PYTHON names the interpreter, VENVS the folder of environments (default: .venvs; one is made once a pair).

@@ -9,7 +9,9 @@ import signal
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DITRON_TEST_RAISES", "1")  # an unforeseen error of ours is not to look like Megatron's path
+os.environ.setdefault(
+    "DITRON_TEST_RAISES", "1"
+)  # an unforeseen error of the fused path is not to look like stock Megatron
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # as background jobs of a script have it, and what they start inherits

@@ -189,5 +189,5 @@ def test_the_launcher_ends_without_a_traceback(tmp_path: Path, sent: signal.Sign
     )
     assert launched.stdout.readline() == "ready\n"
     launched.send_signal(sent)
-    _, said = launched.communicate(timeout=HANG_S)
-    assert launched.returncode == 128 + sent and said == f"ended by {sent.name}\n"
+    _, logged = launched.communicate(timeout=HANG_S)
+    assert launched.returncode == 128 + sent and logged == f"ended by {sent.name}\n"

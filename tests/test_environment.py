@@ -143,16 +143,16 @@ _OF_OTHERS = (
 )
 
 
-@pytest.mark.parametrize("said, tries", [(_NO_ANSWER, 1), (_NO_ANSWER + _OF_OTHERS, 2), (_OF_OTHERS, 2)])
+@pytest.mark.parametrize("logged, tries", [(_NO_ANSWER, 1), (_NO_ANSWER + _OF_OTHERS, 2), (_OF_OTHERS, 2)])
 def test_without_a_network_there_is_no_second_try(
-    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, tries: int
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: str, tries: int
 ) -> None:
     asked: list[str] = []
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
         if "install" in command:
             asked.append(next(word for word in command if word.startswith("torch==")))
-        return subprocess.CompletedProcess(command, int("install" in command), "", said)
+        return subprocess.CompletedProcess(command, int("install" in command), "", logged)
 
     monkeypatch.setattr(environment.subprocess, "run", run)
     (tmp_path / "bin").mkdir()

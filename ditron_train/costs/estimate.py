@@ -1,4 +1,4 @@
-"""What an op takes, natively and with ours."""
+"""What an op takes, natively and fused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Estimate:
     """Estimated times in us; they add up.
 
     Attributes:
-        native_us: Megatron's path.
-        ditron_us: Ours.
-        compute_us: The computation alone, as Megatron's path runs it.
+        native_us: native.
+        ditron_us: The fused path.
+        compute_us: The computation alone, as stock Megatron runs it.
         exchange_us: Megatron's exchanges alone.
     """
 
@@ -40,5 +40,5 @@ class Estimate:
         )
 
     def natively(self) -> Estimate:
-        """Both by Megatron's path."""
+        """Both natively."""
         return Estimate(self.native_us, self.native_us, self.compute_us, self.exchange_us)

@@ -15,7 +15,7 @@ from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_con
 from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.rates import MachineRates
 
-FP8_TARGETS = ("sm_90", "interpreter")  # where ours multiplies operands of FP8
+FP8_TARGETS = ("sm_90", "interpreter")  # where the fused path multiplies operands of FP8
 _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
 _DEEP_STAGES = 4
@@ -50,7 +50,7 @@ def tile_us(k: int, config: GemmConfig, num_sms: int, rates: MachineRates) -> fl
 
 
 def _config(m: int, n: int, k: int, dtype: torch.dtype, machine: Machine) -> GemmConfig:
-    """Tiles as of ours; those of FP8 where ours has none: of 16 bits."""
+    """Tiles as of the fused path; those of FP8 where the fused path has none: of 16 bits."""
     is_known = dtype.itemsize > 1 or machine.target in FP8_TARGETS
     config = choose_config(m, n, k, dtype if is_known else torch.bfloat16, machine.target, machine.num_sms)
     return config if dtype.itemsize > 1 else replace(config, operand_bytes=1)

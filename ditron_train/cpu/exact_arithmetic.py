@@ -1,7 +1,7 @@
 """Exact CPU arithmetic: sums of products that do not depend on the order in which they are added.
 
 torch's GEMM and Triton's interpreter add the same products in different orders, so on a CPU the fused path and
-Megatron's path differ by roundings that a GPU run does not have. After `install`, both compute the same function:
+stock Megatron differ by roundings that a GPU run does not have. After `install`, both compute the same function:
 
 - ``torch.mm`` and ``tl.dot`` compute the exact sum of the products and round it to fp32 once, then to the type of the
   result. Operands are cut into parts of at most 12 significant bits: bf16 and fp16 are one part, fp32 is two. Sums of

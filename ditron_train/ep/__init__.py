@@ -6,7 +6,7 @@ from ditron_train.ep.context import EPContext, get_ep_context
 from ditron_train.ep.dispatch import dispatch, dispatch_ahead
 from ditron_train.ep.dispatcher import ExpertCall, combine_rows, dispatch_linear, dispatch_tokens, linear_combine
 from ditron_train.ep.handle import EPHandle, LayoutShape
-from ditron_train.ep.layout import PendingLayout, begin_layout, fewest_rows_before
+from ditron_train.ep.layout import PendingLayout, begin_layout, min_rows_before
 from ditron_train.ep.plan import PAIRS, Pair
 from ditron_train.ep.rails import RailContext, get_rail_context
 
@@ -27,7 +27,7 @@ __all__ = [
     "dispatch_ahead",
     "dispatch_linear",
     "dispatch_tokens",
-    "fewest_rows_before",
+    "min_rows_before",
     "get_ep_context",
     "get_rail_context",
     "index_add_order",

@@ -10,7 +10,7 @@
 
 Roles, tiles and masks are those of ``dispatch``.
 
-Senders that take a rank's own rows, too, are no slower: docs/measurements/ep.md.
+Senders that take a rank's local shard, too, are no slower: docs/measurements/ep.md.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def deterministic(*, warn_only: bool) -> Iterator[None]:
 def index_add_order(dtype: torch.dtype, device: torch.device) -> SumOrder | None:
     """How ``index_add_`` of deterministic mode adds rows of one index (rows come by ascending expert).
 
-    It differs between devices, so it is tried: eight random rows on one index. None if it is neither of ours. The
-    first call for a type and device waits for the device.
+    It differs between devices, so it is tried: eight random rows on one index. None if it is neither of the fused
+    path. The first call for a type and device waits for the device.
     """
     rows = normal_values((8, 512), dtype, device, 1)
     with deterministic(warn_only=False):
@@ -90,7 +90,7 @@ class RowInbox(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a combine writes, and where each token's rows lie."""
+    """What a combine writes, and where each token's rows are."""
 
     out: torch.Tensor
     prob_grads: torch.Tensor
@@ -148,7 +148,7 @@ def _sum_rows(buffer, sums, first, last, hidden, SUM: tl.constexpr):
     """out[t] = ((0 + r_0) + r_1) + ..., r_j token t's rows by expert, ascending or descending.
 
     In fp32 with one rounding at the end, or (ROUND_EACH) rounded to the rows' type after every addition. RAGGED: a
-    token has as many rows as lie between its ``token_places`` and the next one's.
+    token has as many rows as are between its ``token_places`` and the next one's.
     """
     dtype = sums.out.dtype.element_ty
     for first_token in range(first, last, SUM.SUM_ROWS):

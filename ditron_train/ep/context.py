@@ -77,7 +77,7 @@ class MoveConfig:
 
 
 def usual_senders(op: str, num_senders: int, world_size: int) -> int:
-    """Programs that push in a ``dispatch`` or ``combine``: those of a combine copy own rows, too, one part of
+    """Programs that push in a ``dispatch`` or ``combine``: those of a combine copy the local shard, too, one part of
     ``world_size``, so there are as many more, and as many for each rank."""
     if op != "combine" or not 1 < world_size <= num_senders:
         return num_senders

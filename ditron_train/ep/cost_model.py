@@ -141,8 +141,8 @@ def expert_product(
     fp8: Recipe | None = None,
 ) -> float:
     """A product of each local expert [n, k] with its rows, in us: forward or dgrad, or the weights' gradients."""
-    counts = [max(round(one), 1) for one in rows]
-    groups = [(n, k, one) if product == "wgrad" else (one, n, k) for one in counts]
+    counts = [max(round(row), 1) for row in rows]
+    groups = [(n, k, count) if product == "wgrad" else (count, n, k) for count in counts]
     return grouped_us(groups, machine, product_rates(rates, fp8, product), operands(fp8))
 
 

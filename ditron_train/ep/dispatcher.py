@@ -12,7 +12,7 @@ linear layers inside.
 
 In forward fc2's GEMM and the combine are one kernel (``gemm_combine``) or two, as ``ExpertCall.fused`` says; bits
 are the same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can send its
-rows concurrently with dW1 on a stream of its own (``beside_wgrad``), with few multiprocessors, and add them up after
+rows concurrently with dW1 on a stream of its own (``overlap_wgrad``), with few multiprocessors, and add them up after
 it: it depends on the same dgrad, and nothing waits for dW1. Times: docs/measurements/ep.md.
 """
 
@@ -181,11 +181,11 @@ class ExpertCall:
         context: Of the group.
         order: Which native permutation is in force.
         fused: Pairs that run as one kernel, or beside each other.
-        gemm: Grouped GEMM of the others; None: ours.
-        wgrad: Weight gradients; None: ours.
-        into: Where ours go if not into tensors of their own: ``main_grad``.
-        fewest_rows: If ``gemm_combine`` is one kernel, experts of fewer rows are multiplied by ``few``.
-        few: Natively; None: ours does.
+        gemm: Grouped GEMM of the others; None: the fused path.
+        wgrad: Weight gradients; None: the fused path.
+        into: Where the fused ones go if not into tensors of their own: ``main_grad``.
+        min_rows: If ``gemm_combine`` is one kernel, experts of fewer rows are multiplied by ``few``.
+        few: Natively; None: the fused path does.
     """
 
     layout: EPHandle
@@ -195,7 +195,7 @@ class ExpertCall:
     gemm: Gemm | None = None
     wgrad: Wgrad | None = None
     into: IntoWgrad | None = None
-    fewest_rows: int = 0
+    min_rows: int = 0
     few: FewProduct | None = None
 
     def product(self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool) -> torch.Tensor:
@@ -236,7 +236,7 @@ def backward_in(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor | None]]:
     """dx, dprobs and the weights' gradients of ``dispatch_linear``."""
     options: dict[str, Any] = dict(order=call.order, row_grads=row_grads, probs_dtype=probs_dtype)
-    if with_wgrad and "beside_wgrad" in call.fused:
+    if with_wgrad and "overlap_wgrad" in call.fused:
         pending = begin_combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
         try:
             weight_grads = call.weight_grads(grad_y, rows, weights, spare_sms=call.context.senders_beside)
@@ -251,7 +251,7 @@ def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCa
     """out of ``linear_combine``, without autograd."""
     if "gemm_combine" in call.fused:
         return gemm_combine(
-            h, call.layout, call.context, weights, order=call.order, fewest_rows=call.fewest_rows, few=call.few
+            h, call.layout, call.context, weights, order=call.order, min_rows=call.min_rows, few=call.few
         )
     return combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
 

@@ -1,4 +1,4 @@
-"""Gathered experts: where the rows of a group's tokens lie at one rank's experts, and what is done with them source by
+"""Gathered experts: where the rows of a group's tokens are at one rank's experts, and what is done with them source by
 source, as tokens arrive and as sums leave. Who gathers and scatters is the caller's (``megatron/ep/gather.py``).
 
     # equivalent, for the tokens of rank ``source``
@@ -121,7 +121,7 @@ _PROGRAMS_OF_AN_SM = 4  # each waits for one row of a few tokens at a time
 
 
 class RowLayout:
-    """Where the rows of all ranks' tokens lie at this rank's experts.
+    """Where the rows of all ranks' tokens are at this rank's experts.
 
     Args:
         counts: int64 [world_size, local experts] on the CPU: rows of each source and expert.
@@ -165,12 +165,12 @@ class RowLayout:
         """Row tiles of all experts."""
         return row_tiles(self._counts_there.sum(0), self.num_rows)
 
-    def tiles_of_groups(self, groups: Sequence[Sequence[int]], *, last: bool, fewest_rows: int = 0) -> list[RowTiles]:
+    def tiles_of_groups(self, groups: Sequence[Sequence[int]], *, last: bool, min_rows: int = 0) -> list[RowTiles]:
         """As ``row_tiles_of_groups``."""
-        key = (tuple(map(tuple, groups)), last, fewest_rows)
+        key = (tuple(map(tuple, groups)), last, min_rows)
         if key not in self._tiles_of_groups:
             self._tiles_of_groups[key] = row_tiles_of_groups(
-                self._counts_there, groups, self.num_rows, last=last, fewest_rows=fewest_rows
+                self._counts_there, groups, self.num_rows, last=last, min_rows=min_rows
             )
         return self._tiles_of_groups[key]
 
@@ -194,7 +194,7 @@ class GatheredLayout(RowLayout):
         by_expert = local_map.t().contiguous()
         ends = by_expert.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, num_tokens)
         row_of_token = torch.where(by_expert, ends - 1, -1).t()
-        # Rows lie by expert, so a token's rows in descending order are those of its experts in that order.
+        # Rows are stored by expert, so a token's rows in descending order are those of its experts in that order.
         rows_of_token = row_of_token.contiguous().sort(dim=1, descending=True).values
         counts = local_map.view(world_size, num_tokens // world_size, num_experts).sum(1)
         super().__init__(counts.cpu(), rows_of_token, adds_up=True, counts_there=counts)
@@ -253,7 +253,7 @@ def _run(kernel: object, layout: RowLayout, source: int, hidden: int, tensors: t
     constants = {"PLACES": places, "PLACE_LANES": lanes, **flags, "BLOCK_T": block_t, "BLOCK_H": columns}
     is_cuda = kernel_target(first.device) != "interpreter"
     num_programs = min(_PROGRAMS_OF_AN_SM * num_sms(first.device), -(-layout.num_tokens // block_t)) if is_cuda else 1
-    launch = _launch(kernel, num_programs, tuple(constants.items()), tuple(one.dtype for one in tensors))
+    launch = _launch(kernel, num_programs, tuple(constants.items()), tuple(tensor.dtype for tensor in tensors))
     with on_device(first.device):
         launch(*tensors, layout.rows_of_token[layout.tokens_of(source)], layout.num_tokens, hidden)
 

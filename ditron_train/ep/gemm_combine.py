@@ -177,7 +177,7 @@ def _return_key(
     WORLD_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    FEWEST: tl.constexpr,
+    MIN_ROWS: tl.constexpr,
 ):
     """Tiles that are given first; by expert, then by the source of the tile's first row, beginning behind ``rank``."""
     expert, first, last, rows_of_expert = _tile_span(tiles, index, inside, max_tiles, BLOCK_M)
@@ -188,20 +188,20 @@ def _return_key(
         overlaps = tl.minimum(last, low + rows) > tl.maximum(first, low)
         home = tl.where(overlaps & (home < 0), source, home)
         low += rows
-    expert -= (rows_of_expert < FEWEST).to(tl.int32) * SLOTS
+    expert -= (rows_of_expert < MIN_ROWS).to(tl.int32) * SLOTS
     return (expert * WORLD_SIZE + (home + 2 * WORLD_SIZE - rank - 1) % WORLD_SIZE) * max_tiles + index
 
 
 @triton.jit
-def _num_given(tiles, max_tiles, BLOCK_M: tl.constexpr, FEWEST: tl.constexpr):
-    """Row tiles of experts of fewer than ``FEWEST`` rows."""
+def _num_given(tiles, max_tiles, BLOCK_M: tl.constexpr, MIN_ROWS: tl.constexpr):
+    """Row tiles of experts of fewer than ``MIN_ROWS`` rows."""
     num_tiles = tl.load(tiles)
     given = tl.zeros((_AT_ONCE,), tl.int32)
     for block in range(0, tl.cdiv(num_tiles, _AT_ONCE)):
         index = block * _AT_ONCE + tl.arange(0, _AT_ONCE)
         inside = index < num_tiles
         _, _, _, rows_of_expert = _tile_span(tiles, index, inside, max_tiles, BLOCK_M)
-        given += (inside & (rows_of_expert < FEWEST)).to(tl.int32)
+        given += (inside & (rows_of_expert < MIN_ROWS)).to(tl.int32)
     return tl.sum(given)
 
 
@@ -217,7 +217,7 @@ def plan_tiles(
     WORLD_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    FEWEST: tl.constexpr,
+    MIN_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """order[i] = the i-th row tile that ``gemm_combine_kernel`` returns; the board as it wants it. Program b does
@@ -225,31 +225,31 @@ def plan_tiles(
     key, and the keys of any two tiles differ.
 
     Tiles stand by expert, then by source rank, beginning behind the own: ranks that compute the same expert at the
-    same time then return rows to different ranks. Those of experts of fewer than ``FEWEST`` rows, which are there
+    same time then return rows to different ranks. Those of experts of fewer than ``MIN_ROWS`` rows, which are there
     already, stand in front. Counters: column tiles done of each row tile, ``tile_count`` where it is there.
     """
     rank = dl.rank(control)
     num_tiles = tl.load(tiles)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < num_tiles
-    key = _return_key(index, inside, tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M, FEWEST)
+    key = _return_key(index, inside, tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M, MIN_ROWS)
     place = tl.zeros((BLOCK,), tl.int32)
     for block in range(0, tl.cdiv(num_tiles, _AT_ONCE)):
         others = block * _AT_ONCE + tl.arange(0, _AT_ONCE)
         valid = others < num_tiles
-        other_key = _return_key(others, valid, tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M, FEWEST)
+        other_key = _return_key(others, valid, tiles, sources, rank, max_tiles, WORLD_SIZE, SLOTS, BLOCK_M, MIN_ROWS)
         place += tl.sum(((other_key[None, :] < key[:, None]) & valid[None, :]).to(tl.int32), axis=1)
     tl.store(order + place, index, mask=inside)
     counts = tl.zeros((BLOCK,), tl.int32)
-    if FEWEST:
+    if MIN_ROWS:
         _, _, _, rows_of_expert = _tile_span(tiles, index, inside, max_tiles, BLOCK_M)
-        counts += (inside & (rows_of_expert < FEWEST)).to(tl.int32) * tile_count
+        counts += (inside & (rows_of_expert < MIN_ROWS)).to(tl.int32) * tile_count
     tl.store(board + COUNTERS + index, counts, mask=index < max_tiles)
     if tl.program_id(0) == 0:
         words = tl.arange(0, COUNTERS)
         heads = tl.zeros_like(words)
-        if FEWEST:
-            heads += tl.where(words == GIVEN, _num_given(tiles, max_tiles, BLOCK_M, FEWEST), 0)
+        if MIN_ROWS:
+            heads += tl.where(words == GIVEN, _num_given(tiles, max_tiles, BLOCK_M, MIN_ROWS), 0)
         tl.store(board + words, heads)
 
 
@@ -402,14 +402,14 @@ def layout_tiles(layout: EPHandle) -> RowTiles:
 
 
 def _plan(
-    layout: EPHandle, context: EPContext, tiles: RowTiles, fewest_rows: int, tile_count: int
+    layout: EPHandle, context: EPContext, tiles: RowTiles, min_rows: int, tile_count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of the row tiles, and a fresh board; ``tile_count``: what a row tile's counter ends at."""
     shape = layout.shape
     memory = torch.empty(2 * tiles.max_tiles + _BOARD_WORDS, dtype=torch.int32, device=tiles.tiles.device)
     order, board = memory[: tiles.max_tiles], memory[tiles.max_tiles :]
     constants = dict(
-        WORLD_SIZE=shape.world_size, SLOTS=shape.slots, BLOCK_M=tiles.block_m, FEWEST=fewest_rows, BLOCK=_PLAN_BLOCK
+        WORLD_SIZE=shape.world_size, SLOTS=shape.slots, BLOCK_M=tiles.block_m, MIN_ROWS=min_rows, BLOCK=_PLAN_BLOCK
     )
     control = context.dispatch_channel.control
     launch(context, plan_tiles, tiles.max_tiles // _PLAN_BLOCK, constants, 8)(
@@ -430,7 +430,7 @@ def gemm_combine(
     weights: Sequence[torch.Tensor],
     *,
     order: SumOrder,
-    fewest_rows: int = 0,
+    min_rows: int = 0,
     few: FewProduct | None = None,
 ) -> torch.Tensor:
     """``group_gemm``, then ``combine`` of its rows, in one kernel whose finished row tiles leave at once.
@@ -441,7 +441,7 @@ def gemm_combine(
         context: Of the group.
         weights: As ``group_gemm``: [hidden, K] each.
         order: As ``combine``.
-        fewest_rows: Experts of fewer rows are multiplied by ``few``, in front of the kernel.
+        min_rows: Experts of fewer rows are multiplied by ``few``, in front of the kernel.
         few: (x, weights, True, result, those experts) -> writes their rows of the result.
 
     Returns:
@@ -468,9 +468,9 @@ def gemm_combine(
         TILE_COUNT=config.num_warps if context.target.startswith("sm_") else 1,
     )
     if few is not None:
-        few(x, weights, True, y, layout.experts_below(fewest_rows))
+        few(x, weights, True, y, layout.experts_below(min_rows))
     tile_count = -(-hidden // config.block_n) * sizes.TILE_COUNT
-    tile_order, board = _plan(layout, context, tiles, 0 if few is None else fewest_rows, tile_count)
+    tile_order, board = _plan(layout, context, tiles, 0 if few is None else min_rows, tile_count)
     constants = {"SUM": sizes, "GEMM": operands.sizes}
     dtypes = (x.dtype, no_grads.dtype)
     tables = layout.tables

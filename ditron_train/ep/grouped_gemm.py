@@ -7,7 +7,7 @@ dgrad and wgrad without a host sync.
     dw = [grad.T @ rows for grad, rows in zip(dy.split(splits), x.split(splits))]  # group_wgrad(dy, x, tiles)
 
 The weights of experts are separate tensors. One descriptor spans them all: its first coordinate counts units of some
-elements from the lowest address, so that ``load([places[e], n, k])`` reads expert e's block wherever it lies.
+elements from the lowest address, so that ``load([places[e], n, k])`` reads expert e's block wherever it is.
 
 Blocks of rows that end inside a tile are *clipped* by a descriptor [rows + 1, BLOCK, columns] whose first two strides
 are both one row: element (i, j) is row ``i + j``. The block at (row + valid - BLOCK, BLOCK - valid) begins at ``row``,
@@ -131,7 +131,7 @@ def list_tiles(
 
     Experts take whole tiles each; one with no rows takes none. ``row_ends[e]`` follows behind the tiles. Of experts
     that have more rows than there is room for (a fixed capacity that was too small, which is an error elsewhere) the
-    first ``num_rows`` count: no tile lies outside the buffers.
+    first ``num_rows`` count: no tile is outside the buffers.
     """
     lanes = tl.arange(0, EXPERTS)
     counts = tl.load(tokens_per_expert + lanes, mask=lanes < NUM_EXPERTS, other=0).to(tl.int32)
@@ -156,13 +156,13 @@ def list_tiles(
     tl.store(tiles + 4 + index * 4 + 2, end, mask=inside)
 
 
-@triton.jit(do_not_specialize=["max_tiles", "fewest_rows"])
+@triton.jit(do_not_specialize=["max_tiles", "min_rows"])
 def list_tiles_of_groups(
     counts,
     groups,
     tiles,
     max_tiles,
-    fewest_rows,
+    min_rows,
     NUM_SOURCES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -171,7 +171,7 @@ def list_tiles_of_groups(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``list_tiles`` of ``counts`` [sources, experts], for experts of at least ``fewest_rows`` rows, parted by groups
+    """``list_tiles`` of ``counts`` [sources, experts], for experts of at least ``min_rows`` rows, parted by groups
     of sources. Program g writes the tiles of group g, in their order, into a table of its own.
 
     Source s is of group ``groups[s]``. A tile is of the last group (LAST), or of the first, that has a row in it.
@@ -184,7 +184,7 @@ def list_tiles_of_groups(
     for source in range(NUM_SOURCES):
         rows += tl.load(counts + source * NUM_EXPERTS + lanes, mask=known, other=0).to(tl.int32)
     ends = tl.cumsum(rows, 0)
-    num_tiles = tl.where(rows >= fewest_rows, (rows + BLOCK_M - 1) // BLOCK_M, 0)
+    num_tiles = tl.where(rows >= min_rows, (rows + BLOCK_M - 1) // BLOCK_M, 0)
     tile_ends = tl.cumsum(num_tiles, 0)
     listed = 0
     for block in range(0, tl.sum(num_tiles, axis=0), BLOCK):
@@ -214,7 +214,7 @@ def list_tiles_of_groups(
 
 @triton.jit
 def tile_at(tiles, places, row_tile, BLOCK_M: tl.constexpr):
-    """Of a row tile: where its expert's weight lies, its first row, how many of its rows there are."""
+    """Of a row tile: where its expert's weight is, its first row, how many of its rows there are."""
     entry = tiles + 4 + row_tile * 4
     place = tl.load(places + tl.load(entry))
     row = tl.load(entry + 1)
@@ -223,7 +223,7 @@ def tile_at(tiles, places, row_tile, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def group_product(a_desc, b_desc, place, row, col, num_k_tiles, BLOCK_N: tl.constexpr, GEMM: tl.constexpr):
-    """One tile of A @ B[e] in fp32, K blocks in ascending order; ``place`` is where expert e's weight lies."""
+    """One tile of A @ B[e] in fp32, K blocks in ascending order; ``place`` is where expert e's weight is."""
     acc = tl.zeros((GEMM.BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k_tile in range(num_k_tiles):
         k = k_tile * GEMM.BLOCK_K
@@ -346,7 +346,7 @@ def group_wgrad_kernel(
     """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding; or
     with TO = 1 W[e] += that sum, in fp32, one rounding.
 
-    g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: what lies behind an expert's last
+    g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: what is behind an expert's last
     row reads as zero. w: W [experts, N, K] as a descriptor of blocks [1, BLOCK_M, BLOCK_N]; with TO = 1 or 2 (written)
     the addresses of the experts' W [N, K], int64, of fp32 if WIDE, else of G's type. An expert without rows gets
     zeros, or nothing added. Nobody waits: no signals.
@@ -478,7 +478,7 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int, block_m: int | Non
 
 
 def row_tiles_of_groups(
-    counts: torch.Tensor, groups: Sequence[Sequence[int]], num_rows: int, *, last: bool, fewest_rows: int = 0
+    counts: torch.Tensor, groups: Sequence[Sequence[int]], num_rows: int, *, last: bool, min_rows: int = 0
 ) -> list[RowTiles]:
     """Row tiles of each of some groups of source ranks, for products that are computed part by part.
 
@@ -486,11 +486,11 @@ def row_tiles_of_groups(
     of several groups is of one of them.
 
     Args:
-        counts: int64 [sources, experts] on the device: rows, which lie by expert, then by source.
+        counts: int64 [sources, experts] on the device: rows, which are stored by expert, then by source.
         groups: All sources.
         num_rows: The sum of ``counts``.
         last: Whether a tile is of the last group that has rows in it, which have to be there; else of the first.
-        fewest_rows: Experts of fewer rows are in no group.
+        min_rows: Experts of fewer rows are in no group.
     """
     (num_sources, num_experts), device = counts.shape, counts.device
     block_m = block_rows(device)
@@ -503,7 +503,7 @@ def row_tiles_of_groups(
     constants = dict(**sizes, LAST=last, SLACK=_SLACK_WORDS, BLOCK_M=block_m, BLOCK=block)
     launch = group_launch(list_tiles_of_groups, len(groups), tuple(constants.items()), 4, 3, counts.dtype)
     with on_device(device):
-        launch(counts, table, tiles, max_tiles, max(fewest_rows, 1))
+        launch(counts, table, tiles, max_tiles, max(min_rows, 1))
     return [RowTiles(one, num_rows, num_experts, block_m, max_tiles, has_row_ends=False) for one in tiles.unbind(0)]
 
 
@@ -570,7 +570,7 @@ def _sizes(config: GemmConfig, block_m: int) -> GemmSizes:
 @dataclass(frozen=True)
 class GemmOperands:
     """What a grouped GEMM kernel takes: descriptors of rows, weights and result, and where each expert's weight
-    lies."""
+    is."""
 
     a: TensorDescriptor
     b: TensorDescriptor

@@ -254,5 +254,5 @@ def _check_rows(rows: torch.Tensor, splits: Sequence[int], dtype: torch.dtype) -
 def _check_numbers(splits: Sequence[int], numbers: Sequence[torch.Tensor], device: torch.device) -> None:
     if len(numbers) != 2 * len(splits):
         raise NotSupportedError(f"rows in FP8: {len(numbers)} numbers for {len(splits)} experts")
-    if {(one.dtype, one.numel(), one.device) for one in numbers} != {(torch.float32, 1, device)}:
+    if {(number.dtype, number.numel(), number.device) for number in numbers} != {(torch.float32, 1, device)}:
         raise NotSupportedError("rows in FP8: numbers are not fp32, or elsewhere")

@@ -248,8 +248,8 @@ class HostCounts:
         return self.counts.sum(0)
 
     @property
-    def fewest_rows(self) -> int:
-        """Rows of the expert that has fewest, of those that have some."""
+    def min_rows(self) -> int:
+        """Rows of the expert that has the fewest, of those that have some."""
         rows = self.expert_rows
         return int(rows[rows > 0].min(initial=np.iinfo(np.int32).max))
 
@@ -257,7 +257,7 @@ class HostCounts:
         """[world_size] rows that each rank receives."""
         return self.expert_rows.reshape(shape.world_size, shape.experts_per_rank).sum(1)
 
-    def why_not_listed(self, shape: LayoutShape, padding: int, *, ragged: bool) -> str | None:
+    def unsupported_reason_listed(self, shape: LayoutShape, padding: int, *, ragged: bool) -> str | None:
         """Why no list holds all entries of some rank, or None; the exchange leaves a layout without rows then.
 
         Args:

@@ -142,7 +142,7 @@ def _refuse_wide(
     tables, messages, control, counts, place_capacity, most_experts, S: tl.constexpr, HAS_CAPACITY: tl.constexpr
 ):
     """Leaves no rows where a rank has a token of more than ``most_experts`` experts, or more rows than its list has
-    places: entries beyond are not listed, and whatever lies in memory would be sent instead.
+    places: entries beyond are not listed, and whatever is in memory would be sent instead.
 
     Every rank finds the same in the messages. With HAS_CAPACITY it is recorded, else the host raises.
     """
@@ -234,8 +234,8 @@ def exchange_counts(
     Where a token of any rank has more than ``most_experts`` experts, or its list too few places, it becomes a layout
     without rows on every rank (``_refuse_wide``).
 
-    Waits: for every rank's start signal before its pad is written (its stream is past its last use of it), then for
-    its message (release/acquire at system scope by ``notify`` and ``wait``).
+    Waits: for every rank's start signal before its signal buffer is written (its stream is past its last use of it),
+    then for its message (release/acquire at system scope by ``notify`` and ``wait``).
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
@@ -444,7 +444,7 @@ class PendingLayout:
             context.counts_channel.check()
             assert self.host_messages is not None, "copied where no room is given"
             host = HostCounts.from_messages(self.host_messages.numpy(), shape)
-            reason = host.why_not_listed(shape, self.padding, ragged=self.token_places is not None)
+            reason = host.unsupported_reason_listed(shape, self.padding, ragged=self.token_places is not None)
             if reason is not None:
                 raise NotSupportedError(f"expert parallel: {reason}")
             room = host.room(shape, self.padding)
@@ -686,8 +686,8 @@ def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event 
     return host, event
 
 
-def fewest_rows_before(context: EPContext) -> int | None:
-    """Rows of the expert, of those that have some, that had fewest in an earlier layout of `context`; never waits.
+def min_rows_before(context: EPContext) -> int | None:
+    """Rows of the expert, of those that have some, that had the fewest in an earlier layout of `context`; never waits.
 
     For layouts of a fixed capacity, whose counts the host does not learn: call it behind ``begin_layout``. One call
     begins to copy the last exchange's counts, the first one behind the copy's end reads them and begins anew. The copy
@@ -703,4 +703,4 @@ def fewest_rows_before(context: EPContext) -> int | None:
         return None
     context.counts.enter()
     context.counts_on_their_way = _copy_to_host(context.messages.local)
-    return None if begun is None else HostCounts.from_messages(begun[0].numpy(), context.shape).fewest_rows
+    return None if begun is None else HostCounts.from_messages(begun[0].numpy(), context.shape).min_rows

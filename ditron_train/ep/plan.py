@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep.grouped_gemm import group_gemm, row_tiles
-from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.gemm.order_probe import order_probe_matrix
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.transformer_engine import grouped_gemm
 
 #: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine beside dW1.
-Pair = Literal["gemm_combine", "beside_wgrad"]
-PAIRS: tuple[Pair, ...] = ("gemm_combine", "beside_wgrad")
+Pair = Literal["gemm_combine", "overlap_wgrad"]
+PAIRS: tuple[Pair, ...] = ("gemm_combine", "overlap_wgrad")
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
 _WAVE_TILES = 132
 #: Part of all rows that may belong to such experts: their products stand in front of the kernel, where nothing is
@@ -35,7 +35,9 @@ _WAVE_TILES = 132
 MOST_FEW = 0.25
 
 
-def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest: int) -> tuple[frozenset[Pair], int]:
+def pairs_of_step(
+    pairs: frozenset[Pair], expert_rows: np.ndarray | None, min_rows: int
+) -> tuple[frozenset[Pair], int]:
     """The pairs of a step, and below how many rows an expert is multiplied natively in ``gemm_combine`` (0: none is):
     at all ranks alike.
 
@@ -43,17 +45,17 @@ def pairs_of_step(pairs: frozenset[Pair], expert_rows: np.ndarray | None, fewest
         pairs: That were chosen for the layer.
         expert_rows: Of each expert of any rank; None where the host does not know (a fixed capacity): all pairs stay,
             and the user is warned afterwards.
-        fewest: Rows that an expert must have for our GEMM to add up as native's does.
+        min_rows: Rows that an expert must have for our GEMM to add up as native's does.
     """
     if expert_rows is None or "gemm_combine" not in pairs:
         return pairs, 0
-    few = expert_rows[expert_rows < fewest]
+    few = expert_rows[expert_rows < min_rows]
     if few.sum() > MOST_FEW * expert_rows.sum():
         return pairs - {"gemm_combine"}, 0
-    return pairs, fewest if few.any() else 0
+    return pairs, min_rows if few.any() else 0
 
 
-def own_wgrad_has_native_bits(rows: int, columns: int) -> bool:
+def triton_wgrad_has_native_bits(rows: int, columns: int) -> bool:
     """Whether our gradient of a weight ``[rows, columns]`` adds up as native's does, whatever an expert's rows."""
     return -(-rows // 128) * -(-columns // 256) >= _WAVE_TILES
 
@@ -117,7 +119,7 @@ def _loops(
 
 #: More rows than any expert has: the products have other bits at all sizes that count.
 NEVER = 1 << 30
-#: Why such products are not ours.
+#: Why such products are not fused.
 OTHER_BITS = "experts' products have other bits than Transformer Engine's, or cannot be compared here"
 #: Rows of an expert up to which products are compared.
 MOST_ROWS = 4096
@@ -145,8 +147,8 @@ class RowProduct(NamedTuple):
 
 @cache
 @torch.no_grad()
-def fewest_rows_here(product: RowProduct, dtype: torch.dtype, device: torch.device) -> int:
-    """``fewest_rows`` of our product and Megatron's on this device; measured once. ``NEVER`` where its memory is not
+def min_rows_here(product: RowProduct, dtype: torch.dtype, device: torch.device) -> int:
+    """``min_rows`` of our product and Megatron's on this device; measured once. ``NEVER`` where its memory is not
     there."""
     (n, k), num_experts, transpose = product
     with giving_memory_back(device):
@@ -167,9 +169,9 @@ def giving_memory_back(device: torch.device) -> Iterator[None]:
 
 
 def _measured(n: int, k: int, num_experts: int, transpose: bool, dtype: torch.dtype, device: torch.device) -> int:
-    weight = revealing_matrix((n, k), dtype, device, seed=2, signed="columns")
+    weight = order_probe_matrix((n, k), dtype, device, seed=2, signed="columns")
     # The sum's index is signed in one operand alone.
-    rows = revealing_matrix(
+    rows = order_probe_matrix(
         (MOST_ROWS, k if transpose else n), dtype, device, seed=1, signed="rows" if transpose else "columns"
     )
 
@@ -182,7 +184,7 @@ def _measured(n: int, k: int, num_experts: int, transpose: bool, dtype: torch.dt
         tiles = row_tiles(torch.tensor(splits, device=device), len(batch))
         return group_gemm(batch, [weight] * len(splits), tiles, transpose=transpose)
 
-    return fewest_rows(native, own, rows, tried_rows(), num_experts, most_rows_of_call(max(n, k) * dtype.itemsize))
+    return min_rows(native, own, rows, tried_rows(), num_experts, most_rows_of_call(max(n, k) * dtype.itemsize))
 
 
 def tried_rows() -> list[int]:
@@ -195,7 +197,7 @@ def most_rows_of_call(row_bytes: int) -> int:
     return max(MOST_ROWS, min(_ROWS_OF_A_CALL, _BYTES_OF_A_CALL // row_bytes))
 
 
-def fewest_rows(
+def min_rows(
     native: SplitProduct, own: SplitProduct, rows: torch.Tensor, tried: Sequence[int], num_experts: int, most_rows: int
 ) -> int:
     """The number of rows of an expert from which on both products are equal; those of less are native's.
@@ -205,7 +207,7 @@ def fewest_rows(
 
     Args:
         native: Megatron's product.
-        own: Ours.
+        own: The fused path.
         rows: ``[MOST_ROWS, K]``, of which each expert has the first ones.
         tried: Ascending numbers of rows.
         num_experts: Of a call; those behind the tried ones have no rows.
@@ -242,13 +244,13 @@ def products_of(num_experts: int, *weights: Any) -> frozenset[RowProduct]:
     return frozenset(RowProduct(shape, num_experts, transpose) for shape in shapes for transpose in (True, False))
 
 
-def agreed_fewest_rows(
+def agreed_min_rows(
     products: frozenset[RowProduct], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> int:
     """Of several products the most of any rank, so that all ranks choose alike (collective the first time)."""
     key = (products, dtype, device, group)
     if key not in _agreed:
-        here = max(fewest_rows_here(product, dtype, device) for product in products)
+        here = max(min_rows_here(product, dtype, device) for product in products)
         most = torch.tensor([here], device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         _agreed[key] = int(most)

@@ -73,7 +73,7 @@ _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], RailCont
 def get_rail_context(
     group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int
 ) -> RailContext | None:
-    """The context of a group that spans nodes, or None where it lies inside one; the first call is collective.
+    """The context of a group that spans nodes, or None where it is inside one; the first call is collective.
 
     Raises:
         NotSupportedError: Nodes with different numbers of ranks, ranks that are not grouped by node, or experts that
@@ -216,9 +216,9 @@ class PendingRailLayout:
         context = self.context
         blocks = visitor_map.split(visits.received)
         mine = torch.stack([block.sum(0) for block in blocks])  # [nodes, experts of the node]
-        told = torch.cat([mine.flatten(), mine.new_full((1,), visits.widest)])
-        every = [torch.empty_like(told) for _ in range(context.nodes.local_size)]
-        context.nodes.wait(dist.all_gather(every, told, group=context.nodes.node_group, async_op=True))
+        announced = torch.cat([mine.flatten(), mine.new_full((1,), visits.widest)])
+        every = [torch.empty_like(announced) for _ in range(context.nodes.local_size)]
+        context.nodes.wait(dist.all_gather(every, announced, group=context.nodes.node_group, async_op=True))
         of_rails = torch.stack(every).cpu()
         widest = int(of_rails[:, -1].max())  # of all rails: this node has a rank of each
         if widest > context.topk:
@@ -238,9 +238,9 @@ class PendingRailLayout:
             inner = begin().finish()
         except (ArenaError, NotSupportedError) as error:  # raised by every rank of this node alike
             lack = error
-        told = nodes.start_telling(lack, self.routing_map.device)
+        announced = nodes.start_telling(lack, self.routing_map.device)
         layout = None if inner is None else self._laid_out(inner, visits, segments)
-        nodes.finish_telling("making room on every node", told)
+        nodes.finish_telling("making room on every node", announced)
         assert layout is not None, "no node lacks room"
         return layout
 

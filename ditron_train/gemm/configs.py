@@ -14,7 +14,8 @@ from ditron_train.runtime.errors import NotSupportedError
 
 
 class Tile(NamedTuple):
-    """A ``GemmConfig`` as one constexpr of a kernel; ``transpose_b``: B is given as it lies in a Linear's weight."""
+    """A ``GemmConfig`` as one constexpr of a kernel; ``transpose_b``: B is given as it is stored in a Linear's
+    weight."""
 
     block_m: int
     block_n: int
@@ -185,7 +186,7 @@ def config_variants(base: GemmConfig, target: str) -> list[GemmConfig]:
 
 
 def config_entry(config: GemmConfig) -> dict[str, Any]:
-    """``config`` as it stands in a tuning table."""
+    """``config`` as it is written in a tuning table."""
     return {
         "tile": f"{config.block_m}x{config.block_n}x{config.block_k}",
         "warps": config.num_warps,

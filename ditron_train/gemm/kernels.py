@@ -73,7 +73,7 @@ def biased(acc, scale, bias, col, num_columns, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def store_tile(c_desc, acc, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.constexpr):
-    """c[row + i, col + j] = acc[i, j], rounded once to c's type; what lies beyond the edges of c is dropped.
+    """c[row + i, col + j] = acc[i, j], rounded once to c's type; what is beyond the edges of c is dropped.
 
     With SPLIT_STORE the tile leaves in two halves, left first, through a descriptor of [BLOCK_M, BLOCK_N // 2]: half
     the shared memory, which buys the K loop a stage. The stores are asynchronous: a kernel that signals them must wait
@@ -107,15 +107,15 @@ def gemm_kernel(
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
     TRANSPOSE_A: tl.constexpr,
-    HALVE_TAIL: tl.constexpr,
+    SPLIT_LAST_WAVE: tl.constexpr,
     FP8_CHAIN: tl.constexpr,
 ):
     """C [M, N] = A @ B, of FP8 operands times their ``scales`` (else None), persistent: program p computes tiles p,
     p + num_programs, ... of the grouped order.
 
-    With HALVE_TAIL only the first ``num_whole_tiles`` are computed whole; the rest, less than half a wave, is computed
-    in halves of BLOCK_N // 2 columns, so that the last wave takes half the time. ``half_b_desc`` reads B in such
-    halves (else it is ``b_desc``). It needs SPLIT_STORE.
+    With SPLIT_LAST_WAVE only the first ``num_whole_tiles`` are computed whole; the rest, less than half a wave, is
+    computed in halves of BLOCK_N // 2 columns, so that the last wave takes half the time. ``half_b_desc`` reads B in
+    such halves (else it is ``b_desc``). It needs SPLIT_STORE.
 
     Nobody waits: no signals, no memory order. ``flatten`` makes one loop of tiles and K blocks, so that the loads of
     the next tile run under the epilogue of this one.
@@ -135,7 +135,7 @@ def gemm_kernel(
         )
         acc = scaled(acc, scale)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
-    if HALVE_TAIL:
+    if SPLIT_LAST_WAVE:
         num_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)
         for half_id in range(tl.program_id(0), num_halves, tl.num_programs(0)):
             tile_m, tile_n = grouped_tile(num_whole_tiles + half_id // 2, num_tiles_m, num_tiles_n, GROUP_M)

@@ -11,7 +11,7 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError
 
 # Of multiplications: below, the host takes 9 us longer for Transformer Engine's call (docs/measurements/tp.md).
-_FEWEST_PRODUCTS = 1 << 32
+_MIN_PRODUCTS = 1 << 32
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -61,7 +61,7 @@ def add_wgrad(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: t
 
 def _add_widened(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
     general_gemm = product_of_transformer_engine()
-    is_short = main_grad.numel() * x.shape[0] < _FEWEST_PRODUCTS
+    is_short = main_grad.numel() * x.shape[0] < _MIN_PRODUCTS
     if (
         general_gemm is None
         or is_short

@@ -134,13 +134,13 @@ def gemm_launch(
     """How C [m, n] is computed of operands of ``dtypes`` with these tiles on ``num_programs`` multiprocessors of a
     device; ``fp8_chain`` as of ``tile_product``."""
     num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
-    halve_tail = num_whole_tiles < num_tiles
-    grid = num_programs if halve_tail else min(num_programs, num_tiles)
+    split_last_wave = num_whole_tiles < num_tiles
+    grid = num_programs if split_last_wave else min(num_programs, num_tiles)
     return GemmLaunch(
-        _launcher(config, transpose_a, transpose_b, halve_tail, grid, dtypes, device_index, fp8_chain),
+        _launcher(config, transpose_a, transpose_b, split_last_wave, grid, dtypes, device_index, fp8_chain),
         (config.block_k, config.block_m) if transpose_a else (config.block_m, config.block_k),
         config.b_block(transpose_b),
-        config.b_block(transpose_b, halved=halve_tail),
+        config.b_block(transpose_b, halved=split_last_wave),
         config.store_block,
         num_whole_tiles,
     )
@@ -169,7 +169,7 @@ def _launcher(
     config: GemmConfig,
     transpose_a: bool,
     transpose_b: bool,
-    halve_tail: bool,
+    split_last_wave: bool,
     num_programs: int,
     dtypes: tuple[torch.dtype, torch.dtype],
     device_index: int | None,
@@ -177,7 +177,7 @@ def _launcher(
 ) -> KernelLaunch:
     """One launcher for each kernel that is compiled (types and device are part of its key alone) and grid."""
     constants: dict[str, Any] = dict(config.tile_constants(transpose_b=transpose_b))
-    constants.update(TRANSPOSE_A=transpose_a, HALVE_TAIL=halve_tail, FP8_CHAIN=fp8_chain)
+    constants.update(TRANSPOSE_A=transpose_a, SPLIT_LAST_WAVE=split_last_wave, FP8_CHAIN=fp8_chain)
     return KernelLaunch(gemm_kernel, num_programs, constants, **config.launch_options)
 
 

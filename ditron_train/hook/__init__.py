@@ -29,7 +29,7 @@ STARTUP = str(Path(__file__).with_name("startup"))
 VARIABLE = "DITRON"
 
 _MODULE = "megatron.core.transformer.module"
-_MEGATRON, _MEETING = "ditron_train.megatron", "ditron_train.megatron.plugin.job_start"
+_MEGATRON, _RENDEZVOUS = "ditron_train.megatron", "ditron_train.megatron.plugin.job_start"
 
 _awaited: dict[str, Callable[[ModuleType], None]] = {}
 _activations: list[Callable[[], None]] = []
@@ -108,19 +108,19 @@ def _is_on() -> bool:
     return bool(_activations or os.environ.get(VARIABLE))
 
 
-def _meeting() -> Any:
+def _rendezvous() -> Any:
     """The module in which ranks meet, once features are switched on; None if it cannot be imported here."""
     is_first = _Point.ACTIVATION not in _passed
     _passed.add(_Point.ACTIVATION)
     try:
-        megatron, meeting = map(importlib.import_module, (_MEGATRON, _MEETING))
+        megatron, rendezvous = map(importlib.import_module, (_MEGATRON, _RENDEZVOUS))
     except ImportError as error:
         if is_first:
             logging.getLogger("ditron_train").warning("%s is set, but everything is native: %s", VARIABLE, error)
         return None
     for activate in (_activations or [megatron.enable]) if is_first else []:
         activate()
-    return meeting
+    return rendezvous
 
 
 def _hook_groups(module: ModuleType) -> None:
@@ -128,15 +128,15 @@ def _hook_groups(module: ModuleType) -> None:
 
     @functools.wraps(native)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        meeting = _meeting() if _is_on() else None
+        rendezvous = _rendezvous() if _is_on() else None
         store = importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
-        if meeting is not None:
+        if rendezvous is not None:
             store.set(_ON, "")  # before the groups are made, for which every rank waits
         native(*args, **kwargs)
-        if meeting is None and not _is_on() and store.check([_ON]):
-            meeting = importlib.import_module(_MEETING)
-        if meeting is not None:
-            meeting.after_groups()
+        if rendezvous is None and not _is_on() and store.check([_ON]):
+            rendezvous = importlib.import_module(_RENDEZVOUS)
+        if rendezvous is not None:
+            rendezvous.after_groups()
 
     initialize_model_parallel.ditron_native = native  # type: ignore[attr-defined]
     module.initialize_model_parallel = initialize_model_parallel  # type: ignore[attr-defined]
@@ -147,10 +147,10 @@ def _hook_modules(module: ModuleType) -> None:
 
     @functools.wraps(native)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        meeting = _meeting() if _is_on() else sys.modules.get(_MEETING)
+        rendezvous = _rendezvous() if _is_on() else sys.modules.get(_RENDEZVOUS)
         _passed.add(_Point.MODEL)
-        if meeting is not None:
-            meeting.before_model()
+        if rendezvous is not None:
+            rendezvous.before_model()
         native(self, *args, **kwargs)
 
     module.MegatronModule.__init__ = __init__

@@ -1,6 +1,6 @@
 """The ``.pth`` line that arms `ditron_train.hook` in every Python process of an environment.
 
-Nothing is downloaded or run. The file lies in ``site-packages``, where ``pip uninstall`` does not look: what it does
+Nothing is downloaded or run. The file is in ``site-packages``, where ``pip uninstall`` does not look: what it does
 when the package is gone is to say so, once for each process in which ``DITRON`` is set.
 """
 

@@ -1,4 +1,4 @@
-"""Floor 1: primitives inside kernels (``import ditron_train.lang as dl``), the same names on a GPU, in the interpreter
+"""Layer 1: primitives inside kernels (``import ditron_train.lang as dl``), the same names on a GPU, in the interpreter
 and where a kernel is only compiled."""
 
 from ditron_train.lang.memory import (

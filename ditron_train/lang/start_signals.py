@@ -12,20 +12,20 @@ READY_WORDS = tl.constexpr(layout.READY_WORDS)
 
 @triton.jit
 def announce(ready_addresses, signature_ptr, epoch, rank, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """Start signal of ``rank`` to every rank (its own pad too): the signature, then ``epoch`` released, to all at
-    once.
+    """Start signal of ``rank`` to every rank (its own signal buffer too): the signature, then ``epoch`` released, to
+    all at once.
 
     It says: everything this rank's stream had before this op is done, so its symmetric buffers of the op may be
-    overwritten. One program of a launch calls it. Pads alternate by epoch parity: a slot is rewritten two epochs
-    later, which needs this rank's start signal in between. The block barrier is what makes the words part of each
-    release.
+    overwritten. One program of a launch calls it. Signal buffers alternate by epoch parity: a slot is rewritten two
+    epochs later, which needs this rank's start signal in between. The block barrier is what makes the words part of
+    each release.
     """
     PEERS: tl.constexpr = power_of_two(WORLD_SIZE)
     lanes = tl.arange(0, READY_WORDS)
     peers = tl.arange(0, PEERS)
     is_there = peers < WORLD_SIZE
-    pads = tl.load(ready_addresses + peers, mask=is_there, other=0).to(tl.pointer_type(tl.int32))
-    slots = pads + ((epoch & 1) * WORLD_SIZE + rank) * READY_WORDS
+    signal_buffers = tl.load(ready_addresses + peers, mask=is_there, other=0).to(tl.pointer_type(tl.int32))
+    slots = signal_buffers + ((epoch & 1) * WORLD_SIZE + rank) * READY_WORDS
     words = tl.load(signature_ptr + lanes)[None, :] + tl.zeros((PEERS, READY_WORDS), tl.int32)
     tl.store(slots[:, None] + lanes[None, :], words, mask=is_there[:, None] & (lanes[None, :] > 0))
     tl.debug_barrier()
@@ -51,8 +51,8 @@ def await_peers(
     """``await_ready`` for all peers, from ``rank`` + 1 on: at once, or one by one without a barrier, which a pipelined
     loop needs."""
     if HOLDS_BARRIER and WORLD_SIZE > 1:
-        pad_ptr = ready_ptr + (epoch & 1) * WORLD_SIZE * READY_WORDS
-        wait_peers(pad_ptr, READY_WORDS, epoch, control_ptr, rank, -1, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
+        signal_buffer_ptr = ready_ptr + (epoch & 1) * WORLD_SIZE * READY_WORDS
+        wait_peers(signal_buffer_ptr, READY_WORDS, epoch, control_ptr, rank, -1, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
     else:
         for step in tl.static_range(1, WORLD_SIZE):
             await_ready(ready_ptr, epoch, control_ptr, (rank + step) % WORLD_SIZE, WORLD_SIZE, TARGET)

@@ -1,4 +1,4 @@
-"""Floor 5: plugs the ops into megatron-core. The only floor that imports megatron, and only when something is switched
+"""Layer 5: plugs the ops into megatron-core. The only layer that imports megatron, and only when something is switched
 on.
 
 Four ways in:

@@ -24,8 +24,8 @@ from typing import Any
 
 from ditron_train.hook import STARTUP, VARIABLE, after_import, arm, has_built
 from ditron_train.megatron.plugin.arguments import Options, add_ditron_args, options_of
+from ditron_train.megatron.plugin.job_gate import wait_for_turn
 from ditron_train.megatron.plugin.switch import apply_options
-from ditron_train.megatron.plugin.turns import wait_for_turn
 from ditron_train.runtime.errors import SettingError, user_errors
 from ditron_train.runtime.logs import get_logger, log_once
 

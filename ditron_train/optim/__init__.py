@@ -1,4 +1,4 @@
-"""Floor 3: optimizers. Muon whose step has the bits of the native one in less time."""
+"""Layer 3: optimizers. Muon whose step has the bits of the native one in less time."""
 
 from ditron_train.optim.muon import Muon
 from ditron_train.optim.newton_schulz import muon_scale, newton_schulz, orthogonalize

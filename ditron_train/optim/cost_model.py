@@ -39,11 +39,11 @@ def newton_schulz(rows: int, columns: int, machine: Machine, rates: MachineRates
     m, n = min(rows, columns), max(rows, columns)
     gram, square, product = (cublas_us(*sizes, machine, rates) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
     added_us = pass_us(2 * m * m, rates) + pass_us(2 * m * n, rates)  # what the second and third product are added to
-    ours_us = min(gram, _symmetric_us(m, n, machine, rates)) + min(square, _symmetric_us(m, m, machine, rates))
-    ours_us += product + added_us - 3 * rates.launch_us  # recorded in one graph
+    fused_us = min(gram, _symmetric_us(m, n, machine, rates)) + min(square, _symmetric_us(m, m, machine, rates))
+    fused_us += product + added_us - 3 * rates.launch_us  # recorded in one graph
     around_us = pass_us(4 * m * n, rates) + pass_us(8 * m * n, rates) + pass_us(6 * m * n, rates)
     whole_us = _STEPS * (gram + square + product + added_us) + around_us
-    return Estimate(whole_us, _STEPS * ours_us + around_us, whole_us)
+    return Estimate(whole_us, _STEPS * fused_us + around_us, whole_us)
 
 
 def _shards(
@@ -51,7 +51,7 @@ def _shards(
 ) -> list[tuple[Estimate, int]]:
     """Newton-Schulz steps of each rank's matrices, and how many elements these have."""
     found = []
-    for shard in shard_by_cost([newton_schulz_cost(*one) for one in matrices], span.ranks):
+    for shard in shard_by_cost([newton_schulz_cost(*matrix) for matrix in matrices], span.ranks):
         products = Estimate.alike(0.0)
         for index in shard:
             products += newton_schulz(*matrices[index], machine, rates)
@@ -61,16 +61,16 @@ def _shards(
 
 def muon_step(matrices: Sequence[tuple[int, int]], span: Span, machine: Machine, rates: MachineRates) -> Estimate:
     """A step of fp32 ``matrices``, dealt out over the ranks; a fused matrix is stepped in parts of its own."""
-    native_us, ours_us = 0.0, 0.0
+    native_us, fused_us = 0.0, 0.0
     for products, elements in _shards(matrices, span, machine, rates):
         native_us = max(native_us, products.native_us + pass_us(_NATIVE_BYTES * elements, rates))
-        ours_us = max(ours_us, products.ditron_us + pass_us(_FUSED_BYTES * elements, rates))
+        fused_us = max(fused_us, products.ditron_us + pass_us(_FUSED_BYTES * elements, rates))
     if span.ranks == 1:
-        return Estimate(native_us, ours_us, native_us)
+        return Estimate(native_us, fused_us, native_us)
     num_bytes = 4.0 * sum(rows * columns for rows, columns in matrices)
     gather_us = ring_us(num_bytes, span, rates)
     flat_us = pass_us(2 * num_bytes * (span.ranks + 1) / span.ranks, rates)  # into flat buffers and out of them
     # One rank after another sends, and receives what it sends: all bytes pass, not those of the others alone.
     sent_us = gather_us * span.ranks / (span.ranks - 1)
-    ours_us = beside_us(ours_us, sent_us, rates.p2p_share)
-    return Estimate(native_us + gather_us + flat_us, ours_us, native_us, gather_us)
+    fused_us = beside_us(fused_us, sent_us, rates.p2p_share)
+    return Estimate(native_us + gather_us + flat_us, fused_us, native_us, gather_us)

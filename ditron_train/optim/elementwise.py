@@ -55,7 +55,7 @@ def momentum_step(
         grad: Left as it is, by l2 decay too.
         lr: Learning rate.
         weight_decay: 0 for none.
-        decay_method: See above.
+        decay_method: One of the formulas above.
         momentum_beta: How much of the momentum stays.
         use_nesterov: Whether to look ahead.
 

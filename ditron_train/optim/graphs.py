@@ -117,7 +117,7 @@ class StepGraph:
 
     def replay(self) -> torch.Tensor:
         """Enqueues the steps on what ``storage`` holds. The next replay on this stream overwrites the result [m, n],
-        whatever its shape: what another graph needs meanwhile may lie there."""
+        whatever its shape: what another graph needs meanwhile may be there."""
         self._graph.replay()
         return self._result
 

@@ -106,7 +106,7 @@ def addmm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
-    HALVE_TAIL: tl.constexpr,
+    SPLIT_LAST_WAVE: tl.constexpr,
 ):
     """C [M, N] = alpha * A [M, K] @ B [K, N] + beta * ADD, persistent, rounded as cuBLAS's addmm rounds.
 
@@ -128,7 +128,7 @@ def addmm_kernel(
             c_desc.store([row, col + BLOCK_N // 2], right.to(c_desc.dtype))
         else:
             c_desc.store([row, col], _epilogue(acc, add_desc, row, col, alpha, beta, True).to(c_desc.dtype))
-    if HALVE_TAIL:
+    if SPLIT_LAST_WAVE:
         num_halves = 2 * (num_tiles_m * num_tiles_n - num_whole_tiles)
         for half_id in range(tl.program_id(0), num_halves, tl.num_programs(0)):
             tile_m, tile_n = grouped_tile(num_whole_tiles + half_id // 2, num_tiles_m, num_tiles_n, GROUP_M)

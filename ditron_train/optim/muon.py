@@ -33,9 +33,9 @@ from ditron_train.optim.options import (
     PRODUCT_DTYPES,
     TensorParallelMode,
     default_algorithm,
-    why_not_group,
-    why_not_options,
-    why_not_param,
+    unsupported_reason_group,
+    unsupported_reason_options,
+    unsupported_reason_param,
 )
 from ditron_train.optim.plans import ProductMode
 from ditron_train.optim.sharding import LayerShards, shard_matrices, warn_of_foreign_momentum
@@ -114,7 +114,7 @@ class Muon(CopiedWithOptions):
         mode: ProductMode = "strict",
         eps: float = 1e-7,
     ) -> None:
-        reason = why_not_options(
+        reason = unsupported_reason_options(
             fp32_matmul_prec, weight_decay_method, tp_mode, split_qkv, is_qkv_fn, qkv_split_shapes
         )
         if reason is not None:
@@ -175,9 +175,10 @@ class Muon(CopiedWithOptions):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         algorithm = self._value(group, "algorithm")
-        reason = why_not_group(group["lr"], group["weight_decay"], self._value(group, "momentum_beta"), algorithm)
+        beta = self._value(group, "momentum_beta")
+        reason = unsupported_reason_group(group["lr"], group["weight_decay"], beta, algorithm)
         for param in group["params"]:
-            reason = reason or why_not_param(param, algorithm, self._algorithm(group, param) == "muon")
+            reason = reason or unsupported_reason_param(param, algorithm, self._algorithm(group, param) == "muon")
         if reason is not None:
             raise NotSupportedError(reason)
 

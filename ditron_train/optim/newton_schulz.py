@@ -86,7 +86,7 @@ def muon_scale(num_rows: int, num_columns: int, mode: ScaleMode = "spectral") ->
     raise NotSupportedError(f"scale mode {mode!r} is not spectral, unit_rms_norm or shape_scaling")
 
 
-def why_not_steps(coefficient_type: str, num_steps: int) -> str | None:
+def unsupported_reason_steps(coefficient_type: str, num_steps: int) -> str | None:
     """Why so many steps of the set of that name cannot be taken, or None."""
     if coefficient_type not in COEFFICIENTS:
         return f"coefficients {coefficient_type!r} are not one of {', '.join(COEFFICIENTS)}"
@@ -102,7 +102,7 @@ def step_coefficients(coefficient_type: CoefficientType, num_steps: int) -> list
     Raises:
         NotSupportedError: An unknown set, or a number of steps that is not a whole multiple of it.
     """
-    reason = why_not_steps(coefficient_type, num_steps)
+    reason = unsupported_reason_steps(coefficient_type, num_steps)
     if reason is not None:
         raise NotSupportedError(reason)
     coefficients = COEFFICIENTS[coefficient_type]

@@ -17,7 +17,7 @@ def default_algorithm(param: torch.Tensor) -> str:
     return "muon" if param.dim() == 2 and not is_embedding else "adamw"
 
 
-def why_not_options(
+def unsupported_reason_options(
     fp32_matmul_prec: str,
     weight_decay_method: str,
     tp_mode: str,
@@ -37,7 +37,7 @@ def why_not_options(
     return None
 
 
-def why_not_group(lr: Any, weight_decay: float, momentum_beta: float, algorithm: str | None) -> str | None:
+def unsupported_reason_group(lr: Any, weight_decay: float, momentum_beta: float, algorithm: str | None) -> str | None:
     """Of the hyperparameters of a param group."""
     if not float(lr) >= 0 or not weight_decay >= 0:
         return f"lr {lr} and weight_decay {weight_decay} must not be below 0"
@@ -48,7 +48,7 @@ def why_not_group(lr: Any, weight_decay: float, momentum_beta: float, algorithm:
     return None
 
 
-def why_not_param(param: torch.Tensor, algorithm: str | None, takes_muon: bool) -> str | None:
+def unsupported_reason_param(param: torch.Tensor, algorithm: str | None, takes_muon: bool) -> str | None:
     """Of a parameter whose group names ``algorithm``, or none; kernels cannot read DTensors, and the
     products of sharded matrices need not have the bits of whole ones."""
     if algorithm == "muon" and param.dim() != 2:

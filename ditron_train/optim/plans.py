@@ -88,7 +88,7 @@ def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[P
         lambda x: torch.addmm(a_matrix, a_matrix, a_matrix, beta=b, alpha=c),
         lambda x: torch.addmm(x, a_matrix, x, beta=a),
     )
-    ours = (
+    fused = (
         lambda config: gram(x, config=config),
         lambda config: scaled_square(a_matrix, b, c, config=config),
         lambda config: addmm(x, a_matrix, x, alpha=1.0, beta=a, config=config),
@@ -101,7 +101,7 @@ def _measure_products(x: torch.Tensor, native_xs: list[torch.Tensor]) -> tuple[P
     uses: list[bool] = []
     configs: list[GemmConfig | None] = []
     words, step_us = [], 0.0
-    for name, native, our, tried in zip(("gram", "square", "update"), natives, ours, choices):
+    for name, native, our, tried in zip(("gram", "square", "update"), natives, fused, choices):
         expected = [native(native_x) for native_x in native_xs]
         equal = [config for config in tried if all(have_same_bits(our(config), result) for result in expected)]
         del expected
@@ -128,8 +128,8 @@ def _measure(m: int, n: int, dtype: torch.dtype, device: torch.device, transpose
     """Chooses the products of one shape by bits and time, and whether to launch them as a graph.
 
     Native's X is a transposed view in the first step of a matrix with more rows than columns, and contiguous later:
-    ours must have the bits of both. Launches cost the host more than the device takes for short steps: these are timed
-    as a whole, host included, by single launches of cuBLAS, of the chosen products and as a graph.
+    the fused path must have the bits of both. Launches cost the host more than the device takes for short steps: these
+    are timed as a whole, host included, by single launches of cuBLAS, of the chosen products and as a graph.
     """
     x = _random_matrix(m, n, dtype, device)
     plan, words, step_us = _NATIVE, ["cuBLAS serves this type, size or alignment better"], 0.0
@@ -202,7 +202,7 @@ class NewtonSchulzOp(Op[StepCall, ProductPlan]):
         device = with_index(call.device)
         with torch.cuda.device(device):
             plan = _measure(call.m, call.n, call.dtype, device, call.transposed)
-        path = "ours" if any(plan.uses) or plan.use_graph else "native"
+        path = "fused" if any(plan.uses) or plan.use_graph else "native"
         log_once(
             f"newton_schulz {self.key(call)}",
             f"Newton-Schulz {call.m} x {call.n}: {path}, {plan.reason}",

@@ -4,8 +4,8 @@
     B = b * A + c * A @ A  [m, m], symmetric likewise
     Y = a * X + B @ X      [m, n]
 
-cuBLAS computes each whole. Where bits equal and time is lower at a shape on this device, ours runs; else cuBLAS
-(``plans.py`` decides).
+cuBLAS computes each whole. Where bits equal and time is lower at a shape on this device, the fused path runs; else
+cuBLAS (``plans.py`` decides).
 """
 
 from __future__ import annotations
@@ -283,11 +283,11 @@ def _launch_addmm(
     """Launches on aligned, not empty operands."""
     m, n = out.shape
     num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
-    halve_tail = num_whole_tiles < num_tiles
-    grid = num_programs if halve_tail else min(num_programs, num_tiles)
-    launch = _addmm_launcher(config, halve_tail, grid, a.dtype, a.device.index)
+    split_last_wave = num_whole_tiles < num_tiles
+    grid = num_programs if split_last_wave else min(num_programs, num_tiles)
+    launch = _addmm_launcher(config, split_last_wave, grid, a.dtype, a.device.index)
     b_desc = make_descriptor(b, (config.block_k, config.block_n))
-    half_b_desc = make_descriptor(b, (config.block_k, config.block_n // 2)) if halve_tail else b_desc
+    half_b_desc = make_descriptor(b, (config.block_k, config.block_n // 2)) if split_last_wave else b_desc
     a_desc = make_descriptor(a, (config.block_m, config.block_k))
     add_desc, c_desc = (make_descriptor(tensor, config.store_block) for tensor in (add, out))
     with on_device(a.device):
@@ -296,7 +296,7 @@ def _launch_addmm(
 
 @lru_cache(maxsize=1024)
 def _addmm_launcher(
-    config: GemmConfig, halve_tail: bool, num_programs: int, dtype: torch.dtype, device_index: int | None
+    config: GemmConfig, split_last_wave: bool, num_programs: int, dtype: torch.dtype, device_index: int | None
 ) -> KernelLaunch:
     constants = dict(
         BLOCK_M=config.block_m,
@@ -304,7 +304,7 @@ def _addmm_launcher(
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
         SPLIT_STORE=config.split_store,
-        HALVE_TAIL=halve_tail,
+        SPLIT_LAST_WAVE=split_last_wave,
     )
     return KernelLaunch(addmm_kernel, num_programs, constants, **config.launch_options)
 

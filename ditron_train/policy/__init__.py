@@ -6,9 +6,9 @@ imported here.
 """
 
 from ditron_train.policy.answer import Answer, log_native, observed
+from ditron_train.policy.cpu_bound import CpuBound
 from ditron_train.policy.decide import Decision, check_plan, decide, forget_plans
 from ditron_train.policy.gate import Gate, gate
-from ditron_train.policy.late_host import LateHost
 from ditron_train.policy.op import Function, Op, Trial, fused_results, native_results
 from ditron_train.policy.probe import Run
 from ditron_train.policy.switches import add_switch, switches
@@ -18,7 +18,7 @@ __all__ = [
     "Decision",
     "Function",
     "Gate",
-    "LateHost",
+    "CpuBound",
     "Op",
     "Run",
     "Trial",

@@ -1,11 +1,11 @@
-"""The orders in which NCCL's all-reduce adds, element by element: revealed by values, as ``policy.order`` does for the
-reduce-scatter.
+"""The orders in which NCCL's all-reduce adds, element by element: found by order-probe inputs, as ``policy.order``
+does for the reduce-scatter.
 
 NCCL's ring all-reduce is a reduce-scatter and an all-gather over chunks of the buffer: which rank a chunk's sum ends
 at depends on its place in the buffer, on the channels and on the size. So the map holds for one number of elements of
 one type. It is learnt in two rounds of one all-reduce for every pair of ranks: the first tells every rank's place in
-the sum of every element, the second whether a left fold in these places explains what is seen, and that the order does
-not change from call to call. A last all-reduce tells whether every hop rounds to the type.
+the sum of every element, the second whether a reduction from left to right in these places explains what is seen, and
+that the order does not change from call to call. A last all-reduce tells whether every hop rounds to the type.
 
 Two ranks need no map: ``a + b`` is ``b + a``.
 """
@@ -34,7 +34,7 @@ _SETTINGS = "NCCL_ALGO=Ring and NCCL_NVLS_ENABLE=0"
 
 @dataclass(frozen=True)
 class SumMap:
-    """Runs of elements whose sums are left folds in one order each.
+    """Runs of elements whose sums are reductions from left to right in one order each.
 
     Attributes:
         ends: Of every run, the element behind its last; ascending.
@@ -59,8 +59,8 @@ class SumOrders:
     """What was seen; the same on every rank of the group.
 
     Attributes:
-        sums: The map; None where the sums are no left folds, or were not seen twice alike.
-        reason: Why ours cannot have these bits, and what would change that; None with a map.
+        sums: The map; None where the sums are no reductions from left to right, or were not seen twice alike.
+        reason: Why the fused path cannot have these bits, and what would change that; None with a map.
     """
 
     sums: SumMap | None
@@ -86,11 +86,11 @@ def all_reduce_orders(
         def all_reduce(x: torch.Tensor) -> None:
             dist.all_reduce(x, group=group)
 
-        _known[key] = reveal_orders(all_reduce, num_elements, group=group, device=device, dtype=dtype)
+        _known[key] = probe_orders(all_reduce, num_elements, group=group, device=device, dtype=dtype)
     return _known[key]
 
 
-def reveal_orders(
+def probe_orders(
     all_reduce: AllReduce, num_elements: int, *, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
 ) -> SumOrders:
     """Looks at the orders of ``all_reduce`` (collective over ``group``).
@@ -147,7 +147,8 @@ class _Seen:
         return (self.world - x.div_(unit)).clamp_(0, 255).to(torch.uint8)
 
     def read(self) -> SumMap | None:
-        """The map; None where no left fold explains it. Every rank makes all the calls, whatever it sees."""
+        """The map; None where no reduction from left to right explains it. Every rank makes all the calls, whatever it
+        sees."""
         pairs = list(itertools.combinations(range(self.world), 2))
         shape = (self.world, self.num_elements)
         places = torch.full(shape, 255, device=self.device, dtype=torch.uint8)  # of the first two ranks: 2
@@ -155,12 +156,12 @@ class _Seen:
             sizes = self._sizes(i, j)
             for one in (i, j):
                 torch.minimum(places[one], sizes, out=places[one])
-        is_fold = torch.ones((), device=self.device, dtype=torch.bool)
+        is_left_to_right = torch.ones((), device=self.device, dtype=torch.bool)
         for i, j in pairs:
-            is_fold &= (self._sizes(i, j) == torch.maximum(places[i], places[j])).all()
+            is_left_to_right &= (self._sizes(i, j) == torch.maximum(places[i], places[j])).all()
         begins = torch.cat([places.new_ones(1), (places[:, 1:] != places[:, :-1]).any(0).to(torch.uint8)])
         starts = begins.nonzero().view(-1)
-        if not bool(is_fold) or starts.numel() > _MOST_RUNS:
+        if not bool(is_left_to_right) or starts.numel() > _MOST_RUNS:
             return None
         return _map_of(starts.tolist(), places[:, starts].t().tolist(), self.num_elements)
 
@@ -181,7 +182,8 @@ def _map_of(starts: list[int], places: list[list[int]], num_elements: int) -> Su
 def _rounds_each_hop(
     all_reduce: AllReduce, sums: SumMap, world: int, rank: int, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether random values of very different magnitudes give the bits of the folds with a rounding at every hop."""
+    """Whether random values of very different magnitudes give the bits of the reductions with a rounding at every
+    hop."""
     generator = torch.Generator().manual_seed(17)  # the same on every rank: each knows what all have
     values = torch.randn(world, _SAMPLE, device="cpu", generator=generator)
     values *= torch.exp2(torch.randint(-6, 7, values.shape, device="cpu", generator=generator).float())
@@ -191,15 +193,15 @@ def _rounds_each_hop(
     x = values[rank].repeat(repeats)[:num_elements].contiguous()
     all_reduce(x)
     is_equal = torch.ones((), device=device, dtype=torch.bool)
-    folds = []
+    reductions = []
     for first, *others in sums.orders:
         total = values[first]
         for source in others:
             total = (total.float() + values[source].float()).to(dtype)
-        folds.append(total)
+        reductions.append(total)
     start = 0
     for end, order in zip(sums.ends, sums.order_of_run):
-        expected = folds[order][torch.arange(start, end, device=device) % _SAMPLE]
+        expected = reductions[order][torch.arange(start, end, device=device) % _SAMPLE]
         is_equal &= (x[start:end] == expected).all()
         start = end
     return bool(is_equal)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ditron_train.policy.late_host import LateHost
+from ditron_train.policy.cpu_bound import CpuBound
 from ditron_train.runtime.logs import log_once
 
 
@@ -32,13 +32,13 @@ class Answer:
     Attributes:
         context: Of the fused path; None for an op without one, too.
         reason: Why the call runs natively; None if it does not.
-        late_host: Looks at calls whether the host is late, where that can change the answer.
+        cpu_bound: Looks at calls whether the job is CPU-bound, where that can change the answer.
         observer: Observes this call, if anybody does.
     """
 
     context: Any
     reason: str | None = None
-    late_host: LateHost | None = None
+    cpu_bound: CpuBound | None = None
     observer: Observer | None = None
 
     @property

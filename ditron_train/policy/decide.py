@@ -1,10 +1,10 @@
-"""Native or ours, for one op at one shape, decided by all ranks of a group together.
+"""Native or fused, for one op at one shape, decided by all ranks of a group together.
 
-``strict`` (the default): ours where its bits equal native's and its time is lower, by more than times differ from call
-to call. ``fast``: where its time is.
+``strict`` (the default): the fused path where its bits equal native's and its time is lower, by more than times differ
+from call to call. ``fast``: where its time is.
 ``bits``: where its bits equal native's, however long it takes. ``force``: always. With a plan file the decisions of an
 earlier run are taken, and new ones are added to it. Where native's sums are NCCL's, its order of addition is looked at
-first: where that is not ours, the op stays native under ``strict`` and ``bits``.
+first: where that is not the fused path's, the op stays native under ``strict`` and ``bits``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def forget_plans() -> None:
 
 
 def forget_decided(name: str = "") -> None:
-    """Decide anew about one op, one room or all."""
+    """Decide anew about one op, one subpackage or all."""
     for decisions in _decided.values():
         for key in [key for key in decisions if key.startswith(name)]:
             del decisions[key]
@@ -90,10 +90,11 @@ def check_plan(sizes: Mapping[str, int] | None = None) -> None:
     """Reads the plan file that ``DITRON_PLAN`` names, if it names one.
 
     Args:
-        sizes: Ranks of the groups that rooms will decide over, where the command line tells.
+        sizes: Ranks of the groups that subpackages will decide over, where the command line tells.
 
     Raises:
-        SettingError: It is unreadable, foreign or stale, or all its decisions of a room are of groups of other sizes.
+        SettingError: It is unreadable, foreign or stale, or all its decisions of a subpackage are of groups of other
+            sizes.
     """
     plan = _plan()
     if plan is None:
@@ -122,33 +123,33 @@ def _unsuited(plan: Plan, name: str, places: set[str], here: str) -> str:
 def decide(
     key: str,
     native: Run,
-    ours: Run,
+    fused: Run,
     *,
     group: dist.ProcessGroup,
     device: torch.device,
     sums: torch.dtype | None = None,
-    also: Sequence[tuple[Run, Run]] = (),
+    extra_cases: Sequence[tuple[Run, Run]] = (),
     host_counts: bool = False,
     log_decision: bool = True,
 ) -> Decision:
     """The decision for `key` (collective over `group`; a host sync the first time).
 
     Args:
-        key: Op, shape and dtype, in words, the room first; the group's size, the order of sums, the mode and the
+        key: Op, shape and dtype, in words, the subpackage first; the group's size, the order of sums, the mode and the
             process's switches are added to it.
         native: Forward and backward of the native path on some data.
-        ours: The same of ours, on the same data.
+        fused: The same of the fused path, on the same data.
         group: Who decides together.
         device: Where the tensors are.
         sums: Type that native adds up over the ranks by NCCL's reduce-scatter, if it does.
-        also: More of native and ours, on other data: compared, not timed.
-        host_counts: Whether ours has to be faster where the device waits for the host, too.
+        extra_cases: More of native and fused, on other data: compared, not timed.
+        host_counts: Whether the fused path has to be faster where the device waits for the host, too.
         log_decision: Whether the log says that the fused path runs; not of a part of what will run.
 
     Raises:
         SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in
             another order; on every rank alike.
-        ArenaError, NotSupportedError: `ours` cannot run here; on every rank alike.
+        ArenaError, NotSupportedError: `fused` cannot run here; on every rank alike.
     """
     mode, plan = get_settings().policy, _plan()
     order = None
@@ -169,17 +170,17 @@ def decide(
             if decision.use_ditron:
                 # Memory is had and kernels are loaded now, while every rank can still turn to native: those of the
                 # other data, too, since a product with a bias is another kernel.
-                for run in (ours, *(one for _, one in also)):
+                for run in (fused, *(one for _, one in extra_cases)):
                     run()
-        elif order is not None and not order.is_ours:
+        elif order is not None and not order.is_fused:
             decision = Decision(False, str(order.reason), None, None, None)
         else:
-            asked: dict[str, Any] = dict(timed=mode != "bits" and not _is_untimed, needs_bits=mode != "fast")
-            asked |= dict(host_counts=host_counts, also=also)
-            decision = _judge(mode, probe(native, ours, group=group, device=device, **asked))
+            requested: dict[str, Any] = dict(timed=mode != "bits" and not _is_untimed, needs_bits=mode != "fast")
+            requested |= dict(host_counts=host_counts, extra_cases=extra_cases)
+            decision = _judge(mode, probe(native, fused, group=group, device=device, **requested))
     # What stays native is logged by who asked, with reasons that are not the policy's.
     if decision.use_ditron and log_decision:
-        log_once(f"ours {key}", f"{key}: ours, {decision.reason}", name="policy")
+        log_once(f"fused {key}", f"{key}: fused, {decision.reason}", name="policy")
     decided[key] = decision
     if plan is not None and known is None and mode != "force":
         plan.entries[key] = decision
@@ -207,7 +208,7 @@ def _suits(place: str, read: str) -> bool:
 
 def _check_suited(plan: Plan, op: str, mode: str, place: str, group: dist.ProcessGroup) -> None:
     """Refuses a plan whose decisions for this op are all of groups of other sizes or other orders (collective once).
-    Other ops of its room say nothing: sums of some have an order, and a job may end before it came to all."""
+    Other ops of its subpackage say nothing: sums of some have an order, and a job may end before it came to all."""
     once = (plan.path, group, op, f"{place} {mode}")
     if once in _suited:
         return

@@ -1,7 +1,7 @@
 """The gate: the one place where a call is sent to the fused path or to Megatron's.
 
 Every rank of a group sees the same key, so the ranks agree without talking. What is new is decided once, by all ranks
-together (`Op.decide`); afterwards a call costs one look-up. What is not covered runs by Megatron's path, with one
+together (`Op.decide`); afterwards a call costs one look-up. What is not covered runs natively, with one
 log line a reason on rank 0.
 """
 
@@ -19,8 +19,8 @@ from triton.runtime.errors import TritonError
 
 from ditron_train.policy.answer import Answer, log_native
 from ditron_train.policy.audit import AuditedCall
+from ditron_train.policy.cpu_bound import cpu_bound_of
 from ditron_train.policy.decide import forget_decided, untimed
-from ditron_train.policy.late_host import late_host_of
 from ditron_train.policy.lengths import MOST_KEYS, Family, Lengths
 from ditron_train.policy.op import Call, Context, Op, is_forward_only
 from ditron_train.policy.self_check import self_check
@@ -92,24 +92,24 @@ class Gate:
         if answer is None:
             self._audit_every = get_settings().audit
             return self._ask(op, call, key)
-        if answer.late_host is not None:
-            answer.late_host.count()
-            if answer.late_host.is_over:
+        if answer.cpu_bound is not None:
+            answer.cpu_bound.count()
+            if answer.cpu_bound.is_over:
                 answer = self._answers[key] = self._in_this_job(op, call, answer)
         return answer
 
     def _in_this_job(self, op: Op[Call, Context], call: Call, answer: Answer) -> Answer:
-        """The answer once the job has shown whether the host is late (collective: all ranks are at the same call); the
-        same one while its first steps may be to blame."""
-        late_host, group = answer.late_host, op.group(call)
-        assert late_host is not None, "it was asked whether there is one"
-        mine = late_host.lateness(), late_host.age_s
-        said = [mine] if group is None else exchange(group, mine)
-        lateness, age_s = (max(values) for values in zip(*said))
-        reason = late_host.why_not(lateness)
+        """The answer once the job has shown whether the job is CPU-bound (collective: all ranks are at the same call);
+        the same one while its first steps may be to blame."""
+        cpu_bound, group = answer.cpu_bound, op.group(call)
+        assert cpu_bound is not None, "it was asked whether there is one"
+        mine = cpu_bound.lateness(), cpu_bound.age_s
+        gathered = [mine] if group is None else exchange(group, mine)
+        lateness, age_s = (max(values) for values in zip(*gathered))
+        reason = cpu_bound.unsupported_reason(lateness)
         if reason is None:
             return Answer(answer.context)
-        return answer if late_host.looks_on(age_s) else self._native(op, f"{op.describe_shape(call)}{reason}")
+        return answer if cpu_bound.looks_on(age_s) else self._native(op, f"{op.describe_shape(call)}{reason}")
 
     def key_of(self, op: Op[Call, Context], call: Call) -> _Key:
         """Where the answer to ``call`` is kept, for ``recall``."""
@@ -121,9 +121,9 @@ class Gate:
         answer = self._answers.get(key)
         if answer is None or self._audit_every:
             return None
-        if answer.late_host is None:
+        if answer.cpu_bound is None:
             return answer
-        return answer if answer.late_host.count_within() else None
+        return answer if answer.cpu_bound.count_within() else None
 
     def knows(self, op: Op[Call, Context], call: Call) -> bool:
         """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
@@ -132,13 +132,13 @@ class Gate:
         return is_full or is_capturing(op.device(call)) or _key_of(op, call) in self._answers
 
     def answers(self, name: str = "", group: dist.ProcessGroup | None = None) -> list[Answer]:
-        """Everything that was decided about one op (``tp column``), one room (``tp``) or all; of one group, if
+        """Everything that was decided about one op (``tp column``), one subpackage (``tp``) or all; of one group, if
         named."""
         found = [(key, answer) for key, answer in self._answers.items() if _is_named(key, name)]
         return [answer for key, answer in found if group is None or key[1] is group]
 
     def forget(self, name: str = "") -> None:
-        """Decide anew from now on, and let go of the contexts; of one op, one room or all."""
+        """Decide anew from now on, and let go of the contexts; of one op, one subpackage or all."""
         self._drop(lambda key: _is_named(key, name))
         forget_decided(name)
 
@@ -226,14 +226,14 @@ class Gate:
         except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
             return self._native(op, str(error))
         except FAILURES as error:
-            return self._native(op, why_all_failed(op.log_name or op.name, error, op.group(call)))
+            return self._native(op, reason_all_failed(op.log_name or op.name, error, op.group(call)))
         if decision.use_ditron:
             looks = op.looks_at_host and not is_forward_only(op) and get_settings().policy in ("strict", "fast")
-            return Answer(context, late_host=late_host_of(decision, op.device(call)) if looks else None)
+            return Answer(context, cpu_bound=cpu_bound_of(decision, op.device(call)) if looks else None)
         return self._native(op, f"{op.describe_shape(call)}{decision.reason}")
 
 
-def why_all_failed(name: str, error: Exception, group: dist.ProcessGroup | None, turns: int = 1) -> str:
+def reason_all_failed(name: str, error: Exception, group: dist.ProcessGroup | None, turns: int = 1) -> str:
     """Why op ``name`` runs natively although nobody has foreseen ``error``, one of `FAILURES`: every rank has met it
     (collective). One of `INTERFACE_ERRORS` may be a fault of this package as well: rank 0 warns of it, once.
 
@@ -249,10 +249,10 @@ def why_all_failed(name: str, error: Exception, group: dist.ProcessGroup | None,
     if group is not None:
         with note_unless_over(error):
             try:
-                said = exchange(group, _FAILED + words, turns)
+                gathered = exchange(group, _FAILED + words, turns)
             except PeerTimeoutError as timeout:
                 raise error from timeout
-            if not all(str(one).startswith(_FAILED) for one in said):
+            if not all(str(one).startswith(_FAILED) for one in gathered):
                 raise error
     if is_unexpected:
         advice = "a library's interface has changed, or this is a fault of ditron_train: please report it"

@@ -19,7 +19,7 @@ from ditron_train.symm.exchange import exchange
 
 _WARM_UP = 4  # calls: of each path two, which load kernels
 _FIRST_LOOK, _LAST_LOOK = 28, 896  # calls; each look comes at twice as many
-_FEWEST = 8  # times of each path
+_MIN = 8  # times of each path
 _CLEAR = 2.5  # standard errors of the difference of two medians
 _ERROR_OF_MEDIAN = 1.2533 * 1.4826  # of normal values, by their median absolute deviation
 
@@ -70,8 +70,8 @@ class JobTimes:
                 self._us[call.is_fused].append(us)
         self._open = still_open[-_LAST_LOOK:]
         gathered = exchange(self._group, [_series(self._us[False]), _series(self._us[True])])
-        fewest = min(series[0] for rank in gathered for series in rank)
-        if fewest >= _FEWEST:
+        min_rows = min(series[0] for rank in gathered for series in rank)
+        if min_rows >= _MIN:
             self.native_us, self.fused_us = (max(rank[path][1] for rank in gathered) for path in (0, 1))
             noise = max(math.hypot(native[2], fused[2]) for native, fused in gathered)
             if abs(self.native_us - self.fused_us) > _CLEAR * noise:
@@ -79,7 +79,7 @@ class JobTimes:
                 return
         if self._calls >= _LAST_LOOK:
             self._settle(False)
-        self._next_look = min(2 * self._calls, _LAST_LOOK) if fewest >= _FEWEST else self._calls + _FIRST_LOOK
+        self._next_look = min(2 * self._calls, _LAST_LOOK) if min_rows >= _MIN else self._calls + _FIRST_LOOK
 
     def _settle(self, is_fused: bool) -> None:
         self.is_fused = is_fused
@@ -87,7 +87,7 @@ class JobTimes:
 
 
 def _series(times: list[float]) -> _Series:
-    if len(times) < _FEWEST:
+    if len(times) < _MIN:
         return len(times), math.inf, math.inf
     median = statistics.median(times)
     deviation = statistics.median(abs(time - median) for time in times)

@@ -163,7 +163,7 @@ class Op(ABC, Generic[Call, Context]):
             group=group,
             device=device,
             sums=trial.summed_dtype,
-            also=trial.extra_cases,
+            extra_cases=trial.extra_cases,
             host_counts=trial.host_counts,
             log_decision=trial.log_decision,
         )

@@ -1,12 +1,12 @@
-"""The order in which NCCL's reduce-scatter adds: revealed by values, never assumed.
+"""The order in which NCCL's reduce-scatter adds: found by order-probe inputs, never assumed.
 
-A floating-point sum depends on its association, so ours has native's bits only where both add in the same order. To
-see NCCL's, rank ``i`` contributes a huge ``M``, rank ``j`` a ``-M`` and every other rank a small unit. A unit that
-meets ``M`` or ``-M`` before these two have met is absorbed; so the result is the number of units that are added after
-them, and ``world_size`` less that result is how many leaves the smallest subtree has that holds both. Over all pairs
-``(i, j)`` these numbers are the whole tree of the sum. They are read at every element of small and of large buffers,
-twice. Whether each hop rounds to the type is then seen from a fold of random values of very different magnitudes in
-the order that was found.
+A floating-point sum depends on its association, so the fused path has native's bits only where both add in the same
+order. To see NCCL's, rank ``i`` contributes a huge ``M``, rank ``j`` a ``-M`` and every other rank a small unit. A
+unit that meets ``M`` or ``-M`` before these two have met is absorbed; so the result is the number of units that are
+added after them, and ``world_size`` less that result is how many leaves the smallest subtree has that holds both. Over
+all pairs ``(i, j)`` these numbers are the whole tree of the sum. They are read at every element of small and of large
+buffers, twice. Whether each hop rounds to the type is then seen from a ring-order reduction of random values of very
+different magnitudes in the order that was found.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class ReductionOrder:
     """What was seen; the same on every rank of the group.
 
     Attributes:
-        name: ``ring`` (the order of ours: rank ``d`` gets ``((x[d+1] + x[d+2]) + ...) + x[d]``, rounded at every hop),
-            or a name for what is seen instead. Part of a plan's keys.
-        reason: Why ours cannot have these bits, and what would change that; None for ``ring``.
+        name: ``ring`` (the order of the fused path: rank ``d`` gets ``((x[d+1] + x[d+2]) + ...) + x[d]``, rounded at
+            every hop), or a name for what is seen instead. Part of a plan's keys.
+        reason: Why the fused path cannot have these bits, and what would change that; None for ``ring``.
     """
 
     name: str
     reason: str | None
 
     @property
-    def is_ours(self) -> bool:
-        """Whether ours adds in this order."""
+    def is_fused(self) -> bool:
+        """Whether the fused path adds in this order."""
         return self.reason is None
 
     @property
     def ring_step(self) -> int:
-        """From rank to rank of the ring: 1 for ``ring``, -1 for one of descending ranks, which gloo has and only ours
-        over nodes follows; 0 for all others."""
+        """From rank to rank of the ring: 1 for ``ring``, -1 for one of descending ranks, which gloo has and only the
+        fused path over nodes follows; 0 for all others."""
         return {"ring": 1, _DESCENDING: -1}.get(self.name, 0)
 
 
@@ -85,11 +85,11 @@ def reduction_order(
         def reduce_scatter(out: torch.Tensor, x: torch.Tensor) -> None:
             dist.reduce_scatter_tensor(out, x.view(-1), group=group)
 
-        _orders[key] = reveal_order(reduce_scatter, group=group, device=device, dtype=dtype, num_elements=num_elements)
+        _orders[key] = probe_order(reduce_scatter, group=group, device=device, dtype=dtype, num_elements=num_elements)
     return _orders[key]
 
 
-def reveal_order(
+def probe_order(
     reduce_scatter: ReduceScatter,
     *,
     group: dist.ProcessGroup,
@@ -165,8 +165,8 @@ def _subtree_sizes_of_all(
     return [world - int(table[0]) for table in tables]
 
 
-def _fold_sizes(order: list[int]) -> list[int]:
-    """What a left fold in ``order`` shows for every pair."""
+def _reduce_sizes(order: list[int]) -> list[int]:
+    """What a reduction from left to right in ``order`` shows for every pair."""
     place = {rank: index + 1 for index, rank in enumerate(order)}
     return [max(place[i], place[j]) for i, j in itertools.combinations(range(len(order)), 2)]
 
@@ -178,36 +178,38 @@ def _name(rows: list[list[tuple[int, ...] | None]], world: int) -> ReductionOrde
         return _other("varying", "adds in an order that depends on the place in the buffer, its size or the call")
     sizes = [list(size) for size, *_ in rows if size is not None]
     ascending, descending = (
-        [_fold_sizes([(rank + step * (1 + hop)) % world for hop in range(world)]) for rank in range(world)]
+        [_reduce_sizes([(rank + step * (1 + hop)) % world for hop in range(world)]) for rank in range(world)]
         for step in (1, -1)
     )
     if sizes == ascending:
         return ReductionOrder("ring", None)
     if sizes == descending:
         return _other(_DESCENDING, "adds along ranks in descending order")
-    folds = [_fold(size, world) for size in sizes]
-    if folds[0] is not None and all(fold is not None for fold in folds):
-        words = " ".join(map(str, folds[0]))
+    reductions = [_ring_reduce(size, world) for size in sizes]
+    if reductions[0] is not None and all(ring_reduce is not None for ring_reduce in reductions):
+        words = " ".join(map(str, reductions[0]))
         return _other(
-            f"fold-{words.replace(' ', '-')}",
+            f"order-{words.replace(' ', '-')}",
             f"adds rank 0's share in the order {words}, not along ranks in ring order",
         )
     return _other("tree", "adds along a tree, not in ring order")
 
 
-def _fold(sizes: list[int], world: int) -> list[int] | None:
-    """The order of the left fold that shows ``sizes`` (its first two in ascending order), or None if no fold does."""
+def _ring_reduce(sizes: list[int], world: int) -> list[int] | None:
+    """The order of the reduction from left to right that shows ``sizes`` (its first two in ascending order), or None
+    if no ring-order reduction does."""
     place = dict.fromkeys(range(world), world)
     for (i, j), size in zip(itertools.combinations(range(world), 2), sizes):
         place[i], place[j] = min(place[i], size), min(place[j], size)
     order = sorted(range(world), key=lambda rank: (place[rank], rank))
-    return order if _fold_sizes(order) == sizes else None
+    return order if _reduce_sizes(order) == sizes else None
 
 
 def _rounds_each_hop(
     reduce_scatter: ReduceScatter, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, step: int
 ) -> bool:
-    """Whether random values of very different magnitudes give the bits of a ring fold with a rounding at every hop."""
+    """Whether random values of very different magnitudes give the bits of a ring-order reduction with a rounding at
+    every hop."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     num_elements = _ELEMENTS[0]
     generator = torch.Generator().manual_seed(17)  # the same on every rank: each knows what all have

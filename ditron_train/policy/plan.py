@@ -49,8 +49,9 @@ _VARIABLES = (
     "NVTE_EXT_MARGIN_SM",
     "NVTE_USE_CUTLASS_GROUPED_GEMM",
 )
-_OWN = ("transport", "pp_slots", "pp_loans", "pp_path", "ep_capacity", "ep_rails")  # likewise, of ours
+_OWN = ("transport", "pp_slots", "pp_leases", "pp_path", "ep_capacity", "ep_rails")  # likewise, of the fused path
 _LIBRARIES = ("triton", "megatron-core", "transformer-engine")
+_FORMER_WORDS = (("ep beside_wgrad ", "ep overlap_wgrad "), (" ranks, fold-", " ranks, order-"))
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ class Plan:
         self._read = frozenset(entries)
 
     def places_read(self, name: str, mode: str) -> set[str]:
-        """Groups (size, order of sums) of which the file held decisions for a room, or for one op, under ``mode`` when
-        it was read."""
+        """Groups (size, order of sums) of which the file held decisions for a subpackage, or for one op, under
+        ``mode`` when it was read."""
         found = [_KEY.fullmatch(key) for key in self._read]
         return {
             match["place"]
@@ -160,6 +161,13 @@ def _has_times(entry: Entry) -> bool:
     return all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (*times, entry.host_longer_us))
 
 
+def _renamed(key: str) -> str:
+    """The key of a decision as it is called now; until 0.1 the words were others."""
+    for former, name in _FORMER_WORDS:
+        key = key.replace(former, name)
+    return key
+
+
 def load_plan(path: Path, made_with: dict[str, Any] | None = None) -> Plan:
     """Reads a plan; a path where nothing is gives an empty one, to be written.
 
@@ -185,13 +193,15 @@ def load_plan(path: Path, made_with: dict[str, Any] | None = None) -> Plan:
         raise SettingError(f"{path} is not a plan of this version ({_FORMAT!r}): delete it or name another file")
     if not isinstance(content.get("made_with"), dict):
         raise SettingError(f"{path} does not say what it was made with: delete it or name another file")
-    here, there = fingerprint() if made_with is None else made_with, content["made_with"]
+    here = fingerprint() if made_with is None else made_with
+    former = {setting.former: setting.variable for setting in SETTINGS}
+    there = {former.get(name, name): value for name, value in content["made_with"].items()}
     stale = [f"{name} was {there.get(name, 'absent')}, is {here.get(name, 'absent')}"
              for name in sorted({*here, *there}) if there.get(name) != here.get(name)]  # fmt: skip
     if stale:
         raise SettingError(f"the plan {path} is stale ({'; '.join(stale)}): delete it or name another file")
     try:
-        entries = {key: Entry(**entry) for key, entry in content["decisions"].items()}
+        entries = {_renamed(key): Entry(**entry) for key, entry in content["decisions"].items()}
     except (TypeError, AttributeError, KeyError):
         raise SettingError(f"the decisions in {path} cannot be read: delete it or name another file") from None
     unclear = [
@@ -200,7 +210,9 @@ def load_plan(path: Path, made_with: dict[str, Any] | None = None) -> Plan:
         if not isinstance(entry.use_ditron, bool) or not isinstance(entry.reason, str)
     ]
     if unclear:
-        raise SettingError(f"{path} does not say whether to use ours (true or false) and why: {unclear[0]!r}")
+        raise SettingError(
+            f"{path} does not say whether to use the fused path (true or false) and why: {unclear[0]!r}"
+        )
     untimed = [key for key, entry in entries.items() if not _has_times(entry)]
     if untimed:
         raise SettingError(f"{path} holds times that are no numbers: {untimed[0]!r}")

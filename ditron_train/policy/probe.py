@@ -1,4 +1,4 @@
-"""One probe: native and ours on the same data, bits compared on every rank, times the maximum over the ranks."""
+"""One probe: native and fused on the same data, bits compared on every rank, times the maximum over the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ditron_train.runtime.values import have_same_bits
 Run = Callable[[], Sequence[torch.Tensor]]
 
 _WARM_UPS, _REPEATS, _CPU_REPEATS = 2, 4, 2
-_FEW_ROUNDS, _MOST_ROUNDS = 6, 12  # of native, ours, ours, native
+_FEW_ROUNDS, _MOST_ROUNDS = 6, 12  # of native, fused, fused, native
 _LONG_US = 20_000.0  # of a call; a round is 24 of them
 #: Student's t that one of two hundred series of equal times exceeds, by the number of rounds. It is asked six times,
 #: so one series of fifty looks faster by chance.
@@ -32,7 +32,7 @@ _on_cpu = False
 
 @contextmanager
 def comparing_on_cpu() -> Iterator[None]:
-    """For posed nodes: what runs on the CPU, in the interpreter, is compared and timed there, too, by the host's
+    """For simulated nodes: what runs on the CPU, in the interpreter, is compared and timed there, too, by the host's
     clock."""
     global _on_cpu
     before, _on_cpu = _on_cpu, True
@@ -56,11 +56,11 @@ class Observation:
             (interpreter).
         native_us: Median time of the native run, maximum over the ranks; None where it was not
             measured.
-        ditron_us: The same of ours.
-        is_clear: Whether the times of the one lie above those of the other, but for a few, or ours were below native's
-            so much alike in all rounds that chance hardly makes it: a difference smaller than what repetitions differ
-            by is none.
-        host_longer_us: What ours takes the host longer, where jobs are to be looked at for it.
+        ditron_us: The same of the fused path.
+        is_clear: Whether the times of the one are above those of the other, but for a few, or the fused path were
+            below native's so much alike in all rounds that chance hardly makes it: a difference smaller than what
+            repetitions differ by is none.
+        host_longer_us: What the fused path takes the host longer, where jobs are to be looked at for it.
     """
 
     bits_equal: bool | None
@@ -71,7 +71,7 @@ class Observation:
 
     @property
     def is_faster(self) -> bool:
-        """Whether ours is, for sure."""
+        """Whether the fused path is, for sure."""
         return self.native_us is not None and (self.ditron_us or 0.0) < self.native_us and self.is_clear
 
 
@@ -84,8 +84,8 @@ def times_us(
 ) -> list[float]:
     """Device times of ``run`` on this rank, in us (collective).
 
-    In training the host is ahead of the device, and so it is here: what ours takes longer to launch does not count. A
-    barrier on the device has the ranks begin together.
+    In training the host is ahead of the device, and so it is here: what the fused path takes longer to launch does not
+    count. A barrier on the device has the ranks begin together.
 
     Args:
         launches_us: Gets the host's times, of launches alone.
@@ -131,7 +131,7 @@ def _low_median_high(times: list[float], part: int) -> tuple[float, float, float
 
 
 def _faster_by_round(ratios: Sequence[float]) -> bool:
-    """Whether the mean of the rounds' ratios of times, ours over native's, is below 1, by Student's t."""
+    """Whether the mean of the rounds' ratios of times, the fused path over native's, is below 1, by Student's t."""
     if len(ratios) not in _LARGEST_BY_CHANCE:
         return False
     error = statistics.stdev(ratios) / math.sqrt(len(ratios))
@@ -140,7 +140,7 @@ def _faster_by_round(ratios: Sequence[float]) -> bool:
 
 def _compared_us(
     native: Run,
-    ours: Run,
+    fused: Run,
     device: torch.device,
     group: dist.ProcessGroup,
     is_equal: bool,
@@ -148,13 +148,13 @@ def _compared_us(
     is_ahead: bool,
 ) -> tuple[bool, float, float, bool, float]:
     """Whether bits are equal on all ranks; median times of both, of the slowest rank; whether they are clearly apart;
-    what ours takes the host longer.
+    what the fused path takes the host longer.
 
-    In the order native, ours, ours, native, since a GPU slows down as it gets warm: what is timed first would be up to
-    2 % ahead. Few calls cannot tell times that are alike (two ranks' messages over one link: 0.61x after eight calls
-    for it), so there are more until the ranges of both lie apart, at last those of the middle half, or until all
+    In the order native, fused, fused, native, since a GPU slows down as it gets warm: what is timed first would be up
+    to 2 % ahead. Few calls cannot tell times that are alike (two ranks' messages over one link: 0.61x after eight
+    calls for it), so there are more until the ranges of both are apart, at last those of the middle half, or until all
     rounds say so: where the clock of a GPU moves by more than the two differ, it moves for both. Calls that are not
-    long get more rounds while ours seems faster: a layer that gains 2 % is worth seconds of them.
+    long get more rounds while the fused path seems faster: a layer that gains 2 % is worth seconds of them.
 
     Args:
         is_equal: Whether bits are, on this rank.
@@ -162,30 +162,30 @@ def _compared_us(
         is_ahead: As that of ``times_us``.
     """
     natives: list[float] = []
-    of_ours: list[float] = []
-    launches: dict[Run, list[float]] = {native: [], ours: []}
+    of_fused: list[float] = []
+    launches: dict[Run, list[float]] = {native: [], fused: []}
     ratios: list[float] = []
     for number in range(1, _MOST_ROUNDS + 1):
         first, *middle, last = (
-            times_us(run, device, group, launches[run], is_ahead) for run in (native, ours, ours, native)
+            times_us(run, device, group, launches[run], is_ahead) for run in (native, fused, fused, native)
         )
         natives += first + last
-        of_ours += sum(middle, [])
+        of_fused += sum(middle, [])
         part, host_longer_us = 8 if number < _FEW_ROUNDS else 4, 0.0
-        if launches[ours]:
-            host_longer_us = max(0.0, statistics.median(launches[ours]) - statistics.median(launches[native]))
-        ranges = *_low_median_high(natives, part), *_low_median_high(of_ours, part)
+        if launches[fused]:
+            host_longer_us = max(0.0, statistics.median(launches[fused]) - statistics.median(launches[native]))
+        ranges = *_low_median_high(natives, part), *_low_median_high(of_fused, part)
         mine = float(not is_equal), *ranges, *map(statistics.median, (first + last, sum(middle, []))), host_longer_us
         # The slowest rank counts; a difference on one rank is a difference.
-        different, low, native_us, high, ours_low, ours_us, ours_high, *more = _most_of_ranks(mine, device, group)
-        native_round_us, round_us_of_ours, host_longer_us = more
-        ratios.append(round_us_of_ours / native_round_us)
-        is_clear = ours_high < low or high < ours_low or (ours_us < native_us and _faster_by_round(ratios))
+        different, low, native_us, high, fused_low, fused_us, fused_high, *more = _most_of_ranks(mine, device, group)
+        native_round_us, round_us_of_fused, host_longer_us = more
+        ratios.append(round_us_of_fused / native_round_us)
+        is_clear = fused_high < low or high < fused_low or (fused_us < native_us and _faster_by_round(ratios))
         if is_clear or (different and needs_bits):
             break
-        if number >= _FEW_ROUNDS and not ours_us < native_us < _LONG_US:
+        if number >= _FEW_ROUNDS and not fused_us < native_us < _LONG_US:
             break
-    return different == 0.0, native_us, ours_us, is_clear, host_longer_us
+    return different == 0.0, native_us, fused_us, is_clear, host_longer_us
 
 
 def _most_of_ranks(mine: Sequence[float], device: torch.device, group: dist.ProcessGroup) -> list[float]:
@@ -214,7 +214,8 @@ def check_memory(needed_bytes: int, device: torch.device, group: dist.ProcessGro
 
 
 def same_bits(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
-    """Whether all of them have equal bits; where a job's data has native give NaN, ours has to give one, too."""
+    """Whether all of them have equal bits; where a job's data has native give NaN, the fused path has to give one,
+    too."""
     return len(expected) == len(found) and all(map(_same_bits_or_nan, expected, found))
 
 
@@ -227,8 +228,8 @@ def _same_bits_or_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(nan.any()) and have_same_bits(a.masked_fill(nan, 0.0), b.masked_fill(nan, 0.0))
 
 
-def _compare(native: Run, ours: Run, device: torch.device) -> bool:
-    found = ours()
+def _compare(native: Run, fused: Run, device: torch.device) -> bool:
+    found = fused()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return same_bits(native(), found)
@@ -236,36 +237,40 @@ def _compare(native: Run, ours: Run, device: torch.device) -> bool:
 
 def probe(
     native: Run,
-    ours: Run,
+    fused: Run,
     *,
     group: dist.ProcessGroup,
     device: torch.device,
     timed: bool = True,
     needs_bits: bool = True,
-    also: Sequence[tuple[Run, Run]] = (),
+    extra_cases: Sequence[tuple[Run, Run]] = (),
     host_counts: bool = False,
 ) -> Observation:
     """Runs both (collective over `group`) and returns what all ranks saw; times only if `timed`.
 
-    In the interpreter ours runs once, to see that it can; there its GEMMs are NumPy's, and no time is worth comparing.
+    In the interpreter the fused path runs once, to see that it can; there its GEMMs are NumPy's, and no time is worth
+    comparing.
 
     Args:
-        needs_bits: Whether ours is of no use where its bits differ, whatever its time: it is timed once then.
-        also: More of native and ours, on other data: compared, not timed.
-        host_counts: Whether ours has to be faster where the device waits for the host, too: what is faster where the
-            host is ahead is asked about once more, on an idle device.
+        needs_bits: Whether the fused path is of no use where its bits differ, whatever its time: it is timed once
+            then.
+        extra_cases: More of native and fused, on other data: compared, not timed.
+        host_counts: Whether the fused path has to be faster where the device waits for the host, too: what is faster
+            where the host is ahead is asked about once more, on an idle device.
 
     Raises:
-        Whatever `ours` raises, on every rank alike.
+        Whatever `fused` raises, on every rank alike.
     """
     if not compares(device):
-        ours()
+        fused()
         return Observation(None, None, None)
-    equal = all([_compare(*pair, device) for pair in ((native, ours), *also)])  # all of them: they are collective
+    equal = all(
+        [_compare(*pair, device) for pair in ((native, fused), *extra_cases)]
+    )  # all of them: they are collective
     if timed:
-        observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, True))
+        observation = Observation(*_compared_us(native, fused, device, group, equal, needs_bits, True))
         if host_counts and observation.is_faster and (observation.bits_equal or not needs_bits):
-            observation = Observation(*_compared_us(native, ours, device, group, equal, needs_bits, False))
+            observation = Observation(*_compared_us(native, fused, device, group, equal, needs_bits, False))
         if host_counts:
             observation = replace(observation, host_longer_us=0.0)
     else:

@@ -7,7 +7,7 @@ Then a self-check of the ranks precedes everything, where Megatron makes its gro
 2. The ranks of a node make a small piece of symmetric memory, and hand values over to each other: program to program
    and rank to rank, by releases and acquires.
 
-Where anything fails on any rank, every op of that group runs by Megatron's path, and one log line says why. Beside
+Where anything fails on any rank, every op of that group runs natively, and one log line says why. Beside
 libraries that were tried nothing is checked.
 """
 
@@ -28,7 +28,7 @@ from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.versions import newer_libraries
 from ditron_train.symm import Channel, SymmetricArena
-from ditron_train.symm.exchange import exchange, stay_away
+from ditron_train.symm.exchange import abort_next_exchange, exchange
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import node_of_process
 
@@ -73,7 +73,7 @@ def _checked(newer: list[str], group: dist.ProcessGroup | None, device: torch.de
         log_once(f"self-check {libraries}", f"the self-check beside {libraries} passed", name="policy")
         return None
     reason = f"the self-check beside {libraries}, other than what was tried, failed: {failure}"
-    log_once(reason, f"everything by Megatron's path: {reason}", name="policy", level=logging.WARNING)
+    log_once(reason, f"everything natively: {reason}", name="policy", level=logging.WARNING)
     return reason
 
 
@@ -141,7 +141,7 @@ def _hand_over(group: dist.ProcessGroup, device: torch.device) -> str | None:
         raise
     except Exception:  # the others are in the next exchange, where nobody would come
         with suppress(RuntimeError):  # of the store: what came before says more
-            stay_away(group)
+            abort_next_exchange(group)
         raise
     finally:
         if arena is not None:

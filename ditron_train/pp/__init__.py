@@ -1,4 +1,4 @@
-"""Floor 3: pipeline parallelism. Messages between neighbouring stages, moved by copy engines (no SM) where ``paths``
+"""Layer 3: pipeline parallelism. Messages between neighbouring stages, moved by copy engines (no SM) where ``paths``
 finds them."""
 
 from ditron_train.pp.context import PipelineContext, close_pipeline_contexts, get_pipeline_context

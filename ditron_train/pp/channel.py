@@ -29,10 +29,10 @@ def turns_of_stages(num_stages: int) -> int:
 class PipelineChannel(Channel):
     """The flags and the failure record of a pipeline group's messages; a failure of one rank is raised by all.
 
-    Flags lie in the mailbox where streams can reach it, else in symmetric device memory.
+    Flags are in the mailbox where streams can reach it, else in symmetric device memory.
 
     Attributes:
-        flags_in_host: Whether they lie in the mailbox; ``in_host=False`` keeps them out of it.
+        flags_in_host: Whether they are in the mailbox; ``in_host=False`` keeps them out of it.
         turns: As of a ``Channel``; one, but where ``begin_step`` says more.
     """
 

@@ -12,7 +12,7 @@ from ditron_train.pp import paths
 from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.endpoints import Receiver, Sender
 from ditron_train.pp.kernel_channel import KernelChannel
-from ditron_train.pp.mailbox import MAX_LOANS, Mailbox
+from ditron_train.pp.mailbox import MAX_LEASES, Mailbox
 from ditron_train.pp.messages import BACKWARD, FORWARD
 from ditron_train.pp.network import NetworkLanes
 from ditron_train.pp.nvshmem_channel import NvshmemChannel, NvshmemPuts, NvshmemSlots, make_nvshmem_arena
@@ -31,7 +31,7 @@ from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.groups import make_group
 from ditron_train.symm.transport import node_of_process
 
-_BACKWARD_LOANS = 3  # a gradient is let go of when the next one arrives
+_BACKWARD_LEASES = 3  # a gradient is let go of when the next one arrives
 _ALIGNMENT_BYTES = 256
 
 
@@ -62,10 +62,10 @@ class PipelineContext:
 
     Args:
         group: The pipeline group, at least two ranks.
-        device: Where the messages lie.
+        device: Where the messages are.
         with_network: Make ``network`` although all neighbours are in reach: for messages larger than a slot.
         num_slots: Slots of each direction's ring (``DITRON_PP_SLOTS``).
-        num_loans: Slots to lend, unless ``DITRON_PP_LOANS`` says how many; None: what 1F1B needs.
+        num_leases: Slots to lease, unless ``DITRON_PP_LEASES`` says how many; None: what 1F1B needs.
         turns: How many deadlines ranks wait for each other where they come to make the context, or agree on new sizes
             between nodes.
 
@@ -81,7 +81,7 @@ class PipelineContext:
         *,
         with_network: bool = False,
         num_slots: int | None = None,
-        num_loans: int | None = None,
+        num_leases: int | None = None,
         turns: int = 1,
     ) -> None:
         check_member(group)
@@ -96,9 +96,9 @@ class PipelineContext:
         self.next_rank = (self.rank + 1) % self.world_size
         self.previous_rank = (self.rank - 1) % self.world_size
         settings = get_settings()
-        asked, nodes = paths.asked_by_all(group, settings, node_of_process(), turns)
-        inside = asked if asked in (paths.NVSHMEM, paths.NCCL) else paths.COPY
-        between = paths.inter_node_path(asked, settings.transport)
+        requested, nodes = paths.asked_by_all(group, settings, node_of_process(), turns)
+        inside = requested if requested in (paths.NVSHMEM, paths.NCCL) else paths.COPY
+        between = paths.inter_node_path(requested, settings.transport)
         self.routes = paths.Routes(self.rank, [nodes.index(node) for node in nodes], inside, between)
         self.first_of_crossings = first_of_crossings(self.routes.nodes)
         self.network = None
@@ -116,8 +116,10 @@ class PipelineContext:
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         num_slots = settings.pp_slots if num_slots is None else num_slots
         if inside == paths.COPY:
-            num_loans = num_loans if settings.pp_loans is None else settings.pp_loans
-            self._on_all_nodes("making a pipeline's context", partial(self._make_local, num_slots, num_loans, asked))
+            num_leases = num_leases if settings.pp_leases is None else settings.pp_leases
+            self._on_all_nodes(
+                "making a pipeline's context", partial(self._make_local, num_slots, num_leases, requested)
+            )
         if paths.NVSHMEM in self.routes.of_ring():
             self._make_nvshmem(num_slots)
         self.sizes = LastingSizes(self.channel) if self.in_one_node and self.channel is not None else None
@@ -131,7 +133,7 @@ class PipelineContext:
         else:
             on_all_ranks(self.group, what, step, (ArenaError, NotSupportedError))
 
-    def _make_local(self, num_slots: int, num_loans: int | None, asked: str) -> None:
+    def _make_local(self, num_slots: int, num_leases: int | None, requested: str) -> None:
         """Symmetric memory, flags and ends among this group's ranks of this node."""
         members = [rank for rank in range(self.world_size) if self.routes.nodes[rank] == self.routes.nodes[self.rank]]
         local_group = self.group
@@ -141,10 +143,10 @@ class PipelineContext:
             return
         self.arena = get_arena(local_group, self.device)
         self.channel = PipelineChannel(self.arena, Mailbox(local_group, self.device))
-        if asked == paths.KERNEL or not paths.streams_can_signal(self.channel, local_group, asked):
+        if requested == paths.KERNEL or not paths.streams_can_signal(self.channel, local_group, requested):
             self.routes.inside = paths.KERNEL
             self.channel = KernelChannel(self.arena, self.channel.mailbox)
-        self.slots = Slots(self.arena, num_slots, _loans(num_loans, self.world_size, self.channel))
+        self.slots = Slots(self.arena, num_slots, _leases(num_leases, self.world_size, self.channel))
         place = {member: place for place, member in enumerate(members)}
         for lane in (FORWARD, BACKWARD):
             target, source = self.routes.target(lane), self.routes.source(lane)
@@ -198,8 +200,10 @@ class PipelineContext:
             PeerTimeoutError: The same in a group without a mailbox of all ranks.
             ArenaError: The memory is not there, if only on one node; on every rank alike, and the context is closed.
         """
-        asked = self._asked_by_all(num_bytes)
-        largest = -(-max(*asked, 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES  # a slot of no bytes would have no address
+        requested = self._asked_by_all(num_bytes)
+        largest = (
+            -(-max(*requested, 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        )  # a slot of no bytes would have no address
         try:
             self._on_all_nodes(f"making room for messages of {largest} bytes", partial(self._grow, largest))
         except ArenaError:
@@ -208,7 +212,7 @@ class PipelineContext:
                 self.close()
             raise
         self.slot_bytes = max(self.slot_bytes, largest)
-        return len(set(asked)) == 1
+        return len(set(requested)) == 1
 
     def grow_to_last_sizes(self) -> None:
         """At the first call of each step with lengths that vary (collective): room for the largest messages that went
@@ -240,17 +244,17 @@ class PipelineContext:
         if not self.in_one_node:
             return exchange(self.group, num_bytes, self._turns)
         assert self.channel is not None
-        asked = self.channel.mailbox.values.agree(num_bytes, self.channel.host_timeout_s, self.channel.check)
-        if any(value is None for value in asked):
+        requested = self.channel.mailbox.values.agree(num_bytes, self.channel.host_timeout_s, self.channel.check)
+        if any(value is None for value in requested):
             listed = ", ".join(
-                f"rank {rank}: {'not heard' if value is None else value}" for rank, value in enumerate(asked)
+                f"rank {rank}: {'not heard' if value is None else value}" for rank, value in enumerate(requested)
             )
             self.channel.fail_mismatch(
                 f"pp on group {self.arena.group_name}: not all ranks ask for larger messages within "
                 f"{self.channel.host_timeout_s:g} s ({listed} bytes); a rank is dead, or the stages disagree on the "
                 "shape"
             )
-        return [value for value in asked if value is not None]
+        return [value for value in requested if value is not None]
 
     def _grow(self, num_bytes: int) -> None:
         if self._nvshmem_slots is not None and num_bytes > self._nvshmem_slots.num_bytes:
@@ -259,7 +263,7 @@ class PipelineContext:
             self.slots.reserve(num_bytes)
             for end in (*self.local_senders, *self.local_receivers):
                 if end is not None and end.channel is self.channel:
-                    end.forget_loans()
+                    end.forget_leases()
 
     def close(self) -> None:
         """Gives back the memory and the groups that were made for this context; collective, explicit, at most once
@@ -283,7 +287,7 @@ class PipelineContext:
                 channel.arena.abandon()
 
     def check(self) -> None:
-        """Raises what any rank of the node has recorded; compares headers, drops what has been sent and gives lent
+        """Raises what any rank of the node has recorded; compares headers, drops what has been sent and gives leased
         slots back (no wait)."""
         for channel in (self.channel, self._nvshmem_channel):
             if channel is not None:
@@ -294,18 +298,18 @@ class PipelineContext:
         for receiver in self.local_receivers:
             if receiver is not None:
                 receiver.verify()
-                receiver.return_loans()
+                receiver.return_leases()
         if self.network is not None:
             self.network.release_sent()
 
 
-def _loans(asked: int | None, world_size: int, channel: PipelineChannel) -> tuple[int, int]:
-    """Slots to lend, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is on
-    its way, and the model holds on to the last one. nvshmem frees memory though a tensor may lie in it."""
+def _leases(requested: int | None, world_size: int, channel: PipelineChannel) -> tuple[int, int]:
+    """Slots to lease, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is on
+    its way, and the model holds on to the last one. nvshmem frees memory though a tensor may be in it."""
     if not channel.flags_in_host or channel.arena.transport_name == "nvshmem":
         return (0, 0)
-    forward = min(world_size + 2 if asked is None else asked, MAX_LOANS)
-    return (forward, min(forward, _BACKWARD_LOANS))
+    forward = min(world_size + 2 if requested is None else requested, MAX_LEASES)
+    return (forward, min(forward, _BACKWARD_LEASES))
 
 
 def _log_routes(context: PipelineContext) -> None:
@@ -329,12 +333,12 @@ def get_pipeline_context(
     device: torch.device,
     *,
     with_network: bool = False,
-    num_loans: int | None = None,
+    num_leases: int | None = None,
     turns: int = 1,
 ) -> PipelineContext:
     """The context of a pipeline group on a device; made at the first call, which is collective, and kept.
 
-    ``num_loans`` and ``turns`` count at that call.
+    ``num_leases`` and ``turns`` count at that call.
 
     Raises:
         NotSupportedError: The group's context exists without ``network`` and now needs one.
@@ -349,7 +353,7 @@ def get_pipeline_context(
             del _contexts[stale]
         with torch.inference_mode(False):  # an evaluation may come before training
             context = _contexts[key] = PipelineContext(
-                group, device, with_network=with_network, num_loans=num_loans, turns=turns
+                group, device, with_network=with_network, num_leases=num_leases, turns=turns
             )
     if with_network and context.network is None:
         raise NotSupportedError(

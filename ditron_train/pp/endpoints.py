@@ -4,7 +4,7 @@ A lane is the sequence of messages from one stage to one neighbour in one direct
 stage; backward: gradients to the previous one). The receiver owns the memory that messages land in. It comes in two
 kinds:
 
-- slots to *lend*: the received tensor lies in the slot and nothing is copied; when its last user has let go of it, the
+- slots to *lease*: the received tensor is in the slot and nothing is copied; when its last user has let go of it, the
   receiver's stream sets the slot's flag at the sender, and then its host counts it as returned;
 - a *ring* of ``S`` slots, for when the sender sees none of those returned: the receiver copies the message out at
   once. A flag at the sender, *credit*, counts the messages that were copied out. Message ``k`` (from 0) of the ring
@@ -24,14 +24,14 @@ Why it cannot deadlock, even where the device has a single hardware queue (``CUD
 wait therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one
 program that executes its sends and receives in the order in which the host enqueued them. A receive is enqueued only
 when its data is asked for (``Receiver.take``), never when it is posted, so a prefetched receive holds up nothing.
-Every call enqueues its sends before its receives. A send into a slot that was lent waits only for what its receiver
+Every call enqueues its sends before its receives. A send into a slot that was leased waits only for what its receiver
 had enqueued before the send was. A send into the ring waits only for the credit of a message of the ring ``S``
 earlier. Take any execution of the same schedule with blocking rendezvous, as the native communicator has: there
 message ``k - 1`` of a lane is received before message ``k`` is posted, so what was ``S`` messages earlier has been
-received for every ``S >= 1``, and each send of ours can run no later than there; a receive then follows its send in
-that execution as in ours. With overlapped receives the rendezvous is the *posting*; a receiver keeps at most ``S - 1``
-posted messages and takes the oldest when it posts another, so posting message ``k - 1`` frees the slot of message
-``k``.
+received for every ``S >= 1``, and each send of this package can run no later than there; a receive then follows its
+send in that execution as in this package. With overlapped receives the rendezvous is the *posting*; a receiver keeps
+at most ``S - 1`` posted messages and takes the oldest when it posts another, so posting message ``k - 1`` frees the
+slot of message ``k``.
 
 Small messages take longer than NCCL's kernel needs; what was tried: ``docs/measurements/pp.md``.
 """
@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ditron_train.pp.channel import PipelineChannel
-from ditron_train.pp.mailbox import MAX_LOANS
+from ditron_train.pp.mailbox import MAX_LEASES
 from ditron_train.pp.messages import Copy, Header, disagreement, fragment_ends, num_bytes_of
 from ditron_train.pp.slots import Slots
 from ditron_train.runtime.errors import NotSupportedError
@@ -56,12 +56,12 @@ from ditron_train.stream.events import EventPool, StreamEvent, current_stream
 if TYPE_CHECKING:
     from ditron_train.pp.nvshmem_channel import NvshmemChannel, NvshmemSlots
 
-_DATA, _CREDIT, _LOANS = 0, 2, 4  # flag index = kind + lane; of a loan _LOANS + lane * MAX_LOANS + slot
+_DATA, _CREDIT, _LEASES = 0, 2, 4  # flag index = kind + lane; of a lease _LEASES + lane * MAX_LEASES + slot
 _MAX_HELD = 1  # sends that nothing but this module keeps alive, besides the newest
 
 
-def _loan_flag(lane: int, loan: int) -> int:
-    return _LOANS + lane * MAX_LOANS + loan
+def _lease_flag(lane: int, lease: int) -> int:
+    return _LEASES + lane * MAX_LEASES + lease
 
 
 @dataclass
@@ -83,22 +83,22 @@ class _End:
         self, channel: PipelineChannel | NvshmemChannel, slots: Slots | NvshmemSlots, lane: int, peer: int
     ) -> None:
         self.channel, self.slots, self.lane, self.peer = channel, slots, lane, peer
-        # For what ends through NVSHMEM never do: tell the neighbour's host, and lend.
-        self._host_channel, self._lending_slots = cast(PipelineChannel, channel), cast(Slots, slots)
+        # For what ends through NVSHMEM never do: tell the neighbour's host, and lease the slot.
+        self._host_channel, self._leasing_slots = cast(PipelineChannel, channel), cast(Slots, slots)
         self.messages = self._ring_messages = self._fragments = 0
-        self._uses = [0] * slots.loans[lane]
+        self._uses = [0] * slots.leases[lane]
         self._events = EventPool()
         device = channel.arena.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class Sender(_End):
-    """The sending end; ``messages``: sent so far, ``lent`` of them into slots that the receiver lends."""
+    """The sending end; ``messages``: sent so far, ``leased`` of them into slots that the receiver leases."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.lent = 0
-        self._newest_loan = -1
+        self.leased = 0
+        self._newest_lease = -1
         self._held: deque[_Sent] = deque()
 
     def announce(self, header: Header) -> None:
@@ -113,25 +113,25 @@ class Sender(_End):
         headers.write_header(self.peer, self.lane, message + 1, words)
         self.messages += 1
 
-    def send(self, tensor: torch.Tensor, *, lend: bool = True) -> StreamEvent | None:
+    def send(self, tensor: torch.Tensor, *, may_lease: bool = True) -> StreamEvent | None:
         """Enqueues the next message; returns the event behind its copy (None on the CPU, where it is done).
 
         The storage is kept until the copy is complete. Never blocks the host on a GPU; on the CPU it blocks while no
-        slot is free. ``lend``: see ``ops.exchange``.
+        slot is free. ``may_lease``: see ``ops.exchange``.
         """
         data = tensor.detach().contiguous()
         num_bytes = num_bytes_of(tuple(data.shape), data.dtype)
-        loan = self._choose_loan() if lend and num_bytes else None
-        self.announce(Header(tuple(data.shape), data.dtype, loan=loan))
+        lease = self._choose_lease() if may_lease and num_bytes else None
+        self.announce(Header(tuple(data.shape), data.dtype, lease=lease))
         stream = self._stream
         if stream is not None:
             current = current_stream(data.device)
             self._events.record(current).hold(stream)
         ends = [num_bytes]
-        if loan is None:
+        if lease is None:
             slot, ends = self._slot_of_ring(stream), fragment_ends(num_bytes)
         else:
-            slot = self._slot_to_lend(loan, stream)
+            slot = self._slot_to_lease(lease, stream)
         self._push(slot, data.data_ptr(), ends, stream)
         if stream is None:
             return None
@@ -145,7 +145,7 @@ class Sender(_End):
             self.channel.push(self.peer, _DATA + self.lane, self._fragments, copy, stream)
             begin = end
 
-    def _choose_loan(self) -> int | None:
+    def _choose_lease(self) -> int | None:
         """A slot that has come back, best one whose last use is known to be over; the others in the order of their
         use."""
         if not self._uses:
@@ -154,21 +154,21 @@ class Sender(_End):
         returned = self._host_channel.mailbox.headers.returned(own, self.lane)
         count, first = len(self._uses), None
         for place in range(1, count + 1):
-            loan = (self._newest_loan + place) % count
-            if returned[loan] != self._uses[loan]:
+            lease = (self._newest_lease + place) % count
+            if returned[lease] != self._uses[lease]:
                 continue
-            if self._host_channel.is_set(_loan_flag(self.lane, loan), self._uses[loan]):
-                return loan
-            first = loan if first is None else first
+            if self._host_channel.is_set(_lease_flag(self.lane, lease), self._uses[lease]):
+                return lease
+            first = lease if first is None else first
         return first
 
-    def _slot_to_lend(self, loan: int, stream: torch.cuda.Stream | None) -> int:
-        index, uses = _loan_flag(self.lane, loan), self._uses[loan]
+    def _slot_to_lease(self, lease: int, stream: torch.cuda.Stream | None) -> int:
+        index, uses = _lease_flag(self.lane, lease), self._uses[lease]
         self.channel.wait_for(index, uses, peer=self.peer, chunk=self.messages - 1, stream=stream)
-        self._uses[loan] = uses + 1
-        self._newest_loan = loan
-        self.lent += 1
-        return self._lending_slots.to_lend(self.peer, self.lane, loan)
+        self._uses[lease] = uses + 1
+        self._newest_lease = lease
+        self.leased += 1
+        return self._leasing_slots.to_lease(self.peer, self.lane, lease)
 
     def _slot_of_ring(self, stream: torch.cuda.Stream | None) -> int:
         message = self._ring_messages
@@ -189,8 +189,8 @@ class Sender(_End):
             old.tensor.record_stream(old.sent_from)  # which need not be the one that it was allocated on
         return event
 
-    def forget_loans(self) -> None:
-        """See ``Receiver.forget_loans``, which counts as a use of each slot."""
+    def forget_leases(self) -> None:
+        """See ``Receiver.forget_leases``, which counts as a use of each slot."""
         self._uses = [uses + 1 for uses in self._uses]
 
     def release_sent(self) -> None:
@@ -219,7 +219,7 @@ class Incoming:
     arrived: StreamEvent | None = None
 
 
-class _Loan:
+class _Lease:
     """One use of a slot, from the message's arrival until the receiver has told the sender that it is over."""
 
     def __init__(self, slot: int, use: int) -> None:
@@ -234,8 +234,8 @@ class Receiver(_End):
         super().__init__(*arguments)
         self._posted: deque[Incoming] = deque()
         self._unverified: deque[tuple[int, Header]] = deque()
-        self._let_go: deque[_Loan] = deque()  # appended to by whichever thread frees a lent tensor
-        self._lent: dict[Incoming, _Loan] = {}
+        self._let_go: deque[_Lease] = deque()  # appended to by whichever thread frees a leased tensor
+        self._leased: dict[Incoming, _Lease] = {}
         self._copied_on: torch.cuda.Stream | None = None
 
     def next_header(self) -> Header:
@@ -307,9 +307,9 @@ class Receiver(_End):
             assert stream is not None and incoming.done_on is not None
             (incoming.arrived or self._events.record(incoming.done_on)).hold(stream)
             incoming.tensor.record_stream(stream)
-        loan = self._lent.pop(incoming, None)
-        if loan is not None:
-            loan.stream = stream
+        lease = self._leased.pop(incoming, None)
+        if lease is not None:
+            lease.stream = stream
         return incoming.tensor
 
     def _take_next(self, stream: torch.cuda.Stream | None) -> None:
@@ -317,10 +317,10 @@ class Receiver(_End):
         sent = self._header_of(incoming.message)
         self.verify()
         num_bytes = num_bytes_of(sent.shape, sent.dtype)
-        if sent.loan is None:
+        if sent.lease is None:
             incoming.tensor = self._copy_out(incoming, num_bytes, stream)
         else:
-            incoming.tensor = self._borrow(incoming, sent.loan, num_bytes, stream)
+            incoming.tensor = self._borrow(incoming, sent.lease, num_bytes, stream)
         incoming.done_on = stream
         self._posted.popleft()  # not before: where there was no memory for it, it is still the next one in the ring
 
@@ -334,9 +334,9 @@ class Receiver(_End):
     def _borrow(self, incoming: Incoming, slot: int, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         self._wait_for_fragment(incoming, 0, stream)
         self._uses[slot] += 1
-        loan = self._lent[incoming] = _Loan(slot, self._uses[slot])
-        lent = self._lending_slots.lend(self.lane, slot, num_bytes, partial(self._let_go.append, loan))
-        return lent.view(incoming.header.dtype).view(incoming.header.shape)
+        lease = self._leased[incoming] = _Lease(slot, self._uses[slot])
+        leased = self._leasing_slots.lease_tensor(self.lane, slot, num_bytes, partial(self._let_go.append, lease))
+        return leased.view(incoming.header.dtype).view(incoming.header.shape)
 
     def _copy_out(self, incoming: Incoming, num_bytes: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         header, device = incoming.header, self.channel.arena.device
@@ -360,19 +360,19 @@ class Receiver(_End):
         self.channel.notify(self.peer, _CREDIT + self.lane, self._ring_messages, stream)
         return tensor
 
-    def forget_loans(self) -> None:
-        """After the slots have grown: what is still lent lies in the old memory, so all slots are there to be used."""
+    def forget_leases(self) -> None:
+        """After the slots have grown: what is still leased is in the old memory, so all slots are there to be used."""
         mailbox = self._host_channel.mailbox
         for slot in range(len(self._uses)):
             self._uses[slot] += 1
-            mailbox.set_flag(self.peer, _loan_flag(self.lane, slot), self._uses[slot])
+            mailbox.set_flag(self.peer, _lease_flag(self.lane, slot), self._uses[slot])
             mailbox.headers.returned(self.peer, self.lane)[slot] = self._uses[slot]
 
-    def return_loans(self) -> None:
-        """Gives the slots of lent tensors that nobody holds any more back to the sender, behind their last use."""
+    def return_leases(self) -> None:
+        """Gives the slots of leased tensors that nobody holds any more back to the sender, behind their last use."""
         while self._let_go:
-            loan = self._let_go.popleft()
-            if loan.use != self._uses[loan.slot]:
-                continue  # it lies in memory of before the slots grew
-            self.channel.notify(self.peer, _loan_flag(self.lane, loan.slot), loan.use, loan.stream)
-            self._host_channel.mailbox.headers.returned(self.peer, self.lane)[loan.slot] = loan.use
+            lease = self._let_go.popleft()
+            if lease.use != self._uses[lease.slot]:
+                continue  # it is in memory of before the slots grew
+            self.channel.notify(self.peer, _lease_flag(self.lane, lease.slot), lease.use, lease.stream)
+            self._host_channel.mailbox.headers.returned(self.peer, self.lane)[lease.slot] = lease.use

@@ -191,7 +191,7 @@ def current_or_none(channel: Channel) -> torch.cuda.Stream | None:
 
 
 class KernelChannel(PipelineChannel):
-    """A ``PipelineChannel`` whose flags lie in symmetric device memory and whose waits, copies and flag writes are
+    """A ``PipelineChannel`` whose flags are in symmetric device memory and whose waits, copies and flag writes are
     kernels.
 
     A wait takes one warp, a push at most ``MAX_PROGRAMS`` multiprocessors; waits have their deadline in the kernel and

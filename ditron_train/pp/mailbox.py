@@ -3,7 +3,7 @@
 
 Headers are written by the sender's host when it enqueues a message, so the receiver's host can compare what was sent
 with what it expects, or learn a shape, without a device sync. Flags are 32-bit words that streams write and wait for;
-lying in host memory that every process has registered with CUDA, they can also be read and released by a host without
+stored in host memory that every process has registered with CUDA, they can also be read and released by a host without
 any CUDA call, whatever the device's queues are blocked on.
 
 Python has no fences, and hosts with Arm's cores make stores visible in any order. So nothing here relies on an order:
@@ -34,12 +34,12 @@ from ditron_train.stream import driver
 from ditron_train.symm.exchange import exchange, on_all_ranks
 from ditron_train.symm.shm_transport import FOLDER, discard_file, map_file
 
-MAX_LOANS = 32  # slots to lend, in each direction
-FLAGS = 4 + 2 * MAX_LOANS  # data and credit of two directions, and one for each slot to lend
+MAX_LEASES = 32  # slots to lease, in each direction
+FLAGS = 4 + 2 * MAX_LEASES  # data and credit of two directions, and one for each slot to lease
 HEADER_WORDS = 16  # int64 words; the first is the sequence number, the last a checksum
 HEADER_DEPTH = 1024  # headers that a sender may be ahead of its receiver's host
 
-_LINE_BYTES = 64  # words that different processes poll lie on cache lines of their own
+_LINE_BYTES = 64  # words that different processes poll are on cache lines of their own
 _AGREED, _ANNOUNCED = 0, 1  # boards of a line: two values with their tags each, of even generations and of odd ones
 _BOARD_WORDS = 4
 _FAULT_BYTES = 4096
@@ -50,7 +50,7 @@ _OFFSET_AGREE = FLAGS * _LINE_BYTES
 _OFFSET_READ = _OFFSET_AGREE + _LINE_BYTES
 _OFFSET_AWAITED = _OFFSET_READ + 2 * _LINE_BYTES
 _OFFSET_RETURNED = _OFFSET_AWAITED + _LINE_BYTES
-_OFFSET_HEADERS = _OFFSET_RETURNED + 2 * MAX_LOANS * 8
+_OFFSET_HEADERS = _OFFSET_RETURNED + 2 * MAX_LEASES * 8
 _ROW_BYTES = -(-(_OFFSET_HEADERS + 2 * HEADER_DEPTH * HEADER_WORDS * 8) // 4096) * 4096
 
 
@@ -61,7 +61,7 @@ class Mailbox:
     """One row of words a rank, in a file of shared memory that is unlinked as soon as all have mapped it.
 
     Args:
-        group: Process group whose ranks all lie on this node (collective).
+        group: Process group whose ranks all are on this node (collective).
         device: Where the streams run that use the flags; for CUDA the memory is registered with the driver.
 
     Attributes:
@@ -199,12 +199,12 @@ class Headers:
         return peer
 
     def returned(self, rank: int, lane: int) -> memoryview:
-        """How often each slot to lend of ``rank``'s lane has come back, ``[MAX_LOANS]``, to read and to write.
+        """How often each slot to lease of ``rank``'s lane has come back, ``[MAX_LEASES]``, to read and to write.
 
         The flag that the receiver's stream sets when its last use is over is enqueued before the host counts here.
         """
-        place = self._mailbox.word(rank, _OFFSET_RETURNED + lane * MAX_LOANS * 8)
-        return self._mailbox.int64[place : place + MAX_LOANS]
+        place = self._mailbox.word(rank, _OFFSET_RETURNED + lane * MAX_LEASES * 8)
+        return self._mailbox.int64[place : place + MAX_LEASES]
 
 
 class Values:

@@ -35,16 +35,17 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """Shape and type of one message, and where it goes: the network group, the ring of slots, or a slot that is lent.
+    """Shape and type of one message, and where it goes: the network group, the ring of slots, or a slot that is
+    leased.
 
     Attributes:
-        loan: Number of the slot to lend; None for the ring. The receiver does not expect one or the other.
+        lease: Number of the slot to lease; None for the ring. The receiver does not expect one or the other.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     by_network: bool = False
-    loan: int | None = field(default=None, compare=False)
+    lease: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
@@ -68,15 +69,15 @@ class Header:
             raise NotSupportedError(f"a message of {len(self.shape)} dimensions; at most {MAX_DIMS}")
         if self.dtype not in DTYPES:
             raise NotSupportedError(f"messages of {self.dtype} are not supported")
-        loan = 0 if self.loan is None else self.loan + 1
-        words = [DTYPES.index(self.dtype), int(self.by_network), loan, len(self.shape), *self.shape]
+        lease = 0 if self.lease is None else self.lease + 1
+        words = [DTYPES.index(self.dtype), int(self.by_network), lease, len(self.shape), *self.shape]
         return words + [0] * (HEADER_WORDS - 2 - len(words))
 
     @classmethod
     def from_words(cls, words: list[int]) -> Header:
         """Inverse of ``to_words``."""
-        code, by_network, loan, num_dims = words[:4]
-        return cls(tuple(words[4 : 4 + num_dims]), DTYPES[code], bool(by_network), loan - 1 if loan else None)
+        code, by_network, lease, num_dims = words[:4]
+        return cls(tuple(words[4 : 4 + num_dims]), DTYPES[code], bool(by_network), lease - 1 if lease else None)
 
 
 def disagreement(group: str, lane: int, message: int, sent: tuple[int, str], expected: tuple[int, str]) -> str:

@@ -68,7 +68,7 @@ class NetworkLanes:
 
     Args:
         group: The pipeline group; its backend serves.
-        device: Where the tensors lie.
+        device: Where the tensors are.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -66,10 +66,10 @@ class NvshmemPuts:
 
 
 class NvshmemSlots:
-    """Rings of slots, each a header and a message, and one staging buffer a lane (``count``, ``loans``: see
+    """Rings of slots, each a header and a message, and one staging buffer a lane (``count``, ``leases``: see
     ``Slots``)."""
 
-    loans = (0, 0)
+    leases = (0, 0)
 
     def __init__(self, arena: SymmetricArena, count: int) -> None:
         self._arena, self.count, self.num_bytes = arena, count, 0

@@ -1,7 +1,7 @@
 """Sender and receiver through NVSHMEM: a message and its flag by one put-with-signal, to a neighbour whose memory need
 not be mapped.
 
-No host memory is shared between nodes, so a message carries its header: it lies in front of the data in the slot,
+No host memory is shared between nodes, so a message carries its header: it is in front of the data in the slot,
 travels with the first fragment, and a kernel of the receiver compares it with what was expected. The protocol is that
 of ``endpoints``' ring: *data* counts fragments at the receiver, *credit* counts messages copied out at the sender.
 NVSHMEM promises that a signal is seen after the data that was put with it; waits are kernels of one warp with a
@@ -21,7 +21,7 @@ from ditron_train.stream.copies import copy_bytes
 
 
 class NvshmemSender(Sender):
-    """A ``Sender`` by put-with-signal; nothing is lent."""
+    """A ``Sender`` by put-with-signal; nothing is leased."""
 
     channel: NvshmemChannel
     slots: NvshmemSlots

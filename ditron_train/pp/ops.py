@@ -1,4 +1,4 @@
-"""The one op of this room: send to and receive from the two neighbours of a pipeline stage."""
+"""The one op of this subpackage: send to and receive from the two neighbours of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Handle:
     @property
     def tensor(self) -> torch.Tensor | None:
         """What is received, None for a send. Before ``wait`` it has a shape and type but no memory of its own;
-        ``wait`` gives it the memory that the message lies in, with the contents there for what the current stream does
+        ``wait`` gives it the memory that the message is in, with the contents there for what the current stream does
         from then on. Streams other than that one must be done with it when its last user lets go of it
         (``record_stream`` does nothing).
         """
@@ -96,7 +96,7 @@ def exchange(
     recv_prev: Header | None = None,
     recv_next: Header | None = None,
     variable_shapes: bool = False,
-    lend: bool = True,
+    may_lease: bool = True,
 ) -> dict[str, Handle]:
     """Sends tensors to the next and the previous stage and receives from them; all four are optional.
 
@@ -110,8 +110,8 @@ def exchange(
             is given this one.
         variable_shapes: Take the shape that the sender has instead of the expected one. Blocks the host until the
             sender has enqueued the message, but never syncs the device inside a node. The same on all stages.
-        lend: Whether what is sent may stay in the slot at the receiver; otherwise the receiver copies it into memory
-            of torch's allocator, for users that work on it on other streams or resize its storage.
+        may_lease: Whether what is sent may stay in the slot at the receiver; otherwise the receiver copies it into
+            memory of torch's allocator, for users that work on it on other streams or resize its storage.
 
     Returns:
         Handles by the names of the arguments that were given.
@@ -135,7 +135,7 @@ def exchange(
     for name, lane in _SENDS:
         tensor = sends[lane]
         if tensor is not None:
-            handles[name] = _send(context, lane, tensor, batches[lane], lend)
+            handles[name] = _send(context, lane, tensor, batches[lane], may_lease)
     for name, lane in _RECEIVES:
         sent_header = (
             _exchange_network_headers(context, lane, sends[lane], expected[lane]) if variable_shapes else None
@@ -154,11 +154,11 @@ def exchange(
     return handles
 
 
-def _send(context: PipelineContext, lane: int, tensor: torch.Tensor, batch: _Batch, lend: bool) -> Handle:
+def _send(context: PipelineContext, lane: int, tensor: torch.Tensor, batch: _Batch, may_lease: bool) -> Handle:
     sender = context.local_senders[lane]
     num_bytes = tensor.numel() * tensor.element_size()
     if sender is not None and num_bytes <= context.slot_bytes:
-        return Handle(sent=sender.send(tensor, lend=lend), device=tensor.device)
+        return Handle(sent=sender.send(tensor, may_lease=may_lease), device=tensor.device)
     data = tensor.detach().contiguous()
     if sender is not None:
         _require_network(context, num_bytes)

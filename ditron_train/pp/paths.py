@@ -79,12 +79,12 @@ def asked_by_all(group: dist.ProcessGroup, settings: Settings, node: tuple, turn
     return settings.pp_path, [entry[2] for entry in answers]
 
 
-def inter_node_path(asked: str, transport: str) -> str:
+def inter_node_path(requested: str, transport: str) -> str:
     """To another node: NVSHMEM where it is asked for, also as what symmetric memory comes from, else NCCL."""
-    return NVSHMEM if asked == NVSHMEM or (asked != NCCL and transport == "nvshmem") else NCCL
+    return NVSHMEM if requested == NVSHMEM or (requested != NCCL and transport == "nvshmem") else NCCL
 
 
-def streams_can_signal(channel: PipelineChannel, group: dist.ProcessGroup, asked: str) -> bool:
+def streams_can_signal(channel: PipelineChannel, group: dist.ProcessGroup, requested: str) -> bool:
     """Whether streams of all ranks can write and await flags, so that copy engines alone carry messages (collective).
 
     Raises:
@@ -106,7 +106,7 @@ def streams_can_signal(channel: PipelineChannel, group: dist.ProcessGroup, asked
             torch.cuda.synchronize(device)
         except DitronError as error:
             refused = f"streams cannot write flags: {error}"
-    said = [text for text in exchange(group, refused) if text]
-    if said and asked == COPY:
-        raise NotSupportedError(said[0])
-    return not said
+    gathered = [text for text in exchange(group, refused) if text]
+    if gathered and requested == COPY:
+        raise NotSupportedError(gathered[0])
+    return not gathered

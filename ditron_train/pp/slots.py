@@ -1,4 +1,4 @@
-"""``Slots``: the buffers that messages land in, and tensors that lie in one of them until the last user lets go.
+"""``Slots``: the buffers that messages land in, and tensors that are in one of them until the last user lets go.
 
 ``LastingSizes``: how slots come to hold messages of lengths that vary, of which nobody says the largest beforehand.
 
@@ -26,29 +26,29 @@ _NAME = "pp/slots"
 
 
 class Slots:
-    """Symmetric memory of a group: for each lane a ring of slots, and slots that may be lent (grown collectively).
+    """Symmetric memory of a group: for each lane a ring of slots, and slots that may be leased (grown collectively).
 
     Args:
         count: Slots in each lane's ring.
-        loans: Slots to lend, by lane.
+        leases: Slots to lease, by lane.
     """
 
-    def __init__(self, arena: SymmetricArena, count: int, loans: Sequence[int]) -> None:
+    def __init__(self, arena: SymmetricArena, count: int, leases: Sequence[int]) -> None:
         self._arena = arena
         self.count = count
-        self.loans = tuple(loans)
+        self.leases = tuple(leases)
         self.num_bytes = 0
 
     @property
     def total(self) -> int:
         """All of a rank."""
-        return len(LANE_NAMES) * self.count + sum(self.loans)
+        return len(LANE_NAMES) * self.count + sum(self.leases)
 
     def reserve(self, num_bytes: int) -> None:
-        """Collective: makes every slot hold ``num_bytes``; no message may be under way. What is lent stays where it
+        """Collective: makes every slot hold ``num_bytes``; no message may be under way. What is leased stays where it
         is."""
         total = self.total
-        if self.num_bytes:  # other memory, even if the arena has that much: tensors are lent out of the present one
+        if self.num_bytes:  # other memory, even if the arena has that much: tensors are leased out of the present one
             num_bytes = max(num_bytes, self._arena.capacity_bytes(_NAME) // total + 1)
         num_bytes = -(-num_bytes // 256) * 256
         self._tensor = self._arena.tensor(_NAME, (total, num_bytes), torch.uint8)
@@ -59,30 +59,30 @@ class Slots:
         """Address of the slot of the ring's message ``message`` in ``rank``'s memory."""
         return self._bases[rank] + (lane * self.count + message % self.count) * self.num_bytes
 
-    def to_lend(self, rank: int, lane: int, loan: int) -> int:
-        """Address of slot ``loan`` of those that ``rank`` may lend."""
-        place = len(LANE_NAMES) * self.count + sum(self.loans[:lane]) + loan
+    def to_lease(self, rank: int, lane: int, lease: int) -> int:
+        """Address of slot ``lease`` of those that ``rank`` may lease."""
+        place = len(LANE_NAMES) * self.count + sum(self.leases[:lane]) + lease
         return self._bases[rank] + place * self.num_bytes
 
-    def lend(self, lane: int, loan: int, num_bytes: int, on_return: Callable[[], None]) -> torch.Tensor:
-        """A uint8 tensor ``[num_bytes]`` (above 0) with a storage of its own over this rank's slot ``loan``.
+    def lease_tensor(self, lane: int, lease: int, num_bytes: int, on_return: Callable[[], None]) -> torch.Tensor:
+        """A uint8 tensor ``[num_bytes]`` (above 0) with a storage of its own over this rank's slot ``lease``.
 
         ``on_return`` is called when nobody holds that storage any more, by whichever thread lets go last: it must not
         call CUDA. The memory stays, though the slots may grow meanwhile.
         """
         device = self._arena.device
-        address = self.to_lend(self._arena.rank, lane, loan)
+        address = self.to_lease(self._arena.rank, lane, lease)
         owner: Any  # torch's storage holds it, and it holds the memory
         if device.type == "cuda":
             owner = DeviceBytes(address, num_bytes)
-            lent = torch.as_tensor(owner, device=device)
+            leased = torch.as_tensor(owner, device=device)
         else:
             owner = (ctypes.c_uint8 * num_bytes).from_address(address)
-            lent = torch.frombuffer(owner, dtype=torch.uint8)
+            leased = torch.frombuffer(owner, dtype=torch.uint8)
         owner.memory = self._tensor.local
-        assert lent.data_ptr() == address
+        assert leased.data_ptr() == address
         weakref.finalize(owner, on_return).atexit = False
-        return lent
+        return leased
 
 
 class LastingSizes:

@@ -207,7 +207,7 @@ def _world_size() -> int:
 
 
 def _job() -> str:
-    """A word that the ranks of this job share, and no other job's: files of both may lie in one folder."""
+    """A word that the ranks of this job share, and no other job's: files of both may be in one folder."""
     import torch.distributed as dist
 
     word = b""
@@ -273,7 +273,7 @@ def _open_ring() -> _Ring | None:
 
 
 def records_of(group_name: str, ranks: Sequence[int]) -> OpRecords:
-    """The records of a group; one object for all rooms, so that its calls are numbered through.
+    """The records of a group; one object for all subpackages, so that its calls are numbered through.
 
     Args:
         group_name: The same on all of its ranks.
@@ -299,7 +299,7 @@ def note_unless_over(error: BaseException) -> Iterator[None]:
 
 
 def note_error(error: DitronError, group_name: str) -> None:
-    """Puts what an op has raised into this rank's file, and says once where it lies."""
+    """Puts what an op has raised into this rank's file, and says once where it is."""
     ring = _ring
     if ring is None:
         return

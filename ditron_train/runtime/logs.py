@@ -42,4 +42,4 @@ def forget_decisions() -> None:
 def decisions() -> list[str]:
     """What `log_once` was told of ops that run by the fused path or by Megatron's, and why, in order; on every rank,
     also on those that log nothing."""
-    return [message for message in _seen.values() if ": ours, " in message or ": native, " in message]
+    return [message for message in _seen.values() if ": fused, " in message or ": native, " in message]

@@ -7,6 +7,7 @@ at the time of the call, so nothing is read on import and a test can set a varia
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ __all__ = ["SETTINGS", "Setting", "Settings", "get_settings", "under_policy", "u
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable: how it is called, parsed, what it is when unset, and what it does."""
+    """One environment variable: how it is called, parsed, what it is when unset, and what it does; ``former``: its old
+    name, which is still read, with a warning."""
 
     field: str
     variable: str
@@ -27,6 +29,7 @@ class Setting:
     default: Any
     type_name: str
     help: str
+    former: str | None = None
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -133,14 +136,15 @@ SETTINGS: tuple[Setting, ...] = (
         "message.",
     ),
     Setting(
-        "pp_loans",
-        "DITRON_PP_LOANS",
+        "pp_leases",
+        "DITRON_PP_LEASES",
         _count,
         None,
         "count",
         "Buffers between pipeline stages that received activations stay in until they are let go of, instead of being "
         "copied (gradients: at most 3). Unset: as many as the first stage of the schedule holds, and 2. 0: every "
         "message is copied.",
+        former="DITRON_PP_LOANS",
     ),
     Setting(
         "pp_path",
@@ -168,9 +172,9 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("strict", "fast", "bits", "force"),
         "strict",
         "strict, fast, bits, force",
-        "When ours runs instead of native. strict: where its bits equal native's and its time is lower, on this "
-        "machine at this shape. fast: where its time is lower. bits: where its bits equal native's. force: wherever "
-        "it can.",
+        "When the fused path runs instead of native. strict: where its bits equal native's and its time is lower, on "
+        "this machine at this shape. fast: where its time is lower. bits: where its bits equal native's. force: "
+        "wherever it can.",
     ),
     Setting(
         "plan",
@@ -226,8 +230,8 @@ SETTINGS: tuple[Setting, ...] = (
         "auto",
         "auto, on, off",
         "Expert parallel over several nodes. A token crosses to a node once, along its rail, and is fanned out inside "
-        "(tried on posed nodes only). auto: where the policy finds it quicker than natively. on: where its bits are "
-        "native's. off: natively.",
+        "(tried on simulated nodes only). auto: where the policy finds it quicker than natively. on: where its bits "
+        "are native's. off: natively.",
     ),
     Setting(
         "fp8_rows",
@@ -287,7 +291,7 @@ class Settings:
     arena_bytes: int | None
     keep_gathered_mib: int
     pp_slots: int
-    pp_loans: int | None
+    pp_leases: int | None
     pp_path: str
     muon_sharding: str
     ep_capacity: float | None
@@ -304,6 +308,13 @@ class Settings:
     versions: str
 
 
+def _by_former_name(setting: Setting) -> str | None:
+    text = os.environ.get(setting.former or "")
+    if text:
+        warnings.warn(f"{setting.former} is now called {setting.variable}", FutureWarning, stacklevel=1)
+    return text
+
+
 def get_settings() -> Settings:
     """Reads the environment.
 
@@ -312,8 +323,8 @@ def get_settings() -> Settings:
     """
     values: dict[str, Any] = {}
     for setting in SETTINGS:
-        text = os.environ.get(setting.variable)
-        if text is None or text == "":
+        text = os.environ.get(setting.variable) or _by_former_name(setting)
+        if not text:
             values[setting.field] = setting.default
             continue
         try:
@@ -326,7 +337,7 @@ def get_settings() -> Settings:
 def unknown_variables(names: Iterable[str] | None = None) -> list[str]:
     """``DITRON_*`` variables (of ``names``, else of the environment) that no setting reads: most likely misspelt
     ones."""
-    known = {setting.variable for setting in SETTINGS}
+    known = {name for setting in SETTINGS for name in (setting.variable, setting.former)}
     names = os.environ if names is None else names
     return sorted(n for n in names if n.startswith("DITRON_") and n not in known and not n.startswith("DITRON_TEST_"))
 

@@ -5,8 +5,8 @@ One readable JSON file a device, written by ``python -m ditron_train tune``:
     {"format": ..., "device": "NVIDIA H200", "made_with": {...}, "rates": {...},
      "choices": {"4 ranks": {"ag_gemm nt": {"8192x3072x4096": {"tile": "128x256x64", ...}}}}}
 
-What an entry's fields mean is for the op's room to say (``tp.choices``). A shape class is the GEMM's m, n and k as one
-rank sees them, each rounded up to the next 2^i or 3 * 2^(i - 1).
+What an entry's fields mean is for the op's subpackage to say (``tp.choices``). A shape class is the GEMM's m, n and k
+as one rank sees them, each rounded up to the next 2^i or 3 * 2^(i - 1).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Supported(NamedTuple):
     self_checked: str = ""
 
 
-_PYTHON = "3.11 and 3.12 run all tests; 3.10 and 3.13 ran small trainings and tests of the lower floors on CPUs"
+_PYTHON = "3.11 and 3.12 run all tests; 3.10 and 3.13 ran small trainings and tests of the lower layers on CPUs"
 _TORCH = "2.11 ran on GPUs; 2.13, 2.14 and 2.15 ran on CPUs alone"
 _TRITON = (
     "3.6 and 3.9 ran on GPUs; the kernels of 3.7 and 3.8 order memory as those of 3.6, and run in the interpreter"
@@ -114,7 +114,7 @@ def find_versions() -> dict[str, str | None]:
 
 
 def is_supported(entry: Supported, version: str, specifier: str | None = None) -> bool:
-    """Whether ``version`` lies in the range of ``entry`` that holds here, or in ``specifier``; a local part such as
+    """Whether ``version`` is in the range of ``entry`` that holds here, or in ``specifier``; a local part such as
     ``+cu130`` does not matter."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
@@ -243,8 +243,8 @@ def version_warnings(versions: dict[str, str | None] | None = None) -> list[str]
     if newer:
         listed = ", ".join(f"{library} (tried: {_entry(library.split()[0]).specifier})" for library in newer)
         sentences.append(
-            f"other than what was tried: {listed}; what fails a self-check or is built otherwise runs by Megatron's "
-            "path, DITRON_VERSIONS=strict refuses it"
+            f"other than what was tried: {listed}; what fails a self-check or is built otherwise runs natively, "
+            "DITRON_VERSIONS=strict refuses it"
         )
     return sentences + installed_twice("torch", "triton") if versions is None else sentences
 
@@ -262,7 +262,7 @@ def installed_twice(*names: str) -> list[str]:
         if len(found) > 1:
             first, *others = found
             sentences.append(
-                f"{entry.name} is installed {len(found)} times: what lies in {first} comes first on the path, then "
+                f"{entry.name} is installed {len(found)} times: what is in {first} comes first on the path, then "
                 f"{', '.join(others)}; remove all but one"
             )
     return sentences

@@ -8,7 +8,7 @@ _LEAST_PRODUCT_US = 100.0  # what the host takes to launch one beside what else 
 _MARGIN = 1.25  # transfers take longer than by the rates: products run beside them
 
 
-def groups_in_turn(
+def groups_in_sequence(
     order: Sequence[int], product_us: float, transfer_us: float, lost_us: float = 0.0
 ) -> list[list[int]]:
     """The ranks of ``order`` in consecutive groups, whose rows are multiplied together.

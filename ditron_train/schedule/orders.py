@@ -6,8 +6,8 @@ Rows of a matrix [M, ...] are spread over the ranks of a group: rank ``r`` owns 
 
 Gather mode (data arrives, compute follows): local rows first, then ranks in the order in which their data arrives; a
 tile that straddles ranks comes after all whole tiles of the last of them.
-Scatter mode (results leave): rows of the farthest rank first, own rows last; a tile that straddles ranks comes before
-all whole tiles of the first of them, since several ranks wait for it.
+Scatter mode (results leave): rows of the farthest rank first, local shard last; a tile that straddles ranks comes
+before all whole tiles of the first of them, since several ranks wait for it.
 
 Several nodes: node ``n`` holds ranks ``n * ranks_per_node`` up to ``(n + 1) * ranks_per_node``. Gather starts in the
 own node, scatter in the next one. Inside another node, gather starts with the rank of the same local index, since data
@@ -131,7 +131,7 @@ def row_tile_owners(row_starts: Sequence[int] | np.ndarray, block_m: int) -> tup
         block_m: Rows of a tile.
 
     Returns:
-        Two int32 [ceil(M / block_m)]. Ranks without rows are never first or last; they may lie between.
+        Two int32 [ceil(M / block_m)]. Ranks without rows are never first or last; they may be between.
 
     Raises:
         ValueError: ``row_starts`` is not such a table, or ``block_m`` is not above 0.
@@ -170,7 +170,8 @@ def _positions_of_owners(
 def gather_row_tile_order(
     row_starts: Sequence[int] | np.ndarray, block_m: int, rank: int, world_size: int, ranks_per_node: int | None = None
 ) -> np.ndarray:
-    """Row tiles in gather mode: own rows, then as data arrives; straddling tiles after whole tiles of their last rank.
+    """Row tiles in gather mode: local shard, then as data arrives; straddling tiles after whole tiles of their last
+    rank.
 
     Returns:
         int32 [ceil(M / block_m)], a permutation: entry ``slot`` is the row tile to compute in that slot.
@@ -186,7 +187,7 @@ def gather_row_tile_order(
 def scatter_row_tile_order(
     row_starts: Sequence[int] | np.ndarray, block_m: int, rank: int, world_size: int, ranks_per_node: int | None = None
 ) -> np.ndarray:
-    """Row tiles in scatter mode: farthest rank first, own rows last; straddling tiles before whole tiles of their
+    """Row tiles in scatter mode: farthest rank first, local shard last; straddling tiles before whole tiles of their
     first rank.
 
     Returns:
@@ -204,7 +205,7 @@ def lower_triangle_tile_order(size: int, block_m: int, block_n: int, group_m: in
     """Tiles of a symmetric [size, size] result that touch its lower triangle, in an order that is kind to L2.
 
     ``group_m`` row tiles are walked together, column by column, as by ``tiles.grouped_tile``: both operands are the
-    same matrix, so a wave of programs shares the panels of few rows and few columns.
+    same matrix, so a wave of programs shares the panels with few rows and few columns.
 
     Returns:
         int32 [num_tiles, 2] of (row tile, column tile).

@@ -19,24 +19,24 @@ def grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def compute_tiles(
-    num_tiles_m, num_tiles_n, COMPUTE: tl.constexpr, args, GROUP_M: tl.constexpr, HALVE_TAIL: tl.constexpr
+    num_tiles_m, num_tiles_n, COMPUTE: tl.constexpr, args, GROUP_M: tl.constexpr, SPLIT_LAST_WAVE: tl.constexpr
 ):
     """Calls ``COMPUTE(tile_m, tile_n, HALF, *args)`` for this program's share of the tiles, in the grouped order.
 
-    With HALVE_TAIL a last wave that is at most half full is computed in tiles of half the columns, which ``tile_n``
-    then counts, so that it takes half the time. ``flatten`` makes one loop of tiles and K blocks. ``args`` stand in
-    the call itself: a tuple with a name would lose its constants.
+    With SPLIT_LAST_WAVE a last wave that is at most half full is computed in tiles of half the columns, which
+    ``tile_n`` then counts, so that it takes half the time. ``flatten`` makes one loop of tiles and K blocks. ``args``
+    stand in the call itself: a tuple with a name would lose its constants.
     """
     num_programs = tl.num_programs(0)
     num_tiles = num_tiles_m * num_tiles_n
     num_whole = num_tiles
-    if HALVE_TAIL:
+    if SPLIT_LAST_WAVE:
         tail = num_tiles % num_programs
         num_whole = tl.where(2 * tail <= num_programs, num_tiles - tail, num_tiles)
     for tile in tl.range(tl.program_id(0), num_whole, num_programs, flatten=True):
         tile_m, tile_n = grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M)
         COMPUTE(tile_m, tile_n, False, *args)
-    if HALVE_TAIL:
+    if SPLIT_LAST_WAVE:
         for half in range(tl.program_id(0), 2 * (num_tiles - num_whole), num_programs):
             tile_m, tile_n = grouped_tile(num_whole + half // 2, num_tiles_m, num_tiles_n, GROUP_M)
             COMPUTE(tile_m, tile_n * 2 + half % 2, True, *args)
@@ -64,7 +64,7 @@ def gather_tile(
     WORLD_SIZE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Tile ``tile_id`` of a gather on one node: own rows first, then in the order of arrival.
+    """Tile ``tile_id`` of a gather on one node: local shard first, then in the order of arrival.
 
     With EVEN every rank owns the same whole number of row tiles, and the groups of row tiles that are walked together
     end with a rank's rows: none waits for two ranks. Else ``ordered_tile``. Twin: ``gather_tile_order``. Returns
@@ -93,7 +93,7 @@ def scatter_tile(
 ):
     """Scatter order without a table, where every rank owns the same whole number of row tiles.
 
-    Rows of rank + 1 first, own rows last, the next node before the own. Twin: ``grouped_tile_order`` of
+    Rows of rank + 1 first, local shard last, the next node before the own. Twin: ``grouped_tile_order`` of
     ``scatter_row_tile_order``. Returns (tile_m, tile_n, owner): the tile is owed to rank ``owner``.
     """
     NUM_NODES: tl.constexpr = WORLD_SIZE // RANKS_PER_NODE

@@ -1,4 +1,4 @@
-"""Floor 3: Ulysses sequence parallelism (Megatron's context parallelism with ``a2a``), its projections fused with its
+"""Layer 3: Ulysses sequence parallelism (Megatron's context parallelism with ``a2a``), its projections fused with its
 exchanges."""
 
 from ditron_train.sp.a2a_gemm import a2a_gemm

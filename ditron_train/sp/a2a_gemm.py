@@ -3,8 +3,8 @@
     all_to_all_single(arrived, chunks of ``parts``, those of rank r to rank r)
     y = torch.cat(list(arrived), dim=1) @ weight.t()
 
-    some programs   | push granule 0 of own columns to all ranks, flags | granule 1 | ... | then multiply, too |
-    the others      | wait for granule 0 of all ranks | multiply its row tiles | granule 1 | ...               |
+    some programs   | push flag block 0 of own columns to all ranks, flags | flag block 1 | ... | then multiply, too |
+    the others      | wait for flag block 0 of all ranks | multiply its row tiles | flag block 1 | ...               |
 
 One kernel on the current stream. It gives the bits of reorder, all-to-all and GEMM wherever the tile GEMM gives
 cuBLAS's (``policy.gate`` compares them). What else was tried, with times: ``docs/measurements/sp.md``.
@@ -62,9 +62,9 @@ def _num_behind(signals_ptr, num_flags, epoch):
 
 @triton.jit
 def _push_drawn(pointers, channel, shape, rank, epoch, COPY: tl.constexpr, TARGET: tl.constexpr):
-    """Pushes granules of this rank's share, drawn from the counter of this epoch, until none is left."""
+    """Pushes flag blocks of this rank's share, drawn from the counter of this epoch, until none is left."""
     counter_ptr = channel.tickets + 2 + (epoch & 1)
-    num_items = tl.cdiv(shape.M, COPY.granule_rows) * COPY.world_size
+    num_items = tl.cdiv(shape.M, COPY.flag_block_rows) * COPY.world_size
     work = next_work(counter_ptr)
     while work < num_items:
         item = work
@@ -142,19 +142,19 @@ def a2a_gemm_kernel(
     so those that run do it all; and programs start in their order: no program waits for one that finds no SM, because
     another stream's kernel holds it.
 
-    The sums run over K in order, so a tile needs every source. It waits for the flags of its granule, which is one row
-    tile or several. Once a program has seen that everything is there, it goes on without waits, in one flattened loop
-    of tiles and K blocks: there the loads of a tile run under the stores of the one before.
+    The sums run over K in order, so a tile needs every source. It waits for the flags of its flag block, which is one
+    row tile or several. Once a program has seen that everything is there, it goes on without waits, in one flattened
+    loop of tiles and K blocks: there the loads of a tile run under the stores of the one before.
 
     The first ``num_early_tiles`` tiles are dealt to the programs that do not push, the others to all: so the push
     takes its SMs for as long as it lasts.
     """
     WORLD_SIZE: tl.constexpr = COPY.world_size
-    GRANULE_ROWS: tl.constexpr = COPY.granule_rows
+    FLAG_BLOCK_ROWS: tl.constexpr = COPY.flag_block_rows
     epoch = dl.next_epoch(channel.tickets)
     dl.next_epoch(channel.tickets + 1)  # the exchange's receiving kernel counts there: in step
     rank = dl.rank(channel.control)
-    num_granules = tl.cdiv(shape.M, GRANULE_ROWS)
+    num_flag_blocks = tl.cdiv(shape.M, FLAG_BLOCK_ROWS)
     start_epoch(channel, epoch, rank, WORLD_SIZE, TARGET)
     if tl.program_id(0) < num_push:
         dl.await_peers(channel.ready, epoch, channel.control, rank, WORLD_SIZE, TARGET)
@@ -164,17 +164,17 @@ def a2a_gemm_kernel(
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     turns = _deal(num_tiles_m * num_tiles_n, num_early_tiles, num_push)
     turn = tl.cast(0, tl.int32)
-    behind = tl.cast(1, tl.int32)  # flags of all granules of all ranks that were not seen yet
+    behind = tl.cast(1, tl.int32)  # flags of all flag blocks of all ranks that were not seen yet
     while (turn < turns.total) & (behind > 0):
         row, col = _place_of_turn(turn, turns, num_tiles_m, num_tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
-        granule = row // GRANULE_ROWS
-        flags = channel.signals + granule
-        dl.wait_ranks(flags, num_granules, epoch, channel.control, granule, WORLD_SIZE, RANKS_POW2, TARGET)
+        flag_block = row // FLAG_BLOCK_ROWS
+        flags = channel.signals + flag_block
+        dl.wait_ranks(flags, num_flag_blocks, epoch, channel.control, flag_block, WORLD_SIZE, RANKS_POW2, TARGET)
         dl.fence_async_proxy(TARGET)
         acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
         turn += 1
-        behind = _num_behind(channel.signals, WORLD_SIZE * num_granules, epoch)
+        behind = _num_behind(channel.signals, WORLD_SIZE * num_flag_blocks, epoch)
     dl.fence(TARGET)  # the acquire of what _num_behind saw
     dl.fence_async_proxy(TARGET)
     for late_turn in tl.range(turn, turns.total, 1, flatten=True):
@@ -201,8 +201,8 @@ class A2AGemmPlan(Transfer):
         config = choice.config
         self.config, self.n = config, n
         self.k = k = context.world_size * layout.num_columns
-        granule_rows = transfer_sizes.granule_rows(m, config.block_m, layout.num_columns * dtype.itemsize)
-        super().__init__(context, A2A_GEMM, layout, m, dtype, k=n, granule_rows=granule_rows, packed=packed)
+        flag_block_rows = transfer_sizes.flag_block_rows(m, config.block_m, layout.num_columns * dtype.itemsize)
+        super().__init__(context, A2A_GEMM, layout, m, dtype, k=n, flag_block_rows=flag_block_rows, packed=packed)
         self._a = make_descriptor(self.buffer.local[:, :k], (config.block_m, config.block_k))
         self._b_block = config.b_block(weight_layout == "nt")
         num_tiles, world = config.num_tiles(m, n), context.world_size
@@ -225,7 +225,7 @@ class A2AGemmPlan(Transfer):
         )
 
     def borrowed(self) -> torch.Tensor:
-        """What the last call multiplied [m, k]; where rows are not padded, where it lies: until the next op of the
+        """What the last call multiplied [m, k]; where rows are not padded, where it is: until the next op of the
         context."""
         return self.buffer.local[:, : self.k].contiguous()
 
@@ -292,9 +292,9 @@ def a2a_gemm(
         weight: [N, world * layout.num_columns] (``nt``) or its transpose (``nn``).
         context: The group's context.
         layout: Columns of one rank.
-        weight_layout: How ``weight`` lies.
+        weight_layout: How ``weight`` is.
         return_gathered: ``copy``: also return what was multiplied, [local rows, world * layout.num_columns];
-            ``borrow``: the same, which may lie in the context's buffer: until the next op of the context.
+            ``borrow``: the same, which may be in the context's buffer: until the next op of the context.
         row_table: As ``gemm_a2a``.
         choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
 

@@ -30,7 +30,7 @@ ProjectionOp = Literal["gemm_a2a", "a2a_gemm"]
 
 @dataclass(frozen=True)
 class Product:
-    """C [m, n] = A [m, k] @ B of one rank, whose weight lies as ``layout`` says."""
+    """C [m, n] = A [m, k] @ B of one rank, whose weight is stored as ``layout`` says."""
 
     op: ProjectionOp
     layout: str

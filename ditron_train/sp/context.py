@@ -14,7 +14,7 @@ class SPContext(OpContext):
 
     All layers share three buffers: ``to_heads`` (what an exchange sends to the attention), ``staged`` (the same where
     a GEMM makes it) and ``to_sequence`` (what the output projection multiplies, or the projected q, k, v's gradient).
-    What ops return lies outside of them.
+    What ops return is outside of them.
 
     Args:
         group: The process group (``None``: WORLD).

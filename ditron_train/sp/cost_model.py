@@ -85,10 +85,10 @@ def exchange(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) 
     return Estimate(exchange_us, exchange_us, 0.0, exchange_us)
 
 
-def _of(gemm_us: float, passes_us: float, moved: Estimate, ours_us: float, span: Span) -> Estimate:
+def _of(gemm_us: float, passes_us: float, moved: Estimate, fused_us: float, span: Span) -> Estimate:
     """Fused inside a node; across nodes projections are Megatron's. ``passes_us``: natively around the exchange."""
     unfused = Estimate(gemm_us + passes_us, gemm_us + passes_us, gemm_us) + moved
-    return unfused if span.nodes > 1 else replace(unfused, ditron_us=ours_us)
+    return unfused if span.nodes > 1 else replace(unfused, ditron_us=fused_us)
 
 
 def qkv_forward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
@@ -97,9 +97,9 @@ def qkv_forward(sizes: AttentionSizes, span: Span, machine: Machine, rates: Mach
     if span.ranks == 1:
         return Estimate.alike(gemm_us)
     num_bytes = sizes.tokens * sizes.columns * _ITEMSIZE
-    split_us = pass_us(2 * num_bytes, rates) if sizes.groups < sizes.heads else 0.0  # q lies between k and v
-    ours_us = _pulled_us(gemm_us, (sizes.tokens, sizes.columns, sizes.hidden), machine, rates)
-    return _of(gemm_us, split_us, exchange(num_bytes, 3, span, rates), ours_us, span)
+    split_us = pass_us(2 * num_bytes, rates) if sizes.groups < sizes.heads else 0.0  # q is between k and v
+    fused_us = _pulled_us(gemm_us, (sizes.tokens, sizes.columns, sizes.hidden), machine, rates)
+    return _of(gemm_us, split_us, exchange(num_bytes, 3, span, rates), fused_us, span)
 
 
 def output_forward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
@@ -120,9 +120,9 @@ def qkv_backward(sizes: AttentionSizes, span: Span, machine: Machine, rates: Mac
         return Estimate.alike(dgrad_us + wgrad_us)
     num_bytes = sizes.tokens * sizes.columns * _ITEMSIZE
     shape = (sizes.tokens, sizes.hidden, sizes.columns)
-    ours_us = _pushed_us(dgrad_us, shape, span.ranks, machine, rates) + wgrad_us
+    fused_us = _pushed_us(dgrad_us, shape, span.ranks, machine, rates) + wgrad_us
     joined_us = pass_us(2 * num_bytes, rates)
-    return _of(dgrad_us + wgrad_us, joined_us, exchange(num_bytes, 3, span, rates), ours_us, span)
+    return _of(dgrad_us + wgrad_us, joined_us, exchange(num_bytes, 3, span, rates), fused_us, span)
 
 
 def output_backward(sizes: AttentionSizes, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
@@ -132,5 +132,5 @@ def output_backward(sizes: AttentionSizes, span: Span, machine: Machine, rates: 
     if span.ranks == 1:
         return Estimate.alike(dgrad_us + wgrad_us)
     moved = exchange(sizes.tokens * sizes.width * _ITEMSIZE, 1, span, rates)
-    ours_us = _pulled_us(dgrad_us, (sizes.tokens, sizes.width, sizes.hidden), machine, rates) + wgrad_us
-    return _of(dgrad_us + wgrad_us, 0.0, moved, ours_us, span)
+    fused_us = _pulled_us(dgrad_us, (sizes.tokens, sizes.width, sizes.hidden), machine, rates) + wgrad_us
+    return _of(dgrad_us + wgrad_us, 0.0, moved, fused_us, span)

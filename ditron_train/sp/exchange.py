@@ -5,8 +5,8 @@
     arrived = all_to_all_single(torch.stack(part.chunk(world, dim=heads)))
     whole = torch.cat([chunk of position i for i in range(2 * world)])  # rank r sent chunks r and 2 * world - 1 - r
 
-    current stream        | push: granule 0 to rank + 1, rank + 2, ..., own; granule 1 ... |
-    communication stream  | receive: wait for the flag of each granule, take the parts apart |
+    current stream        | push: flag block 0 to rank + 1, rank + 2, ..., own; flag block 1 ... |
+    communication stream  | receive: wait for the flag of each flag block, take the parts apart |
 
 ``gather_sequence`` is the exchange in front of an A2A-GEMM by itself: the push runs on the communication stream while
 the caller's work (a weight gradient) runs on the current one.
@@ -101,7 +101,7 @@ class SequenceGatherPlan(Transfer):
                 meanwhile()
             finally:  # whatever it raises: launches are counted, and the other stream still reads what is given here
                 if not self._arrived.repeat("arrived", current_handle(context.device)):
-                    self._arrived(self.channel.pointers(self.signature), self.num_granules, key="arrived")
+                    self._arrived(self.channel.pointers(self.signature), self.num_flag_blocks, key="arrived")
         context.join()
         context.leave(self.channel)
         return self.buffer.local[:, : self._columns].contiguous()

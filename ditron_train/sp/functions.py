@@ -297,7 +297,12 @@ def qkv_projection(
         )
     late_weight, parameters = None if late is None else late.weight, parameters_of(norms)
     if norms and not torch.is_grad_enabled():  # as of ``output_projection``: who needs no gradient copies nothing
-        x, weight, late_weight, parameters = x.detach(), weight.detach(), None, [one.detach() for one in parameters]
+        x, weight, late_weight, parameters = (
+            x.detach(),
+            weight.detach(),
+            None,
+            [parameter.detach() for parameter in parameters],
+        )
         bias = None if bias is None else bias.detach()
     return _QkvProjection.apply(
         x, weight, bias, context, layout, row_table, wgrad or _plain_wgrad, shards, late, rounds_once, norms,

@@ -123,7 +123,7 @@ class GemmA2APlan(Transfer):
     ) -> None:
         config, programs = choice.config, choice.programs
         self.config, self.k, self.weight_layout = config, k, weight_layout
-        sizes: dict[str, Any] = dict(granule_rows=config.block_m, block_n=config.block_n, copy=transfer_sizes.PULL)
+        sizes: dict[str, Any] = dict(flag_block_rows=config.block_m, block_n=config.block_n, copy=transfer_sizes.PULL)
         super().__init__(context, GEMM_A2A, layout, m, dtype, k=k, packed=packed, **sizes)
         world, n = context.world_size, layout.num_columns
         self._receive = Receiver(self, programs, pull=True)
@@ -248,7 +248,7 @@ def gemm_a2a(
         weight: [world * layout.num_columns, K] (``nt``) or its transpose (``nn``).
         context: The group's context.
         layout: Columns of one rank.
-        weight_layout: How ``weight`` lies.
+        weight_layout: How ``weight`` is.
         row_table: Rows of the whole that each rank's rows are, int32 [world, local rows] (``packed_rows``); None: its
             two chunks of one sequence.
         choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.

@@ -2,7 +2,7 @@
 
 A head's row is normalised alone, so forward normalises what has arrived: norm and exchange may change places. The
 gradient of a norm's weight is a sum over rows, though, in an order that follows from which rows a rank has. So
-backward computes the norms again on the rows that Megatron's path normalises, those of this rank with all heads, and
+backward computes the norms again on the rows that stock Megatron normalises, those of this rank with all heads, and
 runs the modules' own backward there.
 """
 
@@ -75,7 +75,9 @@ def _leaves_of(norm: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Inside, ``norm`` has other parameters of the same memory, which are given: hooks on its own run once, on the
     gradients that autograd gets."""
     own = [(module, module._parameters) for module in norm.modules()]
-    leaves = {one: torch.nn.Parameter(one.detach(), one.requires_grad) for one in norm.parameters()}
+    leaves = {
+        parameter: torch.nn.Parameter(parameter.detach(), parameter.requires_grad) for parameter in norm.parameters()
+    }
     try:
         for module, named in own:
             module._parameters = {name: None if one is None else leaves[one] for name, one in named.items()}

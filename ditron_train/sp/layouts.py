@@ -36,7 +36,7 @@ def packed_rows(cu_seqlens: torch.Tensor, world_size: int, num_local_rows: int) 
     """Row in the whole of each rank's local rows where several sequences are packed one behind the other.
 
     Each sequence is cut into ``2 * world_size`` chunks, of which a rank holds its two, sequence after sequence. What
-    lies behind the last sequence is one more. No host sync.
+    is behind the last sequence is one more. No host sync.
 
     Args:
         cu_seqlens: int [sequences + 1], first row of each sequence in the whole (with padding), every length a

@@ -1,4 +1,4 @@
-"""Megatron's path around an attention of Ulysses: all-to-alls of the process group, pipelined as Transformer Engine's
+"""The native path around an attention of Ulysses: all-to-alls of the process group, pipelined as Transformer Engine's
 attention does it, and cuBLAS products in front of them or behind."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AllToAlls:
 
     @property
     def chunks(self) -> torch.Tensor:
-        """Chunk that lies at each place after the exchange: every rank's two, rank by rank."""
+        """Chunk that is at each place after the exchange: every rank's two, rank by rank."""
         return self._chunks.get()
 
     def to_heads(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

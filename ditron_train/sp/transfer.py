@@ -9,7 +9,7 @@ Three single buffers a rank: ``to_heads`` [W * slot_rows, columns] (slot: source
 the same shape (slot: destination rank), which the peers read, and ``to_sequence`` [local rows, W * columns] (what the
 projection multiplies). A rank writes into a peer's buffer, or over what a peer has read, only after the peer's start
 signal of this epoch (``dl.announce``: everything that its stream had before is done). Arrival is told by flags that
-hold the epoch, one for each (source rank, granule of rows) or (source rank, tile).
+hold the epoch, one for each (source rank, flag block of rows) or (source rank, tile).
 
 Ticket roles of a channel: 0 for the kernel that sends, 1 for the kernel that waits; 2 and 3 count work, by epoch
 parity.
@@ -77,16 +77,16 @@ class CopyBlocks(NamedTuple):
     """How a kernel cuts a copy into blocks, and what it knows of it when it is compiled.
 
     Attributes:
-        granule_rows: Rows that one flag (or ``flags_per_granule``) stands for.
-        rows: Rows of a block, which divide a granule.
+        flag_block_rows: Rows that one flag (or ``flags_per_block``) stands for.
+        rows: Rows of a block, which divide a flag block.
         groups: Groups of each part in a block.
         widths: Columns of each part in a block.
         to_heads: Whether the copy is on its way to the attention.
-        has_table: Whether a table says where in the whole sequence a row lies.
+        has_table: Whether a table says where in the whole sequence a row is.
         world_size: Ranks.
     """
 
-    granule_rows: int
+    flag_block_rows: int
     rows: int
     groups: tuple[int, ...]
     widths: tuple[int, ...]
@@ -187,7 +187,7 @@ def _receive_item(
     pointers,
     channel,
     shape,
-    flags_per_granule,
+    flags_per_block,
     rank,
     epoch,
     COPY: tl.constexpr,
@@ -197,22 +197,22 @@ def _receive_item(
 ):
     """Waits for a block of rows of one source and takes them apart; ``receive_kernel`` says which."""
     WORLD_SIZE: tl.constexpr = COPY.world_size
-    GRANULE_ROWS: tl.constexpr = COPY.granule_rows
+    FLAG_BLOCK_ROWS: tl.constexpr = COPY.flag_block_rows
     ROWS: tl.constexpr = COPY.rows
-    BLOCKS: tl.constexpr = GRANULE_ROWS // ROWS
-    num_granules = tl.cdiv(shape.M, GRANULE_ROWS)
+    BLOCKS: tl.constexpr = FLAG_BLOCK_ROWS // ROWS
+    num_flag_blocks = tl.cdiv(shape.M, FLAG_BLOCK_ROWS)
     group_stride = _group_stride(shape)
     if COPY.to_heads:
-        turn = item // (num_granules * BLOCKS)
-        granule = (item // BLOCKS) % num_granules
+        turn = item // (num_flag_blocks * BLOCKS)
+        flag_block = (item // BLOCKS) % num_flag_blocks
     else:
         turn = (item // BLOCKS) % WORLD_SIZE
-        granule = item // (BLOCKS * WORLD_SIZE)
+        flag_block = item // (BLOCKS * WORLD_SIZE)
     source = (rank + 2 * WORLD_SIZE - 1 - turn) % WORLD_SIZE
-    flags = channel.signals + (source * num_granules + granule) * flags_per_granule
-    first_flag = granule * flags_per_granule
-    dl.wait_many(flags, flags_per_granule, epoch, channel.control, source, first_flag, FLAGS, TARGET)
-    rows = granule * GRANULE_ROWS + (item % BLOCKS) * ROWS + tl.arange(0, ROWS)
+    flags = channel.signals + (source * num_flag_blocks + flag_block) * flags_per_block
+    first_flag = flag_block * flags_per_block
+    dl.wait_many(flags, flags_per_block, epoch, channel.control, source, first_flag, FLAGS, TARGET)
+    rows = flag_block * FLAG_BLOCK_ROWS + (item % BLOCKS) * ROWS + tl.arange(0, ROWS)
     mask = rows < shape.M
     buffer = dl.symm_at(pointers.buffers, source if PULL else rank, pointers.parts[0].dtype.element_ty)
     if COPY.to_heads:
@@ -234,7 +234,7 @@ def receive_kernel(
     pointers,
     channel,
     shape,
-    flags_per_granule,
+    flags_per_block,
     COPY: tl.constexpr,
     FLAGS: tl.constexpr,
     PULL: tl.constexpr,
@@ -252,46 +252,47 @@ def receive_kernel(
     of this rank, in its own memory). Else: part [M, W * num_groups * width], local rows of all heads, from the columns
     of the sources.
 
-    Waits (acquire), for every block of rows of one source, for the ``flags_per_granule <= FLAGS`` flags of its
-    granule. Sources in the order rank - 1, rank - 2, ..., own: those that send to this rank first come first.
+    Waits (acquire), for every block of rows of one source, for the ``flags_per_block <= FLAGS`` flags of its
+    flag block. Sources in the order rank - 1, rank - 2, ..., own: those that send to this rank first come first.
     """
-    BLOCKS: tl.constexpr = COPY.granule_rows // COPY.rows
+    BLOCKS: tl.constexpr = COPY.flag_block_rows // COPY.rows
     epoch = dl.last_epoch(channel.tickets) if BEHIND else dl.next_epoch(channel.tickets + 1)
     rank = dl.rank(channel.control)
-    num_items = COPY.world_size * tl.cdiv(shape.M, COPY.granule_rows) * BLOCKS
+    num_items = COPY.world_size * tl.cdiv(shape.M, COPY.flag_block_rows) * BLOCKS
     counter_ptr = channel.tickets + 2 + (epoch & 1)
     item = next_work(counter_ptr) if PULL else tl.program_id(0)
     while item < num_items:
-        _receive_item(item, pointers, channel, shape, flags_per_granule, rank, epoch, COPY, FLAGS, PULL, TARGET)
+        _receive_item(item, pointers, channel, shape, flags_per_block, rank, epoch, COPY, FLAGS, PULL, TARGET)
         item = next_work(counter_ptr) if PULL else item + tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["num_granules"])
-def arrived_kernel(channel, num_granules, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """One program behind a push whose rows are read where they arrive: waits (acquire) for all granules of all
+@triton.jit(do_not_specialize=["num_flag_blocks"])
+def arrived_kernel(channel, num_flag_blocks, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
+    """One program behind a push whose rows are read where they arrive: waits (acquire) for all flag blocks of all
     sources.
 
     What follows on the stream reads them plainly.
     """
     epoch = dl.next_epoch(channel.tickets + 1)
     for source in range(WORLD_SIZE):
-        flags = channel.signals + source * num_granules
-        dl.wait_many(flags, num_granules, epoch, channel.control, source, 0, 32, TARGET)
+        flags = channel.signals + source * num_flag_blocks
+        dl.wait_many(flags, num_flag_blocks, epoch, channel.control, source, 0, 32, TARGET)
 
 
 @triton.jit
 def push_item(item, pointers, channel, shape, rank, epoch, COPY: tl.constexpr, TARGET: tl.constexpr):
-    """Stores one granule of one peer's share into its buffer, then releases its flag; ``push_kernel`` says which."""
+    """Stores one flag block of one peer's share into its buffer, then releases its flag; ``push_kernel`` says
+    which."""
     WORLD_SIZE: tl.constexpr = COPY.world_size
-    GRANULE_ROWS: tl.constexpr = COPY.granule_rows
+    FLAG_BLOCK_ROWS: tl.constexpr = COPY.flag_block_rows
     ROWS: tl.constexpr = COPY.rows
-    num_granules = tl.cdiv(shape.M, GRANULE_ROWS)
+    num_flag_blocks = tl.cdiv(shape.M, FLAG_BLOCK_ROWS)
     group_stride = _group_stride(shape)
-    granule = item // WORLD_SIZE
+    flag_block = item // WORLD_SIZE
     peer = (rank + 1 + item % WORLD_SIZE) % WORLD_SIZE
     buffer = dl.symm_at(pointers.buffers, peer, pointers.parts[0].dtype.element_ty)
-    for block in range(0, GRANULE_ROWS, ROWS):
-        rows = granule * GRANULE_ROWS + block + tl.arange(0, ROWS)
+    for block in range(0, FLAG_BLOCK_ROWS, ROWS):
+        rows = flag_block * FLAG_BLOCK_ROWS + block + tl.arange(0, ROWS)
         mask = rows < shape.M
         if COPY.to_heads:
             in_rows = rows.to(tl.int64)
@@ -307,27 +308,27 @@ def push_item(item, pointers, channel, shape, rank, epoch, COPY: tl.constexpr, T
             pointers.parts, destination, in_rows, mask, in_groups, first_group, group_stride, shape, COPY, False
         )
     flags = dl.symm_at(channel.signals_addresses, peer, tl.int32)
-    dl.notify(flags + rank * num_granules + granule, epoch, TARGET)
+    dl.notify(flags + rank * num_flag_blocks + flag_block, epoch, TARGET)
 
 
 @triton.jit
 def push_kernel(pointers, channel, shape, COPY: tl.constexpr, TARGET: tl.constexpr):
-    """Pushes to every rank its share of the parts, granule by granule of M local rows.
+    """Pushes to every rank its share of the parts, flag block by flag block of M local rows.
 
     To heads: the parts hold local rows of all heads, [M, W * num_groups * width]; rank d gets its groups of every row,
     in slot ``rank``. Else: they hold global rows of this rank's heads, [W * M, num_groups * width]; rank d gets the
     rows of its two chunks, in its columns ``rank * num_groups * sum(widths)``, since it multiplies them.
 
-    All ranks send a granule to everybody before the next (a consumer needs it from all sources), starting with rank +
-    1, so no two send to the same one. Before the first store: all start signals. A granule's flag is released once its
-    rows are stored.
+    All ranks send a flag block to everybody before the next (a consumer needs it from all sources), starting with rank
+    + 1, so no two send to the same one. Before the first store: all start signals. A flag block's flag is released
+    once its rows are stored.
     """
     WORLD_SIZE: tl.constexpr = COPY.world_size
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
     start_epoch(channel, epoch, rank, WORLD_SIZE, TARGET)
     dl.await_peers(channel.ready, epoch, channel.control, rank, WORLD_SIZE, TARGET)
-    num_items = tl.cdiv(shape.M, COPY.granule_rows) * WORLD_SIZE
+    num_items = tl.cdiv(shape.M, COPY.flag_block_rows) * WORLD_SIZE
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         push_item(item, pointers, channel, shape, rank, epoch, COPY, TARGET)
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
@@ -337,7 +338,7 @@ GEMM_A2A, TO_HEADS, A2A_GEMM, TO_SEQUENCE, GATHER = 1, 2, 3, 4, 5  # first word 
 
 
 def memory_of(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    """Where these lie: for contiguous ones of known shapes the key of a launch."""
+    """Where these are: for contiguous ones of known shapes the key of a launch."""
     return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
@@ -377,8 +378,8 @@ class Transfer(Plan[SPContext]):
         m: Local rows.
         dtype: Of everything.
         k: What else the ranks must agree on.
-        granule_rows: Rows of one source that ``flags_per_granule`` flags stand for.
-        block_n: Tile width where each tile has a flag; 0 where a granule has one.
+        flag_block_rows: Rows of one source that ``flags_per_block`` flags stand for.
+        block_n: Tile width where each tile has a flag; 0 where a flag block has one.
         packed: Whether calls come with a table of rows.
         copy: How its kernels copy.
     """
@@ -392,7 +393,7 @@ class Transfer(Plan[SPContext]):
         dtype: torch.dtype,
         *,
         k: int = 0,
-        granule_rows: int = transfer_sizes.GRANULE_ROWS,
+        flag_block_rows: int = transfer_sizes.FLAG_BLOCK_ROWS,
         block_n: int = 0,
         packed: bool,
         copy: transfer_sizes.CopyShape = transfer_sizes.PUSH,
@@ -401,13 +402,13 @@ class Transfer(Plan[SPContext]):
         super().__init__(context, context.heads_channel if self.towards_heads else context.sequence_channel)
         self.layout, self.m, self.dtype = layout, m, dtype
         widths = self._three(layout.widths, 0)
-        values = (operation, m, layout.num_groups, *widths, k, dtype, granule_rows, block_n, int(packed))
+        values = (operation, m, layout.num_groups, *widths, k, dtype, flag_block_rows, block_n, int(packed))
         self.signature = agree(context, self.channel, values)
-        self.num_granules = -(-m // granule_rows)
-        self.flags_per_granule = -(-layout.num_columns // block_n) if block_n else 1
+        self.num_flag_blocks = -(-m // flag_block_rows)
+        self.flags_per_block = -(-layout.num_columns // block_n) if block_n else 1
         world = context.world_size
-        self.channel.reserve_signals(world * self.num_granules * self.flags_per_granule)
-        self.slot_rows = self.num_granules * granule_rows
+        self.channel.reserve_signals(world * self.num_flag_blocks * self.flags_per_block)
+        self.slot_rows = self.num_flag_blocks * flag_block_rows
         if self.towards_heads:
             make = context.staged_buffer if operation == GEMM_A2A else context.heads_buffer
             self.buffer = make(world * self.slot_rows, padded_columns(layout.num_columns, dtype), dtype)
@@ -418,8 +419,8 @@ class Transfer(Plan[SPContext]):
         block_widths = tuple(min(next_power_of_2(width), copy.width) for width in layout.widths)
         most_groups = next_power_of_2(layout.num_groups)
         self.blocks = CopyBlocks(
-            granule_rows,
-            min(copy.rows, granule_rows),
+            flag_block_rows,
+            min(copy.rows, flag_block_rows),
             tuple(min(copy.width // width, most_groups) for width in block_widths),
             block_widths,
             self.towards_heads,
@@ -469,7 +470,7 @@ class Receiver:
         self._transfer, layout = transfer, transfer.layout
         factor = 1 if transfer.towards_heads else transfer.context.world_size
         self._heads = [(layout.num_heads(part) * factor, dim) for part, dim in enumerate(layout.head_dims)]
-        constants = dict(FLAGS=next_power_of_2(transfer.flags_per_granule), PULL=pull)
+        constants = dict(FLAGS=next_power_of_2(transfer.flags_per_block), PULL=pull)
         self._launch = transfer.copy_kernel(receive_kernel, num_programs, **constants, BEHIND=False)
         self._behind = (
             transfer.copy_kernel(receive_kernel, transfer.context.num_sms, **constants, BEHIND=True) if pull else None
@@ -487,12 +488,12 @@ class Receiver:
 
     def __call__(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None) -> None:
         """Fills ``parts`` on the communication stream."""
-        self._transfer.copy(self._launch, parts, table, self._transfer.flags_per_granule, on_side=True)
+        self._transfer.copy(self._launch, parts, table, self._transfer.flags_per_block, on_side=True)
 
     def finish(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None) -> None:
         """Pulls what is left on the current stream, behind the sender."""
         assert self._behind is not None, "only pulls are shared"
-        self._transfer.copy(self._behind, parts, table, self._transfer.flags_per_granule)
+        self._transfer.copy(self._behind, parts, table, self._transfer.flags_per_block)
 
 
 def check_parts(

@@ -20,12 +20,12 @@ class CopyShape:
 PUSH = CopyShape(rows=128, width=256)  # 64 KB in flight
 PULL = CopyShape(rows=128, width=512)  # reads from a peer take longer: it spills a little, and is faster
 
-GRANULE_ROWS = 128  # rows of an exchange that one flag stands for
+FLAG_BLOCK_ROWS = 128  # rows of an exchange that one flag stands for
 EXCHANGE_PROGRAMS = 32  # of the push, and of the kernel that takes apart what arrives, where no table says how many
 GATHER_PROGRAMS = 16  # of a push under a weight gradient
 PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole sooner
 
-_GRANULE_BYTES = 1 << 18  # a notify costs a program as much as sending half of it
+_FLAG_BLOCK_BYTES = 1 << 18  # a notify costs a program as much as sending half of it
 _GEMM_FLOP_PER_US = 750e6
 NUM_PUSH = 16  # programs of an A2A-GEMM that push: the best of 8, 16, 24 and 32 at three of four shapes
 _PULL_BYTES_PER_US = 24e3
@@ -34,7 +34,7 @@ _GATHER_BYTES_PER_US = GATHER_PROGRAMS * 12.7e3
 
 class Pace(NamedTuple):
     """What a deal is weighed with: of the whole GPU's GEMM, of one program that pushes (of a GEMM, with 8 warps), of
-    all of them on the links, and the start signals with the first granules' way."""
+    all of them on the links, and the start signals with the first flag blocks' way."""
 
     flop_per_us: float
     push_bytes_per_us: float
@@ -50,10 +50,10 @@ def _gemm_us(m: int, n: int, k: int) -> float:
     return 2 * m * n * k / _GEMM_FLOP_PER_US
 
 
-def granule_rows(m: int, block_m: int, row_bytes: int) -> int:
+def flag_block_rows(m: int, block_m: int, row_bytes: int) -> int:
     """Rows that one flag stands for in a push of [m, row_bytes] to each rank: row tiles, few enough to start early."""
     rows = block_m
-    while rows * row_bytes < _GRANULE_BYTES and rows < 4 * block_m and 8 * rows < m:
+    while rows * row_bytes < _FLAG_BLOCK_BYTES and rows < 4 * block_m and 8 * rows < m:
         rows *= 2
     return rows
 

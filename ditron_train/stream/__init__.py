@@ -1,4 +1,4 @@
-"""Floor 1: primitives between kernels: copies by copy engine, flags written and waited for by streams, deadlines."""
+"""Layer 1: primitives between kernels: copies by copy engine, flags written and waited for by streams, deadlines."""
 
 from ditron_train.stream.copies import get, put
 from ditron_train.stream.waits import stream_notify, stream_wait, waits_can_be_released

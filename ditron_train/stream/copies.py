@@ -13,7 +13,7 @@ from ditron_train.stream import driver
 
 
 @dataclass(frozen=True)
-class Fan:
+class StridedCopy:
     """Pieces of one size that a copy engine moves in one command.
 
     Attributes:
@@ -48,10 +48,10 @@ def copy_with_flags(
     """Chunks of the memory at ``source`` in order, each (destination, offset, bytes, its flag, a word of the flag's
     value), the flag written behind its chunk. A copy takes 2.6 us of the host's time, nearly all of it the driver's
     (H200)."""
-    copy_in_turn(_in_order(chunks, source), stream)
+    copy_in_sequence(_in_order(chunks, source), stream)
 
 
-def copy_in_turn(copies: Iterable[tuple[int, int, int]], stream: torch.cuda.Stream | None) -> None:
+def copy_in_sequence(copies: Iterable[tuple[int, int, int]], stream: torch.cuda.Stream | None) -> None:
     """``copy_bytes`` of several (destination, source, bytes), in this order."""
     if stream is not None:
         driver.memcpys_async(copies, stream.cuda_stream)
@@ -60,24 +60,27 @@ def copy_in_turn(copies: Iterable[tuple[int, int, int]], stream: torch.cuda.Stre
         ctypes.memmove(destination, source, num_bytes)
 
 
-def copy_fans(fans: Iterable[Fan], stream: torch.cuda.Stream | None) -> None:
+def copy_strided(strided_copies: Iterable[StridedCopy], stream: torch.cuda.Stream | None) -> None:
     """One after another, by a copy engine on ``stream``, or at once where it is None (CPU).
 
     A command of a copy engine takes 2 to 3 us beside its bytes, so one command for a few bytes of several peers is
     shorter than as many (``docs/measurements/runtime.md``)."""
-    for fan in fans:
+    for strided_copy in strided_copies:
         if stream is None:
-            for i in range(fan.count):
-                destination, source = fan.destination + i * fan.destination_pitch, fan.source + i * fan.source_pitch
-                ctypes.memmove(destination, source, fan.num_bytes)
+            for i in range(strided_copy.count):
+                destination, source = (
+                    strided_copy.destination + i * strided_copy.destination_pitch,
+                    strided_copy.source + i * strided_copy.source_pitch,
+                )
+                ctypes.memmove(destination, source, strided_copy.num_bytes)
         else:
             driver.memcpy_2d_async(
-                fan.destination,
-                fan.destination_pitch,
-                fan.source,
-                fan.source_pitch,
-                fan.num_bytes,
-                fan.count,
+                strided_copy.destination,
+                strided_copy.destination_pitch,
+                strided_copy.source,
+                strided_copy.source_pitch,
+                strided_copy.num_bytes,
+                strided_copy.count,
                 stream.cuda_stream,
             )
 

@@ -86,7 +86,7 @@ def memcpy_2d_async(
 
 
 def map_side_by_side(addresses: Sequence[int], num_bytes: int) -> tuple[int, int, int]:
-    """Maps the allocations that the addresses lie in once more, one behind another, for the current device: (where the
+    """Maps the allocations that the addresses are in once more, one behind another, for the current device: (where the
     first one begins, how large each is, where in each the address is). One that is named several times is mapped as
     often.
 
@@ -240,7 +240,7 @@ def _pointer_attribute() -> Any:
 
 
 def allocation_of(address: int) -> int | None:
-    """Number of the driver's allocation that the address lies in, never given twice; None where the driver does not
+    """Number of the driver's allocation that the address is in, never given twice; None where the driver does not
     say."""
     ask, number = _pointer_attribute(), ctypes.c_uint64()
     return None if ask is None or ask(ctypes.byref(number), _BUFFER_ID, address) else number.value

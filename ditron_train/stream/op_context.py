@@ -1,4 +1,4 @@
-"""``OpContext``: what the ops of one room share on one process group, below what each room adds to it."""
+"""``OpContext``: what the ops of one subpackage share on one process group, below what each subpackage adds to it."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def context_of(
     """The one context of its kind of a group and device, made at the first call, which is collective over the group.
 
     Args:
-        kind: The room's context class.
+        kind: The subpackage's context class.
         group: The process group (``None``: WORLD).
         device: Where activations live (``None``: the current GPU, or the CPU where there is none).
         first_epoch: Where epochs begin if it is made now: tests and soak runs cross the wrap.

@@ -3,7 +3,7 @@ of them.
 
 It spares half of the host's time, and nothing on the device (``docs/measurements/tp.md``).
 
-A copy in a graph is bound to the allocation that its address lay in when it was recorded: with another allocation at
+A copy in a graph is bound to the allocation that its address was in when it was recorded: with another allocation at
 the address, launching the graph was a segmentation fault in the driver or a launch failure on the GPU. So a recording
 knows the numbers of the allocations its copies touch, which the driver gives. Kernels in a graph take addresses as
 they come.

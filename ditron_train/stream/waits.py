@@ -1,10 +1,10 @@
 """Signals between kernels: a flag written or waited for by the stream itself, with a deadline.
 
 A stream wait of the driver has no timeout, so each wait is three memory operations: write "begun" to pinned memory,
-wait for the flag, write "done"; where the flag lies in host memory it says itself that the wait is over, and the last
+wait for the flag, write "done"; where the flag is in host memory it says itself that the wait is over, and the last
 write is left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (no CUDA call
 while all is well); when a wait has begun and is not done within the deadline, it records the failure in the channel
-and releases the wait by writing the flag itself: from the host where the flag lies in host memory, else from a stream
+and releases the wait by writing the flag itself: from the host where the flag is in host memory, else from a stream
 of its own, whatever CUDA graph another thread captures meanwhile. The host then raises at the next ``Channel.check``,
 also where the driver refuses the release.
 """

@@ -2,9 +2,9 @@
 writes the flags of several.
 
 A copy engine takes 2 to 3 us for each command beside its bytes, and a flag is a command, too
-(``docs/measurements/runtime.md``). A copy of pieces at equal distances is one command, also where they lie on
+(``docs/measurements/runtime.md``). A copy of pieces at equal distances is one command, also where they are on
 different GPUs; the driver's virtual memory management puts them there. Between CPU processes
-``stream.shared_mappings`` does it. Not for rows: the pieces of one command that lie on several GPUs move at 89 GB/s,
+``stream.shared_mappings`` does it. Not for rows: the pieces of one command that are on several GPUs move at 89 GB/s,
 copies to one GPU at 375 (4 x H100, ``docs/measurements/tp.md``).
 
 Memory is the same by every address. The owner of a window writes through it by copy engines alone, and its
@@ -24,12 +24,12 @@ from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.stream import driver, shared_mappings
-from ditron_train.stream.copies import Fan, copy_fans
+from ditron_train.stream.copies import StridedCopy, copy_strided
 from ditron_train.symm.arena import SymmetricTensor
 
 _REFUSALS = (DitronError, AttributeError, TypeError)  # the last two: other bindings than were seen
 _KEY = ("window",)  # of a segment's mappings
-_FEWEST_FLAGS = 3  # that are one command: it begins 5 us later, since another engine runs it (4 x H100)
+_MIN_FLAGS = 3  # that are one command: it begins 5 us later, since another engine runs it (4 x H100)
 _MAX_PITCH_BYTES = (1 << 31) - 1  # of copies of pieces (CU_DEVICE_ATTRIBUTE_MAX_PITCH)
 
 
@@ -58,8 +58,8 @@ class Window:
 
 
 def ring_window(tensor: SymmetricTensor) -> Window | None:
-    """The copies of all ranks, twice around, so that neighbours lie side by side from any rank on; mapped at the first
-    call, until the memory is freed. None where they cannot be mapped: NVSHMEM's memory, a GPU's without
+    """The copies of all ranks, twice around, so that neighbours are stored side by side from any rank on; mapped at
+    the first call, until the memory is freed. None where they cannot be mapped: NVSHMEM's memory, a GPU's without
     ``cuda-bindings``; while a CUDA graph is captured that is not tried."""
     segment, device = tensor.segment, tensor.local.device
     if not segment.is_mappable or (device.type == "cuda" and not driver.has_driver()):
@@ -74,7 +74,7 @@ def ring_window(tensor: SymmetricTensor) -> Window | None:
 
 def flags_of_peers(
     signals: SymmetricTensor, rank: int, offset: int, words: int, *, num_skipped: int = 0
-) -> Fan | None:
+) -> StridedCopy | None:
     """A word to each peer as one command, from rank + 1 around to rank - 1, without the first ``num_skipped``; None
     where they are sent one by one.
 
@@ -85,17 +85,17 @@ def flags_of_peers(
         words: Address of as many words of 4 bytes as there are peers, all alike.
     """
     count = len(signals.host_addresses) - 1 - num_skipped
-    ring = ring_window(signals) if count >= _FEWEST_FLAGS else None
+    ring = ring_window(signals) if count >= _MIN_FLAGS else None
     if ring is None:
         return None
-    return Fan(ring.address(rank + 1 + num_skipped) + offset, ring.pitch, words, 4, 4, count)
+    return StridedCopy(ring.address(rank + 1 + num_skipped) + offset, ring.pitch, words, 4, 4, count)
 
 
-def send_fans(fans: Sequence[Fan], stream: torch.cuda.Stream | None) -> bool:
-    """``copy_fans`` through windows; False where the driver does not take them: then nothing, or a part, has been
+def send_strided(strided_copies: Sequence[StridedCopy], stream: torch.cuda.Stream | None) -> bool:
+    """``copy_strided`` through windows; False where the driver does not take them: then nothing, or a part, has been
     sent."""
     try:
-        copy_fans(fans, stream)
+        copy_strided(strided_copies, stream)
     except _REFUSALS as error:
         _log_refusal(error)
         return False

@@ -82,7 +82,7 @@ class SymmetricArena:
 
     Args:
         group: The process group; addresses are indexed by rank in it.
-        device: Where the memory lies; ``cpu`` takes the ``shm`` transport.
+        device: Where the memory is; ``cpu`` takes the ``shm`` transport.
         transport: ``torch``, ``nvshmem``, ``shm`` or ``None`` for ``DITRON_TRANSPORT``.
 
     Raises:
@@ -239,7 +239,7 @@ def get_arena(group: dist.ProcessGroup | None, device: torch.device) -> Symmetri
     return arena
 
 
-def held_bytes() -> int:
+def peak_bytes() -> int:
     """Bytes of symmetric memory that this rank holds in all arenas of ``get_arena``.
 
     On GPUs the driver allocates them, outside of what torch's allocator has reserved.

@@ -1,8 +1,8 @@
 """``Channel``: the signals of one op on one group, with its epochs, its deadline and its record of what went wrong.
 
-Two ops, or two groups, never share a pad. Epochs are monotonic and wrap cyclically at 2**31; a signal is never reset:
-a waiter waits until ``signal - epoch >= 0``. The epoch is counted in device memory by the kernels themselves
-(``lang.next_epoch``), so a captured CUDA graph replays with fresh epochs.
+Two ops, or two groups, never share a signal buffer. Epochs are monotonic and wrap cyclically at 2**31; a signal is
+never reset: a waiter waits until ``signal - epoch >= 0``. The epoch is counted in device memory by the kernels
+themselves (``lang.next_epoch``), so a captured CUDA graph replays with fresh epochs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Channel:
         by_address: Kernels write the peers' flags; False where NVSHMEM's calls do, on whichever node they are.
 
     Raises:
-        NotSupportedError: Ranks of the group lie on other nodes, where kernels cannot write flags; on every rank
+        NotSupportedError: Ranks of the group are on other nodes, where kernels cannot write flags; on every rank
             alike.
     """
 
@@ -182,7 +182,7 @@ class Channel:
         try:
             self.signals = self._filled(name, (num_signals,), epoch)
         except ArenaError:
-            if not self.arena.capacity_bytes(name):  # what they lay in has been given back
+            if not self.arena.capacity_bytes(name):  # what they was in has been given back
                 self.signals = self._filled(name, (before,), epoch)
             raise
 
@@ -311,7 +311,8 @@ class Channel:
         )
 
     def start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:
-        """The start signal of every rank, [epoch, signature...], as this rank's pad for ``epoch`` holds it now.
+        """The start signal of every rank, [epoch, signature...], as this rank's signal buffer for ``epoch`` holds it
+        now.
 
         Read beside the current stream, which may be held up by anything (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` so is
         what is beside it); zeros where that takes too long, or is not allowed since a CUDA graph is being captured:
@@ -330,14 +331,14 @@ class Channel:
         return signals
 
     def _read_start_signals(self, epoch: int, deadline_s: float) -> list[list[int]]:
-        pad = self.ready.local[epoch & 1]
-        if pad.device.type != "cuda":
-            return pad.tolist()
+        signal_buffer = self.ready.local[epoch & 1]
+        if signal_buffer.device.type != "cuda":
+            return signal_buffer.tolist()
         nothing = [[0] * READY_WORDS for _ in range(self.arena.world_size)]
         if torch.cuda.is_current_stream_capturing() or not self._is_mirrored(deadline_s):
             return nothing
-        with torch.cuda.device(pad.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            self._ready_mirror.copy_(pad, non_blocking=True)
+        with torch.cuda.device(signal_buffer.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            self._ready_mirror.copy_(signal_buffer, non_blocking=True)
             self._mirrored = torch.cuda.current_stream().record_event()
         return self._ready_mirror.tolist() if self._is_mirrored(deadline_s) else nothing
 

@@ -9,7 +9,7 @@ that. The store takes the first, so an exchange succeeds for all of its ranks or
 TCPStore, the last of them 3 s late, that is 16,000 keys looked up instead of 3,200,000 where each waits for all
 values: 0.3 instead of 0.9 s of the store's time.
 
-What lies in the store is plain data: whoever can reach the store's port can write there, so nothing is unpickled.
+What is in the store is plain data: whoever can reach the store's port can write there, so nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class _GivenUp:
-    """The outcome where a rank did not come: who gave up, in which of its meetings, whom it missed, after how long."""
+    """The outcome where a rank did not come: who gave up, in which rendezvous of its, whom it missed, after how
+    long."""
 
     rank: int
-    meeting: str
+    rendezvous: str
     missing_rank: int
     timeout_s: float
 
 
-#: Meetings of which this process has heard that they gave up, and its own meeting then.
+#: Rendezvous of which this process has heard that they gave up, and its own rendezvous then.
 _heard: dict[str, str] = {}
 
 
@@ -67,13 +68,13 @@ def _read_outcome(content: bytes) -> list[bytes] | _GivenUp:
     raise DitronError("an agreement of all ranks is unreadable: something else writes to this job's store")
 
 
-class _Meeting:
+class _Rendezvous:
     """The exchanges of one group: numbered, since all ranks make the same ones in the same order.
 
     A group that is made anew may get the name, and so the part of the store, of one that was destroyed. The store
     counts, for these members, the groups that have met: all were there, so all find the same count when the next is
     made. What was given up in a group that never met is told from what is given up in this one by the mark of the
-    rank's meeting.
+    rank's rendezvous.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: list[int], name: str) -> None:
@@ -84,14 +85,14 @@ class _Meeting:
         self.store = dist.PrefixStore(str(self._num_before), self._members)
         self._name = name or f"of {self._world_size}"
         self._mark = secrets.token_hex(8)
-        self.store.set(f"meeting of {self._rank}", self._mark)
+        self.store.set(f"rendezvous of {self._rank}", self._mark)
         self._has_met = False
         self._number = 0
         self._number_left = -1  # the last exchange that this rank left by an error other than that a rank did not come
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> _Meeting:
-        """The meeting of a group's ranks in its own part of the store."""
+    def of(cls, group: dist.ProcessGroup) -> _Rendezvous:
+        """The rendezvous of a group's ranks in its own part of the store."""
         store, ranks = distributed_c10d._get_process_group_store(group), dist.get_process_group_ranks(group)
         return cls(store, dist.get_rank(group), ranks, getattr(group, "group_name", ""))
 
@@ -107,7 +108,7 @@ class _Meeting:
         self._forget(self._number - 1)  # all have read it: they are here
         return [from_plain(word) for word in outcome]
 
-    def stay_away(self) -> None:
+    def abort_next_exchange(self) -> None:
         """Gives the next exchange up before anybody has to wait for this rank; nothing where the last one raised."""
         if self._number_left == self._number:
             return
@@ -115,7 +116,7 @@ class _Meeting:
         self._settle(_GivenUp(self._rank, self._mark, self._rank, 0.0))
 
     def _next_outcome(self, word: Any, turns: int) -> list[bytes] | _GivenUp:
-        """Of the next exchange: what all ranks said, as it lies in the store, or who gave up."""
+        """Of the next exchange: what all ranks said, as it is in the store, or who gave up."""
         self._number += 1
         begun_s = time.monotonic()
         keys = [f"{self._number}/{rank}" for rank in range(self._world_size)]
@@ -179,10 +180,10 @@ class _Meeting:
     def _is_past(self, outcome: _GivenUp) -> bool:
         """Whether that was given up in a group before this one. Who was not in it waits a moment: the rank that gave
         up shows that it has left that group when it comes to this one."""
-        if _heard.setdefault(outcome.meeting, self._mark) != self._mark:
+        if _heard.setdefault(outcome.rendezvous, self._mark) != self._mark:
             return True
         deadline_s = time.monotonic() + (0.0 if self._has_met else _GRACE_S)
-        while self.store.get(f"meeting of {outcome.rank}").decode() == outcome.meeting:
+        while self.store.get(f"rendezvous of {outcome.rank}").decode() == outcome.rendezvous:
             if time.monotonic() > deadline_s:
                 return False
             time.sleep(_POLL_S)
@@ -219,7 +220,7 @@ def first_missing(store: dist.Store, keys: list[str]) -> int | None:
     return low
 
 
-_meetings: GroupCache[dist.ProcessGroup, _Meeting] = GroupCache()
+_rendezvous_of_groups: GroupCache[dist.ProcessGroup, _Rendezvous] = GroupCache()
 
 
 def exchange(group: dist.ProcessGroup, value: object, turns: int = 1) -> list[Any]:
@@ -235,36 +236,36 @@ def exchange(group: dist.ProcessGroup, value: object, turns: int = 1) -> list[An
         PeerTimeoutError: A rank did not come within ``turns`` times ``DITRON_TIMEOUT_S``, 30 s each at least; also on
             that rank, where it comes later.
     """
-    meeting, group = _meeting_of(group), unwrapped(group)
+    rendezvous, group = _rendezvous_of(group), unwrapped(group)
     try:
-        return meeting.exchange(value, turns)
+        return rendezvous.exchange(value, turns)
     except PeerTimeoutError as error:
         note_error(error, group.group_name)
         raise
 
 
-def stay_away(group: dist.ProcessGroup) -> None:
+def abort_next_exchange(group: dist.ProcessGroup) -> None:
     """Stands for the group's next exchange on a rank that will not come to it: the others raise ``PeerTimeoutError``
     there at once, not at their deadline, and the exchange behind it is everybody's again. A rank calls it that failed
     by itself between two exchanges, or all ranks do that failed alike. Where an exchange raised on this rank since, by
     the store, the others have heard of that one: nothing is done."""
-    _meeting_of(group).stay_away()
+    _rendezvous_of(group).abort_next_exchange()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """The group's own part of its store, once its ranks have exchanged something: nothing in it is of a destroyed
     group that had its name."""
-    return dist.PrefixStore("others", _meeting_of(group).store)
+    return dist.PrefixStore("others", _rendezvous_of(group).store)
 
 
-def _meeting_of(group: dist.ProcessGroup) -> _Meeting:
+def _rendezvous_of(group: dist.ProcessGroup) -> _Rendezvous:
     group = unwrapped(group)
-    if group not in _meetings:
+    if group not in _rendezvous_of_groups:
         check_member(group)
         # Opens this rank's file: a rank that dies from here on has left one, and what the others raise is in theirs.
         records_of(group.group_name, dist.get_process_group_ranks(group))
-        _meetings[group] = _Meeting.of(group)
-    return _meetings[group]
+        _rendezvous_of_groups[group] = _Rendezvous.of(group)
+    return _rendezvous_of_groups[group]
 
 
 def on_all_ranks(
@@ -279,7 +280,8 @@ def on_all_ranks(
         group: Whose ranks.
         what: The step in words.
         step: What each rank does by itself.
-        errors: What says that it failed; anything else is a mistake of ours, and the peers raise ``PeerTimeoutError``.
+        errors: What says that it failed; anything else is a mistake in this package, and the peers raise
+            ``PeerTimeoutError``.
 
     Raises:
         ArenaError: It failed on a rank; the same on every rank.

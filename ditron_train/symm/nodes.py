@@ -62,7 +62,7 @@ def forget_nodes() -> None:
 
 
 def node_groups(group: dist.ProcessGroup) -> NodeGroups | None:
-    """The groups of a group that spans nodes, None where it lies inside one (collective the first time).
+    """The groups of a group that spans nodes, None where it is inside one (collective the first time).
 
     Raises:
         NotSupportedError: Nodes with different numbers of ranks, or ranks that are not grouped by node; on every rank
@@ -76,7 +76,7 @@ def node_groups(group: dist.ProcessGroup) -> NodeGroups | None:
     return _groups[group]
 
 
-class ToldAlongRail(NamedTuple):
+class AnnouncedAlongRail(NamedTuple):
     """Which nodes have failed, on its way along the rails: ``start_telling``.
 
     Attributes:
@@ -107,7 +107,7 @@ class NodeGroups:
         self.local_size = len(nodes) // self.num_nodes
         if nodes != [rank // self.local_size for rank in range(len(nodes))] or len(nodes) % self.num_nodes:
             raise NotSupportedError(
-                f"the group's ranks are not equal blocks of neighbours on its nodes: they lie on nodes {nodes}"
+                f"the group's ranks are not equal blocks of neighbours on its nodes: they are on nodes {nodes}"
             )
         self.group, self._rank = group, dist.get_rank(group)
         self.node, self.local = divmod(self._rank, self.local_size)
@@ -169,25 +169,25 @@ class NodeGroups:
         self.finish_telling(what, self.start_telling(failure, device))
         return cast(_Result, result)
 
-    def start_telling(self, failure: Exception | None, device: torch.device) -> ToldAlongRail:
+    def start_telling(self, failure: Exception | None, device: torch.device) -> AnnouncedAlongRail:
         """Tells the other nodes whether this one has failed, which each of its ranks knows: by one byte along each
         rail, since a node without a rank that failed would wait for rows of one that has turned to native."""
         failed = torch.full((self.num_nodes,), failure is not None, dtype=torch.uint8, device=device)
-        return ToldAlongRail(failure, *self.start_along_rail(failed))
+        return AnnouncedAlongRail(failure, *self.start_along_rail(failed))
 
-    def finish_telling(self, what: str, told: ToldAlongRail) -> None:
+    def finish_telling(self, what: str, announced: AnnouncedAlongRail) -> None:
         """Waits for the other nodes' words; only where one has failed the reasons follow, through the store.
 
         Raises:
             ArenaError: A node has failed at ``what``; the same on every rank.
         """
-        self.wait(told.work, for_host=True)
+        self.wait(announced.work, for_host=True)
 
         def tell() -> None:
-            if told.failure is not None:
-                raise told.failure
+            if announced.failure is not None:
+                raise announced.failure
 
-        if bool(told.of_nodes.any()):
+        if bool(announced.of_nodes.any()):
             on_all_ranks(self.group, what, tell, (ArenaError, NotSupportedError))
 
     def wait(self, work: Any, *, for_host: bool = False) -> None:

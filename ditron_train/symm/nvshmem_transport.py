@@ -50,7 +50,7 @@ class NvshmemTransport:
 
     name = "nvshmem"
     _instance: NvshmemTransport | None = None
-    _why_not = ""  # of the last start
+    _unsupported_reason = ""  # of the last start
 
     def __init__(self, reserve: torch.Tensor) -> None:
         self._memory = reserve
@@ -68,14 +68,14 @@ class NvshmemTransport:
             world_size, num_ranks = dist.get_world_size(), dist.get_world_size(group)
             if num_ranks < world_size:
                 raise ArenaError(
-                    cls._why_not
+                    cls._unsupported_reason
                     or f"NVSHMEM starts on all {world_size} ranks of a job at once, and this group has {num_ranks}: "
                     f"call ditron_train.symm.start_nvshmem() on every rank before"
                 )
             try:
                 cls._instance = cls(_start(device))
             except (ArenaError, PeerTimeoutError) as error:
-                cls._why_not = str(error)
+                cls._unsupported_reason = str(error)
                 if isinstance(error, ArenaError):
                     raise
                 raise ArenaError(f"NVSHMEM starts on all ranks of a job at once: {error}") from error
@@ -103,7 +103,7 @@ class NvshmemTransport:
             raise
 
     def _map(self, group: dist.ProcessGroup, device: torch.device, offset: int, num_bytes: int) -> Segment:
-        """This rank's part of the reserve, zeroed, and where its peers' lie."""
+        """This rank's part of the reserve, zeroed, and where its peers' are."""
         import nvshmem.bindings
 
         local = self._memory[offset : offset + num_bytes]

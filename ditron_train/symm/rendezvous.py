@@ -65,7 +65,6 @@ class RenumberedStore(dist.Store):
         return f"{word}/{self._numbers.setdefault((word, number), len(self._numbers))}{rest or ''}"
 
     def set(self, key: str, value: Any) -> None:
-        """See ``torch.distributed.Store``, as the other methods."""
         self._store.set(self._renumbered(key), value)
 
     def get(self, key: str) -> bytes:

@@ -34,12 +34,13 @@ class Segment:
         peers: The same allocation of each group rank, mapped here; ``None`` where a peer's memory cannot be addressed.
         addresses: Base address in this process of each group rank's allocation; 0 where it cannot be addressed.
         release: Gives this rank's mappings and memory back; called once, collectively, by ``free``.
-        is_mappable: Whether each rank's part lies in a mapping of its own, of the driver's or the system's, which can
+        is_mappable: Whether each rank's part is in a mapping of its own, of the driver's or the system's, which can
             be made once more.
         mappings: What has been mapped once more, by what it is for (None: it cannot be); goes before the memory does.
 
     Raises:
-        ArenaError: One of ``peers`` lies elsewhere than ``addresses`` say: what is stored there would reach nobody.
+        ArenaError: One of ``peers`` is stored elsewhere than ``addresses`` say: what is stored there would reach
+            nobody.
     """
 
     local: torch.Tensor

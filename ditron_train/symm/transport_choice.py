@@ -29,15 +29,15 @@ class TorchTransport:
     """
 
     name = "torch"
-    _why_not = ""
+    _unsupported_reason = ""
 
     def allocate(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Segment:
         """See ``Transport.allocate``."""
         import torch.distributed._symmetric_memory as symm_mem
 
         def reserve() -> torch.Tensor:
-            if TorchTransport._why_not:
-                raise RuntimeError(f"not again after {TorchTransport._why_not}")
+            if TorchTransport._unsupported_reason:
+                raise RuntimeError(f"not again after {TorchTransport._unsupported_reason}")
             return symm_mem.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
 
         local = on_all_ranks(group, f"allocating {num_bytes} bytes of symmetric memory", reserve, (RuntimeError,))
@@ -47,11 +47,11 @@ class TorchTransport:
                 group, "reaching the peers' symmetric memory", lambda: rendezvous(local, group), errors
             )
         except ArenaError as error:
-            TorchTransport._why_not = str(error)
+            TorchTransport._unsupported_reason = str(error)
             raise
         torch.cuda.synchronize(device)  # zero-filled before any peer may write
         exchange(group, None)
-        # buffer_ptrs are bases of the allocation: ours starts at an offset when the allocator shares a block
+        # buffer_ptrs are bases of the allocation: this buffer starts at an offset when the allocator shares a block
         offset = local.data_ptr() - handle.buffer_ptrs[handle.rank]
         peers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(handle.world_size)]
         return Segment(
@@ -93,7 +93,7 @@ def _spans_nodes(group: dist.ProcessGroup) -> bool:
 def select_transport(group: dist.ProcessGroup, device: torch.device, name: str | None = None) -> Transport:
     """Chooses the transport of a group (collective).
 
-    ``name`` or ``DITRON_TRANSPORT`` forces one; ``auto`` takes ``shm`` for CPU, ``torch`` where the group lies inside
+    ``name`` or ``DITRON_TRANSPORT`` forces one; ``auto`` takes ``shm`` for CPU, ``torch`` where the group is inside
     one node ("node" means one torchrun agent), and ``nvshmem`` across nodes.
 
     Raises:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _CASES = "ditron_train.tools.cases"
 #: Modules whose ``CASES`` are the ops that tools measure by themselves; those that need megatron-core count if it is
 #: installed.
-ROOMS: dict[str, tuple[str, ...]] = {
+PACKAGES: dict[str, tuple[str, ...]] = {
     "tp": (f"{_CASES}.tp_gemm", f"{_CASES}.tp_linear"),
     "sp": (f"{_CASES}.sp",),
     "ep": (f"{_CASES}.ep_moves", f"{_CASES}.ep_gemm", f"{_CASES}.ep_gathered"),
@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "muon": (f"{_CASES}.muon",),
 }
 #: Modules whose ``fp8_cases`` of a recipe are the ops that tools measure in it; they need Transformer Engine.
-FP8_ROOMS: dict[str, tuple[str, ...]] = {
+FP8_PACKAGES: dict[str, tuple[str, ...]] = {
     "tp": (f"{_CASES}.tp_fp8_products", f"{_CASES}.tp_fp8_layers"),
     "ep": (f"{_CASES}.ep_fp8_rows",),
 }
@@ -49,7 +49,7 @@ _SPACES: dict[str, tuple[str, ...]] = {
     "sp": ("ditron_train.tools.tune.sp_space",),
     "ep": ("ditron_train.tools.tune.ep_moves_space", "ditron_train.tools.tune.ep_space"),
 }
-_NOT_OURS = ("megatron", "transformer_engine", "transformer_engine_torch")
+_NOT_FUSED = ("megatron", "transformer_engine", "transformer_engine_torch")
 _added: list[tuple[BenchCase[Any, Any], SearchSpace[Any, Any] | None]] = []
 
 
@@ -66,9 +66,9 @@ def remove_case(case: BenchCase[Any, Any]) -> None:
 def cases_of(room: str, fp8: str | None = None) -> list[BenchCase[Any, Any]]:
     """The ops of a subpackage that tools measure; ``fp8``: those in a recipe, which needs Transformer Engine."""
     if fp8 is not None:
-        return [case for name in FP8_ROOMS.get(room, ()) for case in importlib.import_module(name).fp8_cases(fp8)]
+        return [case for name in FP8_PACKAGES.get(room, ()) for case in importlib.import_module(name).fp8_cases(fp8)]
     added = [case for case, _ in _added if case.op.name.split()[0] == room]
-    return [*_collect(ROOMS.get(room, ()), "CASES"), *added]
+    return [*_collect(PACKAGES.get(room, ()), "CASES"), *added]
 
 
 def spaces_of(room: str) -> list[SearchSpace[Any, Any]]:
@@ -89,7 +89,7 @@ def _collect(modules: Sequence[str], name: str) -> list[Any]:
         try:
             found += getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] not in _NOT_OURS:
+            if (error.name or "").split(".")[0] not in _NOT_FUSED:
                 raise
     return found
 

@@ -1,4 +1,4 @@
-"""One op at one shape, measured and compared as its `BenchCase` says: Megatron's path, its parts, the peer, the fused
+"""One op at one shape, measured and compared as its `BenchCase` says: native, its parts, the peer, the fused
 path."""
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class OpCalls:
         return run
 
     def both(self) -> dict[str, Callable[[int], list[torch.Tensor]]]:
-        """``native`` and ``ditron``, of the measured pass."""
+        """``native`` and ``fused``, of the measured pass."""
         of_pass = self.backward if self.case.measured == "backward" else self.run
-        return {"native": of_pass(is_fused=False), "ditron": of_pass(is_fused=True)}
+        return {"native": of_pass(is_fused=False), "fused": of_pass(is_fused=True)}
 
     def contenders(self, session: BenchSession, *, with_peers: bool = True) -> dict[str, Contender]:
-        """``native``, the parts, the peers that run here, and ``ditron``, of the measured pass."""
+        """``native``, the parts, the peers that run here, and ``fused``, of the measured pass."""
         both: dict[str, Contender] = dict(self.both())
         parts = [self.case.parts(call, self.context) for call in self.calls]
         peers = [self.case.peers(call, self.context) if with_peers else {} for call in self.calls]
@@ -114,10 +114,10 @@ class OpCalls:
             peer: Contender = lambda index, name=name: self._pick(peers, index)[name]()  # noqa: E731
             if session.attempt(f"{name} {self.case.row} {self.case.measured}", peer):
                 found[name] = peer
-        return {**found, "ditron": both["ditron"]}
+        return {**found, "fused": both["fused"]}
 
     def equal(self, session: BenchSession) -> bool:
-        """Whether every result and gradient has the bits of Megatron's path on every rank."""
+        """Whether every result and gradient has the bits of stock Megatron on every rank."""
         native, fused = self.run(is_fused=False), self.run(is_fused=True)
         if self.case.backward(self.calls[0], self.context, is_fused=False) is not None:
             native, fused = self.backward(is_fused=False), self.backward(is_fused=True)
@@ -180,7 +180,7 @@ def _op_row(
     if cost is not None and session.device.type == "cuda":
         link_gbps = known_rates(machine_of(session.device)).link_gbps
         limit_us = max(times.get("gemm", 0.0), cost.wire_bytes / link_gbps / 1e3)
-    peers = [name for name in times if name not in ("native", "gemm", "comm", "ditron")]
+    peers = [name for name in times if name not in ("native", "gemm", "comm", "fused")]
     for name in peers if len(peers) > 1 else ():
         get_logger("bench").info("%s: %.0f us", name, times[name])
     peer = min(peers, key=times.__getitem__, default=None)
@@ -192,10 +192,8 @@ def _op_row(
         limit_us=limit_us,
         peer=peer,
         peer_us=None if peer is None else times[peer],
-        wire_gbps=None if cost is None else cost.wire_bytes / times["ditron"] / 1e3,
-        logical_gbps=None
-        if cost is None or cost.logical_bytes is None
-        else cost.logical_bytes / times["ditron"] / 1e3,
+        wire_gbps=None if cost is None else cost.wire_bytes / times["fused"] / 1e3,
+        logical_gbps=None if cost is None or cost.logical_bytes is None else cost.logical_bytes / times["fused"] / 1e3,
     )
     fields.update({**case.columns(calls.calls[0], calls.context, times), **more(calls, timings)})
     fields = {name: value for name, value in fields.items() if value is not None}

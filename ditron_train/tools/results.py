@@ -35,19 +35,19 @@ class Row:
         shape: Sizes by name (``m``, ``n``, ``k``, or the names of ``workloads.json``); global, before division over
             ranks.
         native_us: The path that Megatron runs.
-        ditron_us: Ours.
-        bitwise_equal: Whether every output of ours has native's bits, on every rank.
-        comm_sms: Multiprocessors that ours takes for communication alone.
+        ditron_us: The fused path.
+        bitwise_equal: Whether every output of this package has native's bits, on every rank.
+        comm_sms: Multiprocessors that the fused path takes for communication alone.
         gemm_us: The computation alone.
         comm_us: The collective alone.
         limit_us: What no overlap can beat: the larger of ``gemm_us`` and the bytes on the wire at full link speed.
         fused_sends: How often one call of the fused path sends something, on rank 0.
         peer: Name of the best other implementation that runs here.
         peer_us: Its time.
-        wire_gbps: Bytes that cross a link, per second of ours (10^9).
+        wire_gbps: Bytes that cross a link, per second of the fused path (10^9).
         logical_gbps: Bytes in the convention of the field's tables, where it differs from ``wire_gbps``.
-        tflops: Operations of the whole algorithm (products that ours computes by half count whole), per second of ours
-            (10^12).
+        tflops: Operations of the whole algorithm (products that the fused path computes by half count whole), per
+            second of the fused path (10^12).
         model_native_us: The cost model's prediction of ``native_us``.
         model_us: The cost model's prediction of ``ditron_us``.
         spread: Largest relative difference between the two measurements of one of the columns.
@@ -57,11 +57,11 @@ class Row:
         command: What was trained, as ``compare`` was told.
         plan: Which op ran by which path, and why, as the job logged it.
         versions: Of what it ran with, by the names of `Stamp`.
-        trace: What the device did in one step, in words: milliseconds natively and with ours (None: not told).
+        trace: What the device did in one step, in words: milliseconds natively and fused (None: not told).
         jobs_ms: The time of a step in each job, ``native`` and ``ditron``.
         clocks_mhz: The clock of the GPUs' multiprocessors, likewise.
         joules: What a GPU takes for a step, likewise.
-        native_repeats: False where ours differ, but no earlier than two jobs by Megatron's path, so that bits say
+        native_repeats: False where the fused ones differ, but no earlier than two jobs natively, so that bits say
             nothing; None in all other cases.
         fused_calls: Calls of the fused path by feature, of the job that has the fewest.
         memory_gib: The most on any rank, in GiB: what torch has reserved (``native``, ``ditron``), what is in use of
@@ -142,7 +142,7 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """Native time over ours."""
+        """Native time over the fused one's."""
         return self.native_us / self.ditron_us
 
     @property
@@ -152,7 +152,7 @@ class Row:
 
     @property
     def peer_speedup(self) -> float | None:
-        """The peer's time over ours; above 1 means that ours is faster."""
+        """The peer's time over the fused one's; above 1 means that the fused path is faster."""
         return None if self.peer_us is None else self.peer_us / self.ditron_us
 
     @property
@@ -285,8 +285,8 @@ def _under(stamp: Stamp, old: Stamp, row: Row) -> Row:
         return row
     commit = row.commit or (None if old.commit == stamp.commit else old.commit or "unknown")
     commit = None if commit == stamp.commit else commit
-    told = {name: own.get(name, getattr(old, name)) for name in _CONDITIONS if name not in (row.versions or {})}
-    differing = {name: value for name, value in told.items() if value != getattr(stamp, name)}
+    announced = {name: own.get(name, getattr(old, name)) for name in _CONDITIONS if name not in (row.versions or {})}
+    differing = {name: value for name, value in announced.items() if value != getattr(stamp, name)}
     settings = {**old.settings, **own.get("settings", {})}
     names = sorted({*settings, *stamp.settings} - {"summary"})  # which tells of one run's rows
     changed = {name: settings.get(name) for name in names if settings.get(name) != stamp.settings.get(name)}

@@ -75,7 +75,7 @@ class BenchSession:
         *,
         most: int | None = None,
         inside: bool = False,
-        in_turn: bool = True,
+        interleaved: bool = True,
     ) -> dict[str, Timing]:
         """``timing.measure`` with the repetitions that the command line asks for, at most ``most`` for what is
         long."""
@@ -92,7 +92,7 @@ class BenchSession:
             repetitions=repetitions,
             warmup=warmup,
             inside=inside,
-            in_turn=in_turn,
+            interleaved=interleaved,
         )
 
     def num_input_sets(self, set_bytes: int) -> int:
@@ -109,10 +109,10 @@ class BenchSession:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
         return bool(flag.item())
 
-    def equal(self, ours: Sequence[torch.Tensor], native: Sequence[torch.Tensor]) -> bool:
+    def equal(self, fused: Sequence[torch.Tensor], native: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have equal bits on every rank; some rank has to have one (in a pipeline not all do)."""
         assert not self.agree(not native), "there is nothing to compare"
-        return self.agree(len(ours) == len(native) and all(map(same_result, ours, native)))
+        return self.agree(len(fused) == len(native) and all(map(same_result, fused, native)))
 
     def equal_layer(self, feature: str, fused: _Results, native: _Results) -> bool | None:
         """``equal`` of a layer with ``feature`` and the native one (collective); None if no rank ran the fused path,
@@ -149,7 +149,7 @@ class BenchSession:
         dtype: torch.dtype | str | None = None,
         **others: Any,
     ) -> Row:
-        """A row of ``native`` and ``ditron`` among ``timings``; ``dtype``: the session's where it is not named."""
+        """A row of ``native`` and ``fused`` among ``timings``; ``dtype``: the session's where it is not named."""
         named = dict(
             op=op,
             direction=direction,
@@ -158,7 +158,7 @@ class BenchSession:
             dtype=str(dtype or self.dtype).removeprefix("torch."),
             shape=shape,
             native_us=timings["native"].median_us,
-            ditron_us=timings["ditron"].median_us,
+            ditron_us=timings["fused"].median_us,
             bitwise_equal=equal,
             comm_sms=0,
             spread=max(timing.spread for timing in timings.values()),
@@ -177,8 +177,8 @@ class BenchSession:
         if self.rank == 0:
             sizes = "x".join(str(size) for size in row.shape.values())
             line = (
-                f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, ours "
-                f"{row.ditron_us:.0f} us"
+                f"{row.op} {row.direction} {row.model} {sizes}: native {row.native_us:.0f} us, "
+                f"fused {row.ditron_us:.0f} us"
             )
             get_logger("bench").info(
                 "%s, %.2fx, bits %s", line, row.speedup, "equal" if row.bitwise_equal else "DIFFER"
@@ -247,10 +247,10 @@ def _check_untried() -> None:
         raise DitronError(reason)
 
 
-def same_result(ours: torch.Tensor, native: torch.Tensor) -> bool:
+def same_result(fused: torch.Tensor, native: torch.Tensor) -> bool:
     """Whether two results are numbers and have equal bits. On CPUs zeros of either sign are equal: a product in the
     interpreter begins with 0.0, one of torch with its first term."""
-    return torch.equal(ours, native) and (ours.device.type == "cpu" or have_same_bits(ours, native))
+    return torch.equal(fused, native) and (fused.device.type == "cpu" or have_same_bits(fused, native))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("shape", _sizes),
     ("FP8", lambda row: row.fp8 or ""),
     ("native ms", lambda row: _ms(row.native_us)),
-    ("ditron ms", lambda row: _ms(row.ditron_us)),
+    ("fused ms", lambda row: _ms(row.ditron_us)),
     ("speedup", lambda row: _ratio(row.speedup)),
     ("bits", lambda row: "equal" if row.bitwise_equal else "DIFFER"),
     ("computation ms", lambda row: _ms(row.gemm_us)),
@@ -51,7 +51,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("TFLOP/s", lambda row: "" if row.tflops is None else f"{row.tflops:.0f}"),
     ("model native ms", lambda row: _ms(row.model_native_us)),
     ("error", lambda row: _signed(row.model_native_error)),
-    ("model ditron ms", lambda row: _ms(row.model_us)),
+    ("model fused ms", lambda row: _ms(row.model_us)),
     ("error ", lambda row: _signed(row.model_error)),
     ("SMs", lambda row: str(row.comm_sms)),
     ("spread", lambda row: _percent(row.spread)),
@@ -66,7 +66,7 @@ def cells_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def terminal() -> Console:
-    """Returns a console for tables: the terminal, or, into a file, one so wide that nothing is folded or dropped."""
+    """Returns a console for tables: the terminal, or, into a file, one so wide that nothing is wrapped or dropped."""
     console = Console()
     return console if console.is_terminal else Console(width=240)
 

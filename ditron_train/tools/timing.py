@@ -61,7 +61,7 @@ def measure(
     warmup: int = 4,
     inside: bool = False,
     passes: int = _PASSES,
-    in_turn: bool = True,
+    interleaved: bool = True,
 ) -> dict[Name, Timing]:
     """Times every contender, in turn, and then all of them once more (``passes``: how often in all).
 
@@ -72,7 +72,8 @@ def measure(
         repetitions: Timed calls of each measurement.
         warmup: Calls in front of each measurement, not timed.
         passes: Measurements of each contender.
-        in_turn: Whether contenders take turns repetition by repetition; not where a change of contender costs time.
+        interleaved: Whether contenders take turns repetition by repetition; not where a change of contender costs
+            time.
         inside: Only a part of each call counts: contenders take ``around``, which makes the context manager of that
             part.
 
@@ -80,11 +81,13 @@ def measure(
         Timings by name, the same on every rank.
     """
     measured: dict[Name, list[list[float]]] = {name: [] for name in contenders}
-    time_in_turn = _time_cuda if device.type == "cuda" else _time_cpu
+    time_interleaved = _time_cuda if device.type == "cuda" else _time_cpu
     for index in range(passes):
         names = list(contenders)[:: -1 if index % 2 else 1]
-        for together in [names] if in_turn else [[name] for name in names]:
-            times = time_in_turn([contenders[name] for name in together], group, device, repetitions, warmup, inside)
+        for together in [names] if interleaved else [[name] for name in names]:
+            times = time_interleaved(
+                [contenders[name] for name in together], group, device, repetitions, warmup, inside
+            )
             slowest = torch.tensor(times, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
             for name, of_one in zip(together, slowest.tolist()):

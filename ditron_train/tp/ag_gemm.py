@@ -4,7 +4,7 @@
     dist.all_gather_into_tensor(gathered, x, group=group)
     y = gathered @ weight.T
 
-Streams of one rank (own rows are multiplied first, then those of rank + 1, rank + 2, ... as they arrive):
+Streams of one rank (local shard are multiplied first, then those of rank + 1, rank + 2, ... as they arrive):
 
     communication   start signals | rows to rank - 1 | rows to rank - 2 | ...
     current         GEMM: own tiles | tiles of rank + 1 | tiles of rank + 2 | ...  then joins the communication stream
@@ -54,7 +54,7 @@ class AgGemmConstants(NamedTuple):
     flags_per_rank: int
     world_size: int
     even: bool
-    halve_tail: bool
+    split_last_wave: bool
 
 
 class _Gathered(NamedTuple):
@@ -65,7 +65,7 @@ class _Gathered(NamedTuple):
     own_desc: Any
     tables: Any
     num_rows: Any
-    granule_rows: Any
+    flag_block_rows: Any
     epoch: Any
     rank: Any
 
@@ -78,7 +78,7 @@ def _rows_token(gathered, channel, row, last_row, OP: tl.constexpr, TARGET: tl.c
     The loops stand under conditions that only the running kernel knows to hold: beside a bare loop the compiler would
     not flatten the loop of tiles.
     """
-    rank, granule_rows = gathered.rank, gathered.granule_rows
+    rank, flag_block_rows = gathered.rank, gathered.flag_block_rows
     token = tl.cast(0, tl.int32)
     if OP.even:
         shard_rows = gathered.num_rows // OP.world_size
@@ -87,7 +87,7 @@ def _rows_token(gathered, channel, row, last_row, OP: tl.constexpr, TARGET: tl.c
         first = row % shard_rows
         last = first + last_row - row
         if (first <= last) & (owner != rank):
-            for flag in range(first // granule_rows, last // granule_rows + 1):
+            for flag in range(first // flag_block_rows, last // flag_block_rows + 1):
                 token += dl.wait_token(flags + flag, gathered.epoch, channel.control, owner, flag, TARGET)
     elif row <= last_row:
         for owner in range(0, OP.world_size):
@@ -96,7 +96,7 @@ def _rows_token(gathered, channel, row, last_row, OP: tl.constexpr, TARGET: tl.c
             high = tl.minimum(last_row, tl.load(gathered.tables.starts + owner + 1) - 1)
             if (low <= high) & (owner != rank):
                 flags = channel.signals + owner * OP.flags_per_rank
-                for flag in range((low - start) // granule_rows, (high - start) // granule_rows + 1):
+                for flag in range((low - start) // flag_block_rows, (high - start) // flag_block_rows + 1):
                     token += dl.wait_token(flags + flag, gathered.epoch, channel.control, owner, flag, TARGET)
     return token
 
@@ -141,7 +141,7 @@ def _gathered_product(
     return biased(acc, scale, bias, col, N, PART_N), row, col
 
 
-@triton.jit(do_not_specialize=["M", "K", "granule_rows", "num_whole_tiles"])
+@triton.jit(do_not_specialize=["M", "K", "flag_block_rows", "num_whole_tiles"])
 def ag_gemm_kernel(
     a_desc,
     own_desc,
@@ -155,7 +155,7 @@ def ag_gemm_kernel(
     M,
     N,
     K,
-    granule_rows,
+    flag_block_rows,
     num_whole_tiles,
     OP: tl.constexpr,
     TARGET: tl.constexpr,
@@ -165,7 +165,7 @@ def ag_gemm_kernel(
     It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch,
     which are enqueued before it and need no SM that this grid could take (the grid leaves theirs free).
 
-    Program p computes tiles p, p + num_programs, ... of the gather's order, own rows first, as one pipelined loop
+    Program p computes tiles p, p + num_programs, ... of the gather's order, local shard first, as one pipelined loop
     (``flatten``): the wait of a tile stands where its first loads are issued, under the last products of the tile
     before, and costs nothing where the rows are there (``dl.wait_token``).
 
@@ -176,11 +176,12 @@ def ag_gemm_kernel(
         tables: ``RowTables``.
         scales: ``TensorScales`` of FP8 operands (of A one for the rows of all ranks), else None.
         bias: [N], added before the result is rounded, or None.
-        M, N, K, granule_rows, num_whole_tiles: Sizes; a flag stands for ``granule_rows`` rows.
-        OP: ``AgGemmConstants``. ``even``: every rank owns the same whole number of row tiles, and own rows are read
-            through ``own_desc``, so that nobody copies them in front of the GEMM; else the order is a table, a tile
-            may wait for several ranks, and own rows have been copied to their place. ``halve_tail``: the tiles from
-            ``num_whole_tiles`` on, at most half a wave, are computed in halves of columns, as in ``gemm_kernel``.
+        M, N, K, flag_block_rows, num_whole_tiles: Sizes; a flag stands for ``flag_block_rows`` rows.
+        OP: ``AgGemmConstants``. ``even``: every rank owns the same whole number of row tiles, and the local shard is
+            read through ``own_desc``, so that nobody copies them in front of the GEMM; else the order is a table, a
+            tile may wait for several ranks, and the local shard has been copied to its place. ``split_last_wave``: the
+            tiles from ``num_whole_tiles`` on, at most half a wave, are computed in halves of columns, as in
+            ``gemm_kernel``.
         TARGET: See ``runtime.device.kernel_target``.
     """
     TILE: tl.constexpr = OP.tile
@@ -190,7 +191,7 @@ def ag_gemm_kernel(
     scale = None
     if scales is not None:
         scale = tl.load(scales.a) * tl.load(scales.b)
-    gathered = _Gathered(a_desc, own_desc, tables, M, granule_rows, epoch, rank)
+    gathered = _Gathered(a_desc, own_desc, tables, M, flag_block_rows, epoch, rank)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     for tile_id in tl.range(program, num_whole_tiles, num_programs, flatten=True):
@@ -198,7 +199,7 @@ def ag_gemm_kernel(
             tile_id, 0, gathered, b_desc, scale, bias, channel, N, K, TILE.block_n, OP, TARGET
         )
         store_tile(c_desc, acc, row, col, TILE.block_m, TILE.block_n, TILE.split_store)
-    if OP.halve_tail:
+    if OP.split_last_wave:
         num_halves = 2 * (tl.cdiv(M, TILE.block_m) * tl.cdiv(N, TILE.block_n) - num_whole_tiles)
         for half_id in range(program, num_halves, num_programs):
             tile_id = num_whole_tiles + half_id // 2
@@ -253,14 +254,17 @@ class AgGemmPlan(Plan[TPContext]):
         self._reads_own = even
         self._keeps_gathered = keeps_gathered
         self._num_whole_tiles = config.num_whole_tiles(self.m, n, num_programs)
-        halve_tail = self._num_whole_tiles < config.num_tiles(self.m, n)
-        self._b_block, self._half_b_block = config.b_block(transpose_b), config.b_block(transpose_b, halved=halve_tail)
+        split_last_wave = self._num_whole_tiles < config.num_tiles(self.m, n)
+        self._b_block, self._half_b_block = (
+            config.b_block(transpose_b),
+            config.b_block(transpose_b, halved=split_last_wave),
+        )
         self._launch = context.launch(
             ag_gemm_kernel,
             num_programs,
             {
                 "OP": AgGemmConstants(
-                    config.tile(transpose_b=transpose_b), FLAGS_PER_RANK, context.world_size, even, halve_tail
+                    config.tile(transpose_b=transpose_b), FLAGS_PER_RANK, context.world_size, even, split_last_wave
                 ),
                 "TARGET": context.target,
             },
@@ -332,7 +336,7 @@ class AgGemmPlan(Plan[TPContext]):
             self.m,
             self.n,
             self.k,
-            self.gather.granule_rows,
+            self.gather.flag_block_rows,
             self._num_whole_tiles,
         )
 
@@ -387,7 +391,7 @@ def ag_gemm(
         x: [s / world, ..., K], this rank's rows; bf16, fp16 or, on Hopper, FP8 (on CPU fp32 too), any strides.
         weight: [N, K] (``nt``: gathered @ weight.T) or [K, N] (``nn``: gathered @ weight; not of FP8).
         context: The group's context.
-        layout: How ``weight`` lies.
+        layout: How ``weight`` is.
         row_counts: Rows (all leading dimensions multiplied) of each rank where they differ.
         return_gathered: Also return the gathered rows [total rows, K]: a view that the next gather of this context
             overwrites.

@@ -14,7 +14,7 @@ Streams of one rank, by copy engines:
 
 Who waits for whom: copies wait for the start signals of this epoch, since slots are single. The sum of a chunk waits
 for its flag of every source. The stores of one kernel wait for nobody: their slots change with the parity of the epoch
-(``push_and_fold_kernel``).
+(``push_and_reduce_kernel``).
 """
 
 import math
@@ -38,7 +38,7 @@ from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Plan
 from ditron_train.tp.choices import PUSH_BYTES
 from ditron_train.tp.context import MOST_CHUNKS, MOST_PUSH_PROGRAMS, TPContext
-from ditron_train.tp.reduce_scatter import FOLD_BLOCK, SumExchange
+from ditron_train.tp.reduce_scatter import REDUCE_BLOCK, SumExchange
 
 
 class OrderTables(NamedTuple):
@@ -81,7 +81,7 @@ def _load(partials, source, offsets, mask, SKIPS_OWN: tl.constexpr, WORLD_SIZE: 
 
 
 @triton.jit
-def _fold_block(
+def _reduce_block(
     partials,
     out_ptr,
     tables,
@@ -134,7 +134,7 @@ def _num_chunks(behind, num_elements, chunk_elements):
 
 
 @triton.jit(do_not_specialize=["chunk_elements"])
-def fold_all_kernel(
+def reduce_all_kernel(
     partial_ptr,
     slots_ptr,
     channel,
@@ -168,11 +168,11 @@ def fold_all_kernel(
         for chunk in range(num_waited, _num_chunks(low + BLOCK, num_elements, chunk_elements)):
             flags = channel.signals + chunk
             dl.wait_peers(flags, CHUNKS, epoch, channel.control, rank, chunk, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
-        _fold_block(partials, out_ptr, tables, low, num_elements, BLOCK, VECTOR, True, WORLD_SIZE)
+        _reduce_block(partials, out_ptr, tables, low, num_elements, BLOCK, VECTOR, True, WORLD_SIZE)
 
 
 @triton.jit(do_not_specialize=["slot_rows"])
-def fold_own_rows_kernel(
+def reduce_local_shard_kernel(
     partial_ptr,
     slots_ptr,
     channel,
@@ -186,7 +186,8 @@ def fold_own_rows_kernel(
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """``fold_rows_kernel`` with each element added in the order of an all-reduce of the whole buffer [total rows, N].
+    """``reduce_rows_kernel`` with each element added in the order of an all-reduce of the whole buffer [total rows,
+    N].
 
     out is this rank's rows; ``partial_ptr`` [total rows, N] its own partial sums, slots [world, slot_rows, N] those of
     the others, read once the flag of their source holds this epoch (acquire).
@@ -200,11 +201,11 @@ def fold_own_rows_kernel(
     first_block = (first // BLOCK).to(tl.int32)
     for block in range(first_block + tl.program_id(0), tl.cdiv(behind, BLOCK).to(tl.int32), tl.num_programs(0)):
         low = tl.maximum(tl.cast(block, tl.int64) * BLOCK, first) // VECTOR * VECTOR
-        _fold_block(partials, out_ptr, tables, low, behind, BLOCK, VECTOR, False, WORLD_SIZE)
+        _reduce_block(partials, out_ptr, tables, low, behind, BLOCK, VECTOR, False, WORLD_SIZE)
 
 
 @triton.jit
-def push_and_fold_kernel(
+def push_and_reduce_kernel(
     partial_ptr,
     slots_addresses,
     channel,
@@ -253,7 +254,7 @@ def push_and_fold_kernel(
     partials = _Partials(partial_ptr, own_slots, AREA, tl.cast(0, tl.int64), rank)
     for block in range(program, num_blocks, tl.num_programs(0)):
         low = tl.cast(block, tl.int64) * BLOCK
-        _fold_block(partials, out_ptr, tables, low, num_elements, BLOCK, VECTOR, False, WORLD_SIZE)
+        _reduce_block(partials, out_ptr, tables, low, num_elements, BLOCK, VECTOR, False, WORLD_SIZE)
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
 
 
@@ -264,7 +265,8 @@ def push_largest_kernel(
     """One program: ``value_ptr`` [1] becomes the largest of all ranks'; one that is not a number counts only where all
     are, as in NCCL.
 
-    Slots [2, world] change with the parity of the epoch, as those of ``push_and_fold_kernel``, whose channel this is.
+    Slots [2, world] change with the parity of the epoch, as those of ``push_and_reduce_kernel``, whose channel this
+    is.
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
@@ -356,9 +358,9 @@ class AllReduce(SumExchange):
         pointers = channel.pointers(agree(context, channel, (num_rows, num_columns, dtype, chunk_rows)))
         super().__init__(context, channel, pointers, context.all_reduce_epochs)
         self._slots = context.slots((context.world_size - 1) * num_rows, num_columns, dtype)
-        self._tables, vector = order_tables(context, num_rows, num_columns, dtype, FOLD_BLOCK)
+        self._tables, vector = order_tables(context, num_rows, num_columns, dtype, REDUCE_BLOCK)
         self._num_elements, self._chunk_elements = num_rows * num_columns, chunk_rows * num_columns
-        self._fold = self._launch_of_sum(fold_all_kernel, {"CHUNKS": MOST_CHUNKS, "VECTOR": vector})
+        self._ring_reduce = self._launch_of_sum(reduce_all_kernel, {"CHUNKS": MOST_CHUNKS, "VECTOR": vector})
         row_bytes = num_columns * dtype.itemsize
         self._chunks = [
             self._list_copies(index, first * row_bytes, (min(first + chunk_rows, num_rows) - first) * row_bytes)
@@ -382,7 +384,7 @@ class AllReduce(SumExchange):
         assert signals, "a chunk is sent whole"
         copy_with_flags(self._chunks[position], partial.data_ptr(), self.context.comm_stream)
 
-    def _fold_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+    def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         sizes = (self._num_elements, self._chunk_elements)
         return (partial, self._slots.local, self._pointers, out, self._tables, *sizes)
 
@@ -417,7 +419,7 @@ class PushAllReduce(Plan[TPContext]):
             "WORLD_SIZE": context.world_size,
             "TARGET": context.target,
         }
-        self._launch = KernelLaunch(push_and_fold_kernel, num_programs, constants, num_warps=8)
+        self._launch = KernelLaunch(push_and_reduce_kernel, num_programs, constants, num_warps=8)
 
     @property
     def identity(self) -> tuple:

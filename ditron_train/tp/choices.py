@@ -117,7 +117,7 @@ class Choice:
         config: Tile sizes.
         gather: Of an AG-GEMM: how rows travel. Of a GEMM-AR: how partial sums do, stored behind cuBLAS's GEMM by
             ``push_programs`` or sent by copy engines in chunks of rows, each behind its own GEMM.
-        fold_rows: Of a GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
+        reduce_rows: Of a GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
         scatter: Of a GEMM-RS: how partial sums travel.
         rounds: Of a GEMM-AR: in one every rank gets all partial sums; in two a GEMM-RS in chunks, then a gather.
         use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not
@@ -127,7 +127,7 @@ class Choice:
 
     config: GemmConfig
     gather: GatherPlan = GatherPlan("copy")
-    fold_rows: int = 32
+    reduce_rows: int = 32
     scatter: ScatterMode = "store"
     rounds: int = 1
     use_native: bool = False
@@ -136,11 +136,11 @@ class Choice:
 
 _PUSH_BESIDE_GEMM = 0.72  # of its rate alone is what a multiprocessor pushes while the others multiply
 _PUSH_OF_LINK = 0.79  # of a copy engine's rate is the most that multiprocessors push then
-_PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next granule
+_PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next flag block
 _STORE_STALL = 0.45  # of the time that the links take for the stores of one wave, whatever the tile's products take
 _SHORT_US = 400.0  # so long an op takes, three times what the host needs to enqueue its parts one by one
-_FEWEST_FOR_PARTS = 4  # ranks: with fewer one source is most of what there is to add
-_PASSES_BEHIND_LAST = 4  # over own rows: the sum so far, the last source, own partial sums, the result
+_MIN_FOR_PARTS = 4  # ranks: with fewer one source is most of what there is to add
+_PASSES_BEHIND_LAST = 4  # over the local shard: the sum so far, the last source, own partial sums, the result
 _EXCHANGE_US = 10.0  # of an all-reduce by one kernel's stores, beside its bytes
 
 
@@ -180,8 +180,8 @@ def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRa
     the GEMM, or as the bytes on the wire."""
     gemm, comm = _cublas_us(problem, machine, rates), collective_us(problem, rates)
     limit = max(gemm, wire_bytes(problem) / (rates.link_gbps * 1e3))
-    ours = {"ag_gemm": _ag_gemm_us, "gemm_rs": _gemm_rs_us, "gemm_ar": _gemm_ar_us}[problem.op]
-    return Estimate(gemm + comm, max(ours(problem, choice, machine, rates), limit), gemm, comm)
+    fused = {"ag_gemm": _ag_gemm_us, "gemm_rs": _gemm_rs_us, "gemm_ar": _gemm_ar_us}[problem.op]
+    return Estimate(gemm + comm, max(fused(problem, choice, machine, rates), limit), gemm, comm)
 
 
 def is_short(problem: Problem, choice: Choice, machine: Machine) -> bool:
@@ -248,16 +248,16 @@ def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     world_size = problem.world_size
     own_us = (
         problem.m / world_size * problem.n * problem.result_bytes / (rates.memory_gbps * 1e3)
-    )  # one pass over own rows
-    fold_us = (world_size + 1) * own_us
+    )  # one pass over the local shard
+    reduce_us = (world_size + 1) * own_us
     if choice.scatter == "store":
-        return _stored_us(problem, choice, machine, rates) + fold_us
+        return _stored_us(problem, choice, machine, rates) + reduce_us
     multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates)
-    last_us = _PASSES_BEHIND_LAST * own_us if _in_parts(world_size, multiplied_us, sent_us) else fold_us
+    last_us = _PASSES_BEHIND_LAST * own_us if _in_parts(world_size, multiplied_us, sent_us) else reduce_us
     if sent_us > multiplied_us:
         num_first = first_rows(problem.m // world_size, problem.n, choice.config, machine)
         _, sent_us = _chunks_us(problem, choice, machine, rates, num_first)
-    return max(multiplied_us + fold_us, sent_us + last_us) + rates.launch_us
+    return max(multiplied_us + reduce_us, sent_us + last_us) + rates.launch_us
 
 
 def chunk_rows_of(num_rows: int, choice: Choice) -> int:
@@ -270,11 +270,11 @@ def _gemm_ar_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     world_size, m, n = problem.world_size, problem.m, problem.n
     num_bytes, link_rate = m * n * problem.dtype.itemsize, rates.link_gbps * 1e3
     pass_us = num_bytes / (rates.memory_gbps * 1e3)
-    fold_us = (world_size + 1) * pass_us
+    reduce_us = (world_size + 1) * pass_us
     if choice.gather.mode == "push":
         is_small = num_bytes <= PUSH_BYTES
         sent_us = (world_size - 1) * num_bytes / link_rate if is_small else math.inf
-        return _cublas_us(problem, machine, rates) + _EXCHANGE_US + sent_us + fold_us
+        return _cublas_us(problem, machine, rates) + _EXCHANGE_US + sent_us + reduce_us
     if choice.rounds == 2:
         scattered = replace(choice, scatter="copy")
         first_us = _gemm_rs_us(replace(problem, op="gemm_rs"), scattered, machine, rates)
@@ -290,7 +290,7 @@ def _gemm_ar_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
         done_us += of_chunk * chunk_us + rates.launch_us
         sent_us = max(sent_us, done_us) + (world_size - 1) * (size / m * num_bytes / link_rate + rates.chunk_us)
     lost_us = rates.copy_share * min(done_us, (world_size - 1) * num_bytes / link_rate)
-    return rates.launch_us + lost_us + max(done_us + fold_us, sent_us + fold_us * sizes[-1] / m)
+    return rates.launch_us + lost_us + max(done_us + reduce_us, sent_us + reduce_us * sizes[-1] / m)
 
 
 def links_are_last(problem: Problem, choice: Choice, machine: Machine) -> bool:
@@ -305,7 +305,7 @@ def sums_in_parts(problem: Problem, choice: Choice, machine: Machine) -> bool:
 
 
 def _in_parts(world_size: int, multiplied_us: float, sent_us: float) -> bool:
-    return world_size >= _FEWEST_FOR_PARTS and sent_us > multiplied_us
+    return world_size >= _MIN_FOR_PARTS and sent_us > multiplied_us
 
 
 def first_rows(num_rows: int, n: int, config: GemmConfig, machine: Machine) -> int:
@@ -332,9 +332,9 @@ def _chunks_us(
 ) -> tuple[float, float]:
     """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: rows of the first chunk that
     are sent before its others; None: all at once. One rank transfers nothing."""
-    world_size, own_rows = problem.world_size, problem.m // problem.world_size
-    rank_bytes = own_rows * problem.n * problem.result_bytes
-    waves = num_waves(own_rows, problem.n, choice.config, machine.num_sms)
+    world_size, local_shard = problem.world_size, problem.m // problem.world_size
+    rank_bytes = local_shard * problem.n * problem.result_bytes
+    waves = num_waves(local_shard, problem.n, choice.config, machine.num_sms)
     busy_us = world_size * waves * tile_us(problem.k, choice.config, machine.num_sms, rates)
     rank_us = rates.launch_us + throttled_us(busy_us, rates) / world_size
     parts = [
@@ -342,8 +342,8 @@ def _chunks_us(
     ]  # chunks done by then, and how much of one it is
     if not parts:
         return rank_us, 0.0
-    if num_first is not None and num_first < own_rows:
-        share = num_first / own_rows
+    if num_first is not None and num_first < local_shard:
+        share = num_first / local_shard
         parts[:1] = [(share, share), (1.0, 1.0 - share)]
     sent_us = rates.start_us
     for done, of_chunk in parts:
@@ -358,8 +358,8 @@ def default_choice(problem: Problem, machine: Machine) -> Choice:
     if problem.op == "gemm_ar":
         gather = _ar_plans(problem)[0]
     # Larger blocks are quicker; with 8 ranks 64 rows spill registers (docs/measurements/tp.md).
-    fold_rows = 64 if problem.world_size <= 4 else 32
-    return Choice(config, gather, fold_rows=min(fold_rows, config.block_m))
+    reduce_rows = 64 if problem.world_size <= 4 else 32
+    return Choice(config, gather, reduce_rows=min(reduce_rows, config.block_m))
 
 
 def _ar_plans(problem: Problem) -> list[GatherPlan]:
@@ -373,7 +373,8 @@ def _ar_plans(problem: Problem) -> list[GatherPlan]:
 
 
 def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
-    """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks, rows of a fold."""
+    """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks, rows of a ring-order
+    reduction."""
     if problem.op == "gemm_ar":
         variants = [replace(base, gather=plan) for plan in _ar_plans(problem)[1:]]
         if problem.world_size > 2 and base.gather.mode == "copy":
@@ -382,9 +383,9 @@ def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[
     if problem.op == "gemm_rs":
         rows = (16, 32, 64) if machine.target != "interpreter" else (16, 32)
         variants = [
-            replace(base, fold_rows=count)
+            replace(base, reduce_rows=count)
             for count in rows
-            if count <= base.config.block_m and count != base.fold_rows
+            if count <= base.config.block_m and count != base.reduce_rows
         ]
         return [*variants, replace(base, scatter="copy")] if problem.world_size > 1 else variants
     plans = [GatherPlan("copy", num_chunks=chunks) for chunks in (1, 2, 4)]
@@ -398,7 +399,7 @@ def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[
 def tile_variants(machine: Machine, base: Choice) -> list[Choice]:
     """``base`` with other tile sizes, stages and groups."""
     configs = config_variants(base.config, machine.target)
-    return [replace(base, config=config, fold_rows=min(base.fold_rows, config.block_m)) for config in configs]
+    return [replace(base, config=config, reduce_rows=min(base.reduce_rows, config.block_m)) for config in configs]
 
 
 def choose(problem: Problem, machine: Machine) -> Choice:
@@ -454,7 +455,7 @@ def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
     if problem.op == "gemm_rs" and choice.scatter == "copy":
         entry.update(scatter="copy engine")
     elif problem.op == "gemm_rs":
-        entry.update(scatter="SM store", fold_rows=choice.fold_rows)
+        entry.update(scatter="SM store", reduce_rows=choice.reduce_rows)
     elif choice.gather.mode == "copy":
         entry.update(gather="copy engine", chunks=choice.gather.num_chunks)
     else:
@@ -474,7 +475,8 @@ def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
             if entry["scatter"] == "copy engine":
                 return replace(choice, scatter="copy")
             if entry["scatter"] == "SM store":
-                return replace(choice, fold_rows=min(as_power_of_two(entry["fold_rows"], 16), config.block_m))
+                key = "reduce_rows" if "reduce_rows" in entry else "fold_rows"  # as until 0.1
+                return replace(choice, reduce_rows=min(as_power_of_two(entry[key], 16), config.block_m))
             raise ValueError(f"scatter is {entry['scatter']!r}")
         if entry["gather"] == "copy engine":
             return replace(choice, gather=GatherPlan("copy", num_chunks=as_count(entry["chunks"])))

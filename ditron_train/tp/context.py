@@ -103,7 +103,7 @@ class TPContext(OpContext):
         super().__init__(group, device, first_epoch=first_epoch)
         fields = ("total_rows", "row_partition", "columns", "dtype")
         self.gather_channel = self.add_channel(
-            "tp.gather", self.world_size * FLAGS_PER_RANK, (*fields, "granule_rows", "buffer")
+            "tp.gather", self.world_size * FLAGS_PER_RANK, (*fields, "flag_block_rows", "buffer")
         )
         self.scatter_channel = self.add_channel("tp.gemm_rs", self.world_size * 4096, (*fields, "block_m", "block_n"))
         self.reduce_channel = self.add_channel("tp.reduce_scatter", self.world_size, fields)

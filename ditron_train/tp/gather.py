@@ -39,11 +39,11 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.orders import arrival_order, chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.agreement import agree, agree_on_nothing
-from ditron_train.stream.copies import Fan, copy_in_turn, copy_with_flags
+from ditron_train.stream.copies import StridedCopy, copy_in_sequence, copy_with_flags
 from ditron_train.stream.driver import has_driver, memcpys_async
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Exchange, Pending
-from ditron_train.stream.window import flags_of_peers, send_fans
+from ditron_train.stream.window import flags_of_peers, send_strided
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.symm.control import DTYPES
 from ditron_train.tp.choices import GatherPlan
@@ -59,14 +59,14 @@ def _in_vectors(num_elements, ptr):
     return num_elements // VECTOR * VECTOR
 
 
-@triton.jit(do_not_specialize=["K", "granule_rows"])
+@triton.jit(do_not_specialize=["K", "flag_block_rows"])
 def push_shard_kernel(
     x_ptr,
     gathered_addresses,
     channel,
     row_starts_ptr,
     K,
-    granule_rows,
+    flag_block_rows,
     FLAGS_PER_RANK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -75,8 +75,9 @@ def push_shard_kernel(
     """Copies this rank's rows x [rows, K] (contiguous) to their place in every peer's gathered buffer.
 
     First to rank - 1, then rank - 2, ...: so every rank receives from rank + 1 first, the order in which the GEMM
-    consumes, and no two ranks push to the same one. Programs share the granules (``granule_rows`` rows each); a
-    granule's flag is released once its rows are stored. Before the first store to a peer: its start signal, acquired.
+    consumes, and no two ranks push to the same one. Programs share the flag blocks (``flag_block_rows`` rows each); a
+    flag block's flag is released once its rows are stored. Before the first store to a peer: its start signal,
+    acquired.
     """
     K = _in_vectors(K, x_ptr)
     epoch = dl.next_epoch(channel.tickets)
@@ -86,7 +87,7 @@ def push_shard_kernel(
         dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
     first_row = tl.load(row_starts_ptr + rank)
     num_rows = tl.load(row_starts_ptr + rank + 1) - first_row
-    num_granules = tl.cdiv(num_rows, granule_rows)
+    num_flag_blocks = tl.cdiv(num_rows, flag_block_rows)
     for step in tl.static_range(1, WORLD_SIZE):
         peer = (rank + WORLD_SIZE - step) % WORLD_SIZE
         if program == 0:
@@ -95,11 +96,11 @@ def push_shard_kernel(
             dl.await_ready(channel.ready, epoch, channel.control, peer, WORLD_SIZE, TARGET)
         destination = dl.symm_at(gathered_addresses, peer, x_ptr.dtype.element_ty) + first_row.to(tl.int64) * K
         flags = dl.symm_at(channel.signals_addresses, peer, tl.int32) + rank * FLAGS_PER_RANK
-        for granule in range(program, num_granules, tl.num_programs(0)):
-            row = tl.cast(granule, tl.int64) * granule_rows
-            count = tl.minimum(num_rows - row, granule_rows) * K
+        for flag_block in range(program, num_flag_blocks, tl.num_programs(0)):
+            row = tl.cast(flag_block, tl.int64) * flag_block_rows
+            count = tl.minimum(num_rows - row, flag_block_rows) * K
             dl.putmem(destination + row * K, x_ptr + row * K, count, 0, 1, BLOCK)
-            dl.notify(flags + granule, epoch, TARGET)
+            dl.notify(flags + flag_block, epoch, TARGET)
 
 
 @triton.jit(do_not_specialize=["num_flags"])
@@ -124,32 +125,39 @@ def gather_start_kernel(
 
 @triton.jit
 def _await_rows(
-    peer, epoch, channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK: tl.constexpr, TARGET: tl.constexpr
+    peer, epoch, channel, row_starts_ptr, flag_block_rows, FLAGS_PER_RANK: tl.constexpr, TARGET: tl.constexpr
 ):
     num_rows = tl.load(row_starts_ptr + peer + 1) - tl.load(row_starts_ptr + peer)
-    for flag in range(0, tl.cdiv(num_rows, granule_rows)):
+    for flag in range(0, tl.cdiv(num_rows, flag_block_rows)):
         dl.wait(channel.signals + peer * FLAGS_PER_RANK + flag, epoch, channel.control, peer, flag, TARGET)
 
 
-@triton.jit(do_not_specialize=["granule_rows"])
+@triton.jit(do_not_specialize=["flag_block_rows"])
 def gather_wait_kernel(
-    channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
+    channel,
+    row_starts_ptr,
+    flag_block_rows,
+    FLAGS_PER_RANK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
     """One program behind a gather: every peer's rows have arrived. What follows on the stream reads them plainly."""
     epoch = dl.next_epoch(channel.tickets + 1)
     rank = dl.rank(channel.control)
     for step in tl.static_range(1, WORLD_SIZE):
-        _await_rows((rank + step) % WORLD_SIZE, epoch, channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK, TARGET)
+        _await_rows(
+            (rank + step) % WORLD_SIZE, epoch, channel, row_starts_ptr, flag_block_rows, FLAGS_PER_RANK, TARGET
+        )
 
 
-@triton.jit(do_not_specialize=["peer", "granule_rows"])
+@triton.jit(do_not_specialize=["peer", "flag_block_rows"])
 def gather_wait_one_kernel(
-    channel, row_starts_ptr, peer, granule_rows, FLAGS_PER_RANK: tl.constexpr, TARGET: tl.constexpr
+    channel, row_starts_ptr, peer, flag_block_rows, FLAGS_PER_RANK: tl.constexpr, TARGET: tl.constexpr
 ):
     """One program in front of what reads the rows of ``peer`` alone: they have arrived. The epoch is the one that
     ``gather_wait_kernel``, which follows on the stream, will draw."""
     epoch = dl.last_epoch(channel.tickets + 1) + 1
-    _await_rows(peer, epoch, channel, row_starts_ptr, granule_rows, FLAGS_PER_RANK, TARGET)
+    _await_rows(peer, epoch, channel, row_starts_ptr, flag_block_rows, FLAGS_PER_RANK, TARGET)
 
 
 @triton.jit
@@ -164,13 +172,13 @@ def copy_rows_kernel(source_ptr, destination_ptr, num_elements, BLOCK: tl.conste
 _PUSH_WARPS = 32  # docs/measurements/tp.md
 _PUSH_BLOCK = 16384
 _COPY_BLOCK = 4096
-_GRANULE_BYTES = 1 << 18  # a notify costs a program some 3 us
+_FLAG_BLOCK_BYTES = 1 << 18  # a notify costs a program some 3 us
 
 
-def _push_granule_rows(partition: RowPartition, row_bytes: int, block_m: int) -> int:
-    """Rows of one granule of a push: so many that the notify is cheap, but few enough for the flags."""
+def _push_flag_block_rows(partition: RowPartition, row_bytes: int, block_m: int) -> int:
+    """Rows of one flag block of a push: so many that the notify is cheap, but few enough for the flags."""
     rows = 8
-    while rows < block_m and 2 * rows * row_bytes <= _GRANULE_BYTES:
+    while rows < block_m and 2 * rows * row_bytes <= _FLAG_BLOCK_BYTES:
         rows *= 2
     while -(-partition.max_count // rows) > FLAGS_PER_RANK:
         rows *= 2
@@ -201,7 +209,7 @@ class BaseGather(Exchange[TPContext]):
 
     buffer: SymmetricTensor
     row_starts: torch.Tensor  #: Where the flags of each rank begin, in units of which one flag stands for ...
-    granule_rows: int  #: ... so many.
+    flag_block_rows: int  #: ... so many.
 
     def __init__(
         self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None, num_bytes: int = 0
@@ -225,13 +233,13 @@ class BaseGather(Exchange[TPContext]):
         if source == self.context.rank:
             return
         if not self._wait_one.repeat(source, current_handle(self.context.device)):
-            self._wait_one(self.pointers, row_starts, source, self.granule_rows, key=source)
+            self._wait_one(self.pointers, row_starts, source, self.flag_block_rows, key=source)
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows have arrived; returns them, a view of the buffer."""
         with self.aborting:
             if not self._wait.repeat("wait", current_handle(self.context.device)):
-                self._wait(self.pointers, self.row_starts, self.granule_rows, key="wait")
+                self._wait(self.pointers, self.row_starts, self.flag_block_rows, key="wait")
         self.finish()
         return self.buffer.local
 
@@ -271,8 +279,8 @@ class Gather(BaseGather):
     ``start`` enqueues the sends beside whatever the current stream does next; the GEMM of an AG-GEMM, or ``wait``,
     consumes; ``finish`` orders the current stream behind the sends.
 
-    ``granule_rows`` is what one arrival flag stands for; with copy engines that is one of the plan's chunks.
-    ``own_rows`` is this rank's part of the buffer.
+    ``flag_block_rows`` is what one arrival flag stands for; with copy engines that is one of the plan's chunks.
+    ``local_shard`` is this rank's part of the buffer.
 
     Args:
         context: Whose buffers and streams are used.
@@ -302,11 +310,11 @@ class Gather(BaseGather):
         self.num_columns = num_columns
         self.by_push = plan.mode == "push" or (context.is_cuda and not has_driver())
         if self.by_push:
-            self.granule_rows = _push_granule_rows(partition, num_columns * dtype.itemsize, block_m)
+            self.flag_block_rows = _push_flag_block_rows(partition, num_columns * dtype.itemsize, block_m)
         else:
             num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
-            self.granule_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
-        values = (partition.num_rows, partition.fingerprint, num_columns, dtype, self.granule_rows)
+            self.flag_block_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
+        values = (partition.num_rows, partition.fingerprint, num_columns, dtype, self.flag_block_rows)
         super().__init__(context, values, buffer, partition.num_rows * num_columns * dtype.itemsize)
         self.buffer = context.gathered(partition.num_rows, num_columns, dtype, buffer)
         self.row_starts = context.table(partition, partition.starts)
@@ -325,13 +333,13 @@ class Gather(BaseGather):
         if context.is_cuda:
             self._copy = context.launch(copy_rows_kernel, context.num_sms, {"BLOCK": _COPY_BLOCK}, num_warps=4)
         start = partition.starts[context.rank]
-        self.own_rows = self.buffer.local[start : start + partition.count(context.rank)]
+        self.local_shard = self.buffer.local[start : start + partition.count(context.rank)]
         self._copies = [] if self.by_push else self._list_copies()
-        self._flags = self._fan_of_flags() if is_awaited else None
+        self._flags = self._strided_copy_of_flags() if is_awaited else None
 
     def _list_copies(self) -> list[tuple[int, int, int, int, int]]:
         """Every chunk in order: (destination, offset in x, bytes, its flag, the word that holds the flag's epoch)."""
-        context, partition, rows = self.context, self.partition, self.granule_rows
+        context, partition, rows = self.context, self.partition, self.flag_block_rows
         rank = context.rank
         start, count = partition.starts[rank], partition.count(rank)
         epochs = context.gather_epochs.data_ptr()
@@ -347,7 +355,7 @@ class Gather(BaseGather):
                 )
         return copies
 
-    def _fan_of_flags(self) -> Fan | None:
+    def _strided_copy_of_flags(self) -> StridedCopy | None:
         """The flags of all peers as one command; None where they are sent behind the rows of each."""
         if len(self._copies) != self.context.world_size - 1:  # one chunk for each peer has one flag
             return None
@@ -355,7 +363,7 @@ class Gather(BaseGather):
         return flags_of_peers(self.channel.signals, rank, 4 * rank * FLAGS_PER_RANK, words)
 
     def _push_arguments(self, x: torch.Tensor) -> tuple:
-        return x, self.buffer.addresses, self.pointers, self.row_starts, self.num_columns, self.granule_rows
+        return x, self.buffer.addresses, self.pointers, self.row_starts, self.num_columns, self.flag_block_rows
 
     def compile(self, x: torch.Tensor) -> None:
         """Compiles the kernel of a push, without running it; the one in front of copy engines takes no time."""
@@ -365,16 +373,17 @@ class Gather(BaseGather):
     def start(self, x: torch.Tensor, *, copies_own: bool = True) -> None:
         """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``.
 
-        Without ``copies_own`` this rank's own rows of the buffer stay as they are; so they do where ``x`` is them."""
+        Without ``copies_own`` this rank's local shard of the buffer stay as they are; so they do where ``x`` is
+        them."""
         address = x.data_ptr()
         if self.by_push:
             self.fork(lambda: self._send_by_push(x))
         else:
             self.fork(lambda: self._send_by_copies(x), (self, address), (address,))
-        if copies_own and x.data_ptr() != self.own_rows.data_ptr():
+        if copies_own and x.data_ptr() != self.local_shard.data_ptr():
             # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
             try:
-                self.own_rows.copy_(x)
+                self.local_shard.copy_(x)
             except BaseException:
                 self.abort()
                 raise
@@ -386,32 +395,32 @@ class Gather(BaseGather):
 
     def copy_own(self, x: torch.Tensor) -> None:
         """Copies ``x`` to its place in the buffer on the communication stream, behind the sends: for a consumer that
-        has been launched, reads own rows elsewhere, and leaves room on its multiprocessors.
+        has been launched, reads the local shard elsewhere, and leaves room on its multiprocessors.
 
         Enqueued before the consumer it would keep it waiting for the sends where a device has one connection, and the
         driver's copy kernel finds no room beside a GEMM (``docs/measurements/tp.md``).
         """
         if self._copy is None:
-            self.own_rows.copy_(x)
+            self.local_shard.copy_(x)
             return
         context, key = self.context, x.data_ptr()
         if not self._copy.repeat(key, context.comm_handle):
-            self._copy(x, self.own_rows, x.numel(), stream=context.comm_stream, key=key)
+            self._copy(x, self.local_shard, x.numel(), stream=context.comm_stream, key=key)
 
     def _send_by_copies(self, x: torch.Tensor) -> None:
         """Each chunk, then its flag, or all flags at the end, peer after peer on one stream: nothing else was quicker
         (``docs/measurements/tp.md``)."""
         context, stream = self.context, self.context.comm_stream
-        num_flags = max(-(-self.partition.max_count // self.granule_rows), context.world_size)
+        num_flags = max(-(-self.partition.max_count // self.flag_block_rows), context.world_size)
         self._signal_start(num_flags, stream)
         address = x.data_ptr()
         if self._flags is None:
             copy_with_flags(self._copies, address, stream)
             return
-        copy_in_turn(((to, address + offset, num_bytes) for to, offset, num_bytes, _, _ in self._copies), stream)
-        if not send_fans((self._flags,), stream):
+        copy_in_sequence(((to, address + offset, num_bytes) for to, offset, num_bytes, _, _ in self._copies), stream)
+        if not send_strided((self._flags,), stream):
             self._flags = None  # from now on each behind its rows
-            copy_in_turn(((flag, word, 4) for _, _, _, flag, word in self._copies), stream)
+            copy_in_sequence(((flag, word, 4) for _, _, _, flag, word in self._copies), stream)
 
     def wait_for(self, source: int) -> None:
         """Holds the current stream until the rows of rank ``source`` are there; ``wait`` still has to come."""
@@ -424,7 +433,7 @@ def plan_all_gather(
     dtype: torch.dtype,
     device: torch.device,
     counts: tuple[int, ...] | None,
-    in_turn: bool,
+    in_ring_order: bool,
 ) -> Gather:
     """What ``start_all_gather`` needs for x of this shape (collective).
 
@@ -440,7 +449,7 @@ def plan_all_gather(
         agree_on_nothing(context, (context.gather_channel,), dtype=dtype)
         raise NotSupportedError(f"all_gather: nothing to gather in {tuple(shape)}")
     columns = padded_columns(shape[-1], dtype)
-    return Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1, is_awaited=not in_turn)
+    return Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1, is_awaited=not in_ring_order)
 
 
 def sendable_rows(x: torch.Tensor) -> torch.Tensor:
@@ -481,14 +490,14 @@ class PendingGather(Pending[Gather]):
         copies_own: bool,
     ) -> None:
         super().__init__(gather, started_on, rows)
-        self._own_rows = None if copies_own else rows[:, :num_columns]
+        self._local_shard = None if copies_own else rows[:, :num_columns]
         self.rows = gather.buffer.local[:, :num_columns]
         gather.start(rows, copies_own=copies_own)
 
     def wait(self) -> torch.Tensor:
         """Holds the current stream until all rows are there: [total rows, K], a view of the context's buffer that the
         next gather overwrites."""
-        assert self._own_rows is None, "own rows are not there"
+        assert self._local_shard is None, "the local shard is not there"
         self._resume()
         self._exchange.wait()
         return self.rows
@@ -497,14 +506,14 @@ class PendingGather(Pending[Gather]):
         """Instead of ``wait``: ``each`` rank's place among all and its rows, this rank's own first, then the others'
         in the order of arrival, the current stream held until they are there. When it ends all are there and counted,
         as after ``wait``. ``key``: as of ``BaseGather.consume``."""
-        assert key is None or self._own_rows is None, "own rows lie elsewhere in each call"
+        assert key is None or self._local_shard is None, "the local shard is stored elsewhere in each call"
         gather, starts = self._exchange, self._exchange.partition.starts
         self._resume()
 
         def consume_rank(ranks: Sequence[int]) -> None:
             share = slice(starts[ranks[0]], starts[ranks[0] + 1])
             is_own = ranks[0] == gather.context.rank
-            each(share, self.rows[share] if self._own_rows is None or not is_own else self._own_rows)
+            each(share, self.rows[share] if self._local_shard is None or not is_own else self._local_shard)
 
         gather.consume([(source,) for source in gather.arrival_order], consume_rank, key)
 
@@ -515,19 +524,19 @@ def start_all_gather(
     *,
     context: TPContext,
     row_counts: Sequence[int] | None = None,
-    in_turn: bool = False,
+    in_ring_order: bool = False,
     copies_own: bool = True,
 ) -> PendingGather:
-    """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next. ``in_turn``:
-    each peer is told of its rows as soon as they are there, for ``PendingGather.consume``, which gives this rank's own
-    rows where ``x`` is without ``copies_own``: the gathered rows lack them then.
+    """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next.
+    ``in_ring_order``: each peer is told of its rows as soon as they are there, for ``PendingGather.consume``, which
+    gives this rank's local shard where ``x`` is without ``copies_own``: the gathered rows lack them then.
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
     counts = None if row_counts is None else tuple(row_counts)
     stream = context.enter("all_gather", x.shape if counts is None else counts, x.dtype)
-    gather = context.plan(plan_all_gather, x.shape, x.dtype, x.device, counts, in_turn)
+    gather = context.plan(plan_all_gather, x.shape, x.dtype, x.device, counts, in_ring_order)
     return PendingGather(gather, sendable_rows(x), x.shape[-1], stream, copies_own)
 
 
@@ -543,29 +552,31 @@ _ALIGNMENT = 16  # bytes
 class PartsGather(BaseGather):
     """Gathers of tensors of ``sizes`` bytes a rank, the same on all ranks (collective to make).
 
-    The first ``num_in_turn`` of a rank have a flag, the others have one: ``wait_for`` waits for the former.
+    The first ``num_in_ring_order`` of a rank have a flag, the others have one: ``wait_for`` waits for the former.
 
     ``totals``: the bytes of each tensor of all ranks, views of the buffer. ``blocks``: ranks whose parts are consumed
     together, as they arrive; this rank's comes first.
     """
 
-    def __init__(self, context: TPContext, sizes: tuple[int, ...], num_in_turn: int, num_blocks: int) -> None:
+    def __init__(self, context: TPContext, sizes: tuple[int, ...], num_in_ring_order: int, num_blocks: int) -> None:
         world, num_bytes = context.world_size, sum(sizes)
         units = world * num_bytes // _ALIGNMENT
-        turns = num_blocks << 8 | num_in_turn
+        turns = num_blocks << 8 | num_in_ring_order
         super().__init__(context, (units, hash(sizes) & 0x7FFFFFFF, _ALIGNMENT, torch.uint8, turns))
         self.blocks = rank_blocks(self.arrival_order, num_blocks)
         order = [context.rank, *chunk_order(context.rank, world, "gather_push").tolist()]
-        in_turn = [one for block in rank_blocks(order, num_blocks) for one in order_in_block(context.rank, block)]
-        self._peers = [one for one in in_turn if one != context.rank]
+        in_ring_order = [
+            one for block in rank_blocks(order, num_blocks) for one in order_in_block(context.rank, block)
+        ]
+        self._peers = [one for one in in_ring_order if one != context.rank]
         self.buffer = context.gathered(units, _ALIGNMENT, torch.uint8)
         starts = [world * before for before in accumulate(sizes, initial=0)]
         flat = self.buffer.local.view(-1)
         self.totals = [flat[first:last] for first, last in zip(starts, starts[1:])]
         parts = list(zip(range(len(sizes)), starts, sizes))
-        self._stages = [stage for stage in (parts[:num_in_turn], parts[num_in_turn:]) if stage]
+        self._stages = [stage for stage in (parts[:num_in_ring_order], parts[num_in_ring_order:]) if stage]
         self._own = [(total.data_ptr() + context.rank * size, size) for total, size in zip(self.totals, sizes)]
-        self.granule_rows, count = 1, len(self._stages)
+        self.flag_block_rows, count = 1, len(self._stages)
         self._first_starts = context.table(("flags", 1), range(world + 1))
         self.row_starts = context.table(("flags", count), range(0, count * world + 1, count))
 
@@ -579,7 +590,7 @@ class PartsGather(BaseGather):
             if context.is_cuda:
                 memcpys_async(own, current_handle(context.device))
             else:
-                copy_in_turn(own, None)
+                copy_in_sequence(own, None)
         except BaseException:
             self.abort()
             raise
@@ -593,7 +604,7 @@ class PartsGather(BaseGather):
                 moves += [(buffer + start + rank * size, addresses[i], size) for i, start, size in stage]
                 moves.append((flags + 4 * (rank * FLAGS_PER_RANK + index), epoch, 4))
         self._signal_start(1, context.comm_stream)
-        copy_in_turn(moves, context.comm_stream)
+        copy_in_sequence(moves, context.comm_stream)
 
     def wait_for(self, source: int) -> None:
         """Holds the current stream until the first tensors of rank ``source`` are there; ``wait`` has to come."""
@@ -601,7 +612,11 @@ class PartsGather(BaseGather):
 
 
 def plan_gather_of_parts(
-    context: TPContext, sizes: tuple[int, ...], devices: frozenset[torch.device], num_in_turn: int, num_blocks: int
+    context: TPContext,
+    sizes: tuple[int, ...],
+    devices: frozenset[torch.device],
+    num_in_ring_order: int,
+    num_blocks: int,
 ) -> PartsGather:
     """What ``start_gather_of_parts`` needs for parts of ``sizes`` bytes (collective).
 
@@ -614,9 +629,9 @@ def plan_gather_of_parts(
         raise NotSupportedError(f"{name}: parts on {set(devices)}, the context is on {context.device}")
     if not sizes or min(sizes) == 0 or any(size % _ALIGNMENT for size in sizes):
         raise NotSupportedError(f"{name}: parts of {list(sizes)} bytes; each has to be whole {_ALIGNMENT} bytes")
-    if not 0 <= num_in_turn <= len(sizes):
-        raise NotSupportedError(f"{name}: {num_in_turn} of {len(sizes)} parts in turn")
-    return PartsGather(context, sizes, num_in_turn, num_blocks)
+    if not 0 <= num_in_ring_order <= len(sizes):
+        raise NotSupportedError(f"{name}: {num_in_ring_order} of {len(sizes)} parts in turn")
+    return PartsGather(context, sizes, num_in_ring_order, num_blocks)
 
 
 @outside_compile
@@ -632,11 +647,11 @@ class PendingParts(Pending[PartsGather]):
         self,
         gather: PartsGather,
         parts: Sequence[torch.Tensor],
-        num_in_turn: int,
+        num_in_ring_order: int,
         started_on: torch.cuda.Stream | None,
     ) -> None:
         super().__init__(gather, started_on, *parts)
-        self._num_in_turn = num_in_turn
+        self._num_in_ring_order = num_in_ring_order
         world = gather.context.world_size
         self.totals = [  # of this call alone: who takes them may empty them
             total.view(part.dtype).view(world * part.shape[0], *part.shape[1:])
@@ -660,14 +675,14 @@ class PendingParts(Pending[PartsGather]):
 
         def consume_block(ranks: Sequence[int]) -> None:
             block = ranks[0] // len(ranks)
-            each(block, [total.chunk(num_blocks)[block] for total in self.totals[: self._num_in_turn]])
+            each(block, [total.chunk(num_blocks)[block] for total in self.totals[: self._num_in_ring_order]])
 
         gather.consume(gather.blocks, consume_block, key)
 
 
 @outside_compile
 def start_gather_of_parts(
-    parts: Sequence[torch.Tensor], *, context: TPContext, num_in_turn: int = 0, num_blocks: int | None = None
+    parts: Sequence[torch.Tensor], *, context: TPContext, num_in_ring_order: int = 0, num_blocks: int | None = None
 ) -> PendingParts:
     """Starts a gather of each of ``parts`` along dimension 0 by copy engines, beside what the current stream does
     next. Equivalent: ``dist.all_gather_into_tensor`` of each.
@@ -675,7 +690,7 @@ def start_gather_of_parts(
     Args:
         parts: [rows, ...] each, of any types, the same sizes on all ranks.
         context: The group's context.
-        num_in_turn: So many of ``parts`` peers get in turn and before the others, for ``PendingParts.consume``.
+        num_in_ring_order: So many of ``parts`` peers get in turn and before the others, for ``PendingParts.consume``.
         num_blocks: Of ranks whose parts are consumed together: a divisor of the group's size. Default: each rank's
             by themselves.
 
@@ -688,5 +703,5 @@ def start_gather_of_parts(
     sizes = tuple(part.nbytes for part in parts)
     stream = context.enter("gather_of_parts", sizes)
     devices = frozenset(part.device for part in parts)
-    gather = context.plan(plan_gather_of_parts, sizes, devices, num_in_turn, num_blocks or context.world_size)
-    return PendingParts(gather, parts, num_in_turn, stream)
+    gather = context.plan(plan_gather_of_parts, sizes, devices, num_in_ring_order, num_blocks or context.world_size)
+    return PendingParts(gather, parts, num_in_ring_order, stream)

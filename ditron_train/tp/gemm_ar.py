@@ -35,12 +35,12 @@ from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.stream.agreement import agree_on_nothing
 from ditron_train.stream.plan import Plan
-from ditron_train.tp.all_reduce import AllReduce, PushAllReduce, fold_own_rows_kernel, order_tables
+from ditron_train.tp.all_reduce import AllReduce, PushAllReduce, order_tables, reduce_local_shard_kernel
 from ditron_train.tp.choices import PUSH_BYTES, Choice, GatherPlan, Layout, Problem, choose, chunk_rows_of
 from ditron_train.tp.context import Operands, RowPartition, TPContext, can_copy
 from ditron_train.tp.gather import Gather
 from ditron_train.tp.gemm_rs import ChunkedGemmPlan, GemmRsCopyPlan, covers
-from ditron_train.tp.reduce_scatter import FOLD_BLOCK, SumOrder
+from ditron_train.tp.reduce_scatter import REDUCE_BLOCK, SumOrder
 
 
 class GemmArPushPlan(Plan[TPContext]):
@@ -98,8 +98,8 @@ class GemmArTwoRoundPlan(Plan[TPContext]):
         partition = RowPartition.of(
             [m * (rank + 1) // world_size - m * rank // world_size for rank in range(world_size)]
         )
-        tables, vector = order_tables(context, m, n, dtype, FOLD_BLOCK)
-        order = None if vector == 0 else SumOrder(fold_own_rows_kernel, tables, {"VECTOR": vector})
+        tables, vector = order_tables(context, m, n, dtype, REDUCE_BLOCK)
+        order = None if vector == 0 else SumOrder(reduce_local_shard_kernel, tables, {"VECTOR": vector})
         product = replace(problem, op="gemm_rs")
         self._product = GemmRsCopyPlan(context, partition, product, choice, order=order)
         plan = GatherPlan("copy")
@@ -181,7 +181,7 @@ def gemm_ar(
         x: [..., K], this rank's share of K; bf16 or fp16 (on CPU fp32 too), any strides.
         weight: [N, K] (``nt``) or [K, N] (``nn``).
         context: The group's context.
-        layout: How ``weight`` lies.
+        layout: How ``weight`` is.
         choice: Tiles and way to move partial sums; by the shape where None (``tp.choices``).
 
     Returns:

@@ -6,14 +6,14 @@
 
 There are two ways to move the partial sums.
 
-By copy engines, in chunks: a GEMM for the rows of each rank, sent while the next one runs. Own rows are last, so that
-their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``).
+By copy engines, in chunks: a GEMM for the rows of each rank, sent while the next one runs. Local shard are last, so
+that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``).
 
-    current         GEMM of rank - 1's rows | GEMM of rank - 2's rows | ... | GEMM of own rows | sum
+    current         GEMM of rank - 1's rows | GEMM of rank - 2's rows | ... | GEMM of local shard | sum
     communication   start signals           | rows to rank - 1        | ... | rows to rank + 1
 
-By the GEMM's epilogue: one persistent kernel that stores each tile into its owner's slots and adds up own rows at the
-end. It loses some 60 to 80 us whatever the size, since loads queue behind the stores.
+By the GEMM's epilogue: one persistent kernel that stores each tile into its owner's slots and adds up local shard at
+the end. It loses some 60 to 80 us whatever the size, since loads queue behind the stores.
 
     current         start signals, tiles of rank - 1 | tiles of rank - 2 | ... | own tiles | sum
 
@@ -71,7 +71,7 @@ class GemmRsConstants(NamedTuple):
     """What ``gemm_rs_kernel`` is compiled for; see there."""
 
     tile: Tile
-    fold_rows: int
+    reduce_rows: int
     world_size: int
     ranks_pow2: int
     even: bool
@@ -106,12 +106,13 @@ def _next_work(counter_ptr):
 
 
 @triton.jit
-def _fold(
+def _ring_reduce(
     work, num_tiles, counter_ptr, slots_ptr, out_ptr, channel, reduction, OP: tl.constexpr, TARGET: tl.constexpr
 ):
     """out = ((x[rank + 1] + x[rank + 2]) + ...) + x[rank]: NCCL's ring order, each + in fp32, rounded at every hop.
 
-    Waits for the partial tiles of all ranks that cover a block of ``fold_rows`` rows, then reads them from own memory.
+    Waits for the partial tiles of all ranks that cover a block of ``reduce_rows`` rows, then reads them from own
+    memory.
     """
     TILE: tl.constexpr = OP.tile
     rank, N, slot_stride = reduction.rank, reduction.N, reduction.slot_stride
@@ -119,13 +120,13 @@ def _fold(
     end_row = tl.load(reduction.tables.starts + rank + 1)
     first_tile = first_row // TILE.block_m
     num_tiles_n = tl.cdiv(N, TILE.block_n)
-    num_blocks = tl.cdiv(end_row - first_row, OP.fold_rows) * num_tiles_n
+    num_blocks = tl.cdiv(end_row - first_row, OP.reduce_rows) * num_tiles_n
     while work < num_tiles + num_blocks:
         block = work - num_tiles
         work = _next_work(counter_ptr)
         tile_n = block % num_tiles_n
-        row = first_row + (block // num_tiles_n) * OP.fold_rows
-        last_row = tl.minimum(row + OP.fold_rows, end_row) - 1
+        row = first_row + (block // num_tiles_n) * OP.reduce_rows
+        last_row = tl.minimum(row + OP.reduce_rows, end_row) - 1
         for tile in range(row // TILE.block_m - first_tile, last_row // TILE.block_m - first_tile + 1):
             flag = tile * num_tiles_n + tile_n
             dl.wait_ranks(
@@ -138,7 +139,7 @@ def _fold(
                 OP.ranks_pow2,
                 TARGET,
             )
-        rows = row + tl.arange(0, OP.fold_rows)
+        rows = row + tl.arange(0, OP.reduce_rows)
         cols = tile_n * TILE.block_n + tl.arange(0, TILE.block_n)
         mask = (rows[:, None] <= last_row) & (cols[None, :] < N)
         offsets = (rows[:, None] - first_tile * TILE.block_m).to(tl.int64) * slot_stride + cols[None, :]
@@ -211,7 +212,7 @@ def _work_counter(tickets_ptr, epoch):
 
 @triton.jit
 def _signal_stored(pending, epoch, TARGET: tl.constexpr):
-    """Waits for the stores of the tile whose flag lies at ``pending``, if there is one, and sets the flag."""
+    """Waits for the stores of the tile whose flag is at ``pending``, if there is one, and sets the flag."""
     if pending != 0:
         dl.notify_stored(pending, epoch, False, TARGET)
 
@@ -248,11 +249,11 @@ def gemm_rs_kernel(
     to the tile grid, so a tile that straddles two owners goes whole to both). Before the first store to an owner: its
     start signal. A tile is signalled one tile later, when its asynchronous stores are complete (``bulk_store_wait``),
     by a release after a block barrier; so the store of one tile runs under the products of the next. At the end every
-    program folds blocks of its own rank's rows (``_fold``).
+    program reduces blocks of its own rank's rows (``_ring_reduce``).
 
-    Programs draw tiles, then blocks to fold, from a counter (ticket slots 2 and 3 by epoch parity; the other one is
-    reset for the next launch). So the programs that run do all the work: one that finds no SM, because another
-    stream's kernel holds it, is not waited for, and two ranks cannot block each other that way.
+    Programs draw tiles, then blocks to reduce in ring order, from a counter (ticket slots 2 and 3 by epoch parity; the
+    other one is reset for the next launch). So the programs that run do all the work: one that finds no SM, because
+    another stream's kernel holds it, is not waited for, and two ranks cannot block each other that way.
 
     Args:
         a_desc, b_desc: The operands.
@@ -265,8 +266,8 @@ def gemm_rs_kernel(
         scales: ``TensorScales`` of FP8 operands, else None.
         M, N, K: Sizes of the product.
         slot_rows, slot_stride, flags_per_rank: As of ``_Reduction``.
-        OP: ``GemmRsConstants``. ``even``: every rank owns the same whole number of row tiles. ``fold_rows``: rows of a
-            block that is added up at once. ``ranks_pow2``: ranks, as the next power of two.
+        OP: ``GemmRsConstants``. ``even``: every rank owns the same whole number of row tiles. ``reduce_rows``: rows of
+            a block that is added up at once. ``ranks_pow2``: ranks, as the next power of two.
         TARGET: See ``runtime.device.kernel_target``.
     """
     TILE: tl.constexpr = OP.tile
@@ -290,7 +291,7 @@ def gemm_rs_kernel(
     work = _next_work(counter_ptr)
     while work < num_tiles:
         tile_id = work
-        work = _next_work(counter_ptr)  # drawn early: its latency lies under this tile's products
+        work = _next_work(counter_ptr)  # drawn early: its latency overlaps with this tile's products
         if OP.even:
             tile_m, tile_n, owner = scatter_tile(
                 tile_id, rank, num_tiles_m, num_tiles_n, OP.world_size, OP.world_size, TILE.group_m
@@ -317,7 +318,7 @@ def gemm_rs_kernel(
             _store_to_owners(acc, tile_m, tile_n, peers, channel, reduction, OP, TARGET)
     _signal_stored(pending, epoch, TARGET)
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, OP.world_size, TARGET)
-    _fold(work, num_tiles, counter_ptr, slots.local, out_ptr, channel, reduction, OP, TARGET)
+    _ring_reduce(work, num_tiles, counter_ptr, slots.local, out_ptr, channel, reduction, OP, TARGET)
 
 
 class GemmRsStorePlan(Plan[TPContext]):
@@ -330,7 +331,7 @@ class GemmRsStorePlan(Plan[TPContext]):
         config, world_size = choice.config, context.world_size
         self._a_block, self._b_block = (config.block_m, config.block_k), config.b_block(transpose_b)
         channel = self.channel
-        self._num_own_rows = partition.count(context.rank)
+        self._num_local_shard = partition.count(context.rank)
         block = config.block_m
         values = (self.m, partition.fingerprint, n, dtype, block, config.block_n)
         ends = zip(partition.starts, partition.starts[1:])
@@ -362,7 +363,7 @@ class GemmRsStorePlan(Plan[TPContext]):
             {
                 "OP": GemmRsConstants(
                     config.tile(transpose_b=transpose_b),
-                    min(choice.fold_rows, block),
+                    min(choice.reduce_rows, block),
                     world_size,
                     next_power_of_2(world_size),
                     partition.is_even(block),
@@ -392,7 +393,7 @@ class GemmRsStorePlan(Plan[TPContext]):
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
         """Compiles what a call with these would run, without running it."""
-        out = x.new_empty(self._num_own_rows, self.n, dtype=self._slots.local.dtype)
+        out = x.new_empty(self._num_local_shard, self.n, dtype=self._slots.local.dtype)
         self._launch.compile(*self._arguments(aligned_operand(x), aligned_operand(weight), out, scales))
 
     def _arguments(
@@ -523,7 +524,7 @@ class ChunkedGemmPlan(Plan[TPContext]):
 class GemmRsCopyPlan(ChunkedGemmPlan):
     """[m, k] times a weight, reduce-scattered by rows; collective to make.
 
-    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; own rows last: their GEMM
+    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; local shard last: their GEMM
     hides the last transfer. Then the sum (``ReduceScatter.finish``), whose order is that of the arrivals: rank + 1
     first.
     """
@@ -606,13 +607,13 @@ def gemm_rs(
     """``x`` times ``weight``, reduce-scattered along dimension 0: Megatron's row-linear forward and column-linear
     dgrad.
 
-    Partials are folded by their owner in NCCL's ring order, each sum rounded to the dtype.
+    Partials are reduced by their owner in NCCL's ring order, each sum rounded to the dtype.
 
     Args:
         x: [s, ..., K], all rows, this rank's share of K; bf16, fp16 or, on Hopper, FP8 (on CPU fp32 too), any strides.
         weight: [N, K] (``nt``) or [K, N] (``nn``; not of FP8).
         context: The group's context.
-        layout: How ``weight`` lies.
+        layout: How ``weight`` is.
         row_counts: Rows that each rank gets where they differ.
         scatter: How to move partial sums; chosen by the shape where None (``tp.choices``). Without ``cuda-bindings``,
             or where rows of the result are not whole 16 bytes, they are stored by the GEMM whatever is said here.

@@ -131,7 +131,7 @@ class KeptInputs:
         self._shapes.add(shape)
         return True
 
-    def _give_up_old(self) -> None:
+    def _abort_old(self) -> None:
         """Frees the places of calls whose backward has not come for long; if it comes nevertheless it gathers."""
         for waiting in list(self._waiting.values()):
             if waiting[0].number + _MOST_CALLS < self._num_calls:
@@ -140,7 +140,7 @@ class KeptInputs:
     def _place_of(self, num_bytes: int) -> _Place | None:
         """The smallest free place that holds as much, or a new one, as far as there is memory for it."""
         if num_bytes > self._left_bytes:
-            self._give_up_old()
+            self._abort_old()
         fitting = [place for place in self._places if place.is_free and place.num_bytes >= num_bytes]
         if fitting:
             return min(fitting, key=lambda place: place.num_bytes)

@@ -58,8 +58,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_whole(x: torch.Tensor) -> bool:
-    """Whether ``x`` lies as a new tensor does, in dimensions of size 1, too: of others ``torch.matmul`` may multiply
-    matrix by matrix, though torch calls them contiguous."""
+    """Whether ``x`` is stored as a new tensor does, in dimensions of size 1, too: of others ``torch.matmul`` may
+    multiply matrix by matrix, though torch calls them contiguous."""
     shape, strides = x.shape, x.stride()
     return x.is_contiguous() and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(x.dim() - 2))
 
@@ -67,10 +67,10 @@ def is_whole(x: torch.Tensor) -> bool:
 def product_and_reduce_scatter(
     grad_output: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, is_frozen: bool
 ) -> torch.Tensor:
-    """As Megatron's path: dX of a gradient with strides. Torch multiplies sequence by sequence where rows are no view
+    """As stock Megatron: dX of a gradient with strides. Torch multiplies sequence by sequence where rows are no view
     and the weight is frozen.
 
-    How a gradient lies is known in backward alone, when only the kernel for whole ones was compared with native's
+    How a gradient is is known in backward alone, when only the kernel for whole ones was compared with native's
     product. It stands in where the weight is frozen, or where rows cannot be copied by copy engines.
     """
     if is_frozen:
@@ -84,7 +84,7 @@ def product_and_reduce_scatter(
 
 
 class Wgrad(Protocol):
-    """Computes the weight gradient of one call of a layer, and says where it goes, and how its gradients lie."""
+    """Computes the weight gradient of one call of a layer, and says where it goes, and how its gradients are."""
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
         """[rows, N] and [rows, K] to [N, K], or None where it went elsewhere (``main_grad``)."""
@@ -106,7 +106,6 @@ class PlainWgrad:
     """grad_output^T @ input, at once, as the native path without fused accumulation computes it."""
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
-        """See ``Wgrad``."""
         return grad_output.contiguous().t().matmul(total_input.contiguous())
 
     def defer(self, grad_output: torch.Tensor) -> bool:
@@ -114,7 +113,7 @@ class PlainWgrad:
         return False
 
     def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
-        """See ``Wgrad``: itself."""
+        """Itself."""
         return grad_output
 
     def result_without_gemm(self, dtype: torch.dtype) -> None:
@@ -122,7 +121,7 @@ class PlainWgrad:
         return None
 
     def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor:
-        """See ``Wgrad``: a sum of its own."""
+        """A sum of its own."""
         return grad_output.contiguous().sum(dim=0)
 
 
@@ -154,7 +153,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = saved_operands(ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         is_frozen = needs_x and not needs_weight
-        if not is_frozen:  # else how it lies counts: torch makes rows of others before it multiplies
+        if not is_frozen:  # else how it is counts: torch makes rows of others before it multiplies
             grad_output = as_rows(grad_output)
         deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x, ctx.context))
         grad_output = ctx.wgrad.operand(grad_output)
@@ -205,7 +204,7 @@ def _column_gradients(
     deferred: bool = False,
     total_x: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dX and dWt: the gather of X, where ``total_x`` was not kept, lies under the dgrad GEMM, the reduce-scatter of
+    """dX and dWt: the gather of X, where ``total_x`` was not kept, overlaps with the dgrad GEMM, the reduce-scatter of
     dX under the wgrad GEMM.
 
     Where dWt is ``deferred`` dX is the same product by the same kernels: what a policy has compared is what runs.
@@ -391,7 +390,7 @@ class ColumnOverNodes(torch.autograd.Function):
         if needs_weight and not deferred:
             total = rows.new_empty(len(rows) * ctx.context.world_size, rows.shape[1])
             gather = dist.all_gather_into_tensor(total, rows, group=group, async_op=True)
-        # Rows with strides are multiplied whole, as natively: cuBLAS chooses its kernel by how they lie.
+        # Rows with strides are multiplied whole, as natively: cuBLAS chooses its kernel by how they are.
         by_rails = needs_x and is_whole(grad_output)
         by_rails = by_rails and ctx.context.sums_by_rails(len(grad_output), weight.shape[1], rows.dtype)
         partial = grad_output.matmul(weight) if needs_x and not by_rails else None

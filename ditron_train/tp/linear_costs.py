@@ -100,7 +100,7 @@ def linear_backward(
     estimate = Estimate(native_us, native_us, dgrad_us + wgrad_us, gather_us + scatter_us)
     if span.network is not None or (fp8 is not None and machine.target not in FP8_TARGETS):
         return estimate
-    fold_us = pass_us((ranks + 1) * m // ranks * k * _ITEMSIZE, rates)
+    reduce_us = pass_us((ranks + 1) * m // ranks * k * _ITEMSIZE, rates)
     first_us = beside_us(dgrad_us, copied_us(gathered, ranks, rates), rates.copy_share)
-    ours_us = first_us + beside_us(wgrad_us, copied_us(summed, ranks, rates), rates.copy_share) + fold_us
-    return Estimate(native_us, ours_us, dgrad_us + wgrad_us, gather_us + scatter_us)
+    fused_us = first_us + beside_us(wgrad_us, copied_us(summed, ranks, rates), rates.copy_share) + reduce_us
+    return Estimate(native_us, fused_us, dgrad_us + wgrad_us, gather_us + scatter_us)

@@ -42,7 +42,7 @@ from ditron_train.tp.ag_gemm import ag_gemm, plan_ag_gemm
 from ditron_train.tp.choices import Layout
 from ditron_train.tp.context import RowPartition, TPContext, can_copy, get_tp_context
 from ditron_train.tp.gemm_rs import covers
-from ditron_train.tp.reduce_scatter import ReduceScatter, fold_onto_kernel
+from ditron_train.tp.reduce_scatter import ReduceScatter, reduce_onto_kernel
 
 _Made = TypeVar("_Made")
 _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesTPContext] = GroupCache()
@@ -64,7 +64,7 @@ class NodesTPContext:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         nodes = node_groups(group)
         if nodes is None:
-            raise NotSupportedError("the tensor parallel group lies inside one node")
+            raise NotSupportedError("the tensor parallel group is inside one node")
         self.group, self.nodes, self.device = group, nodes, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.inner: TPContext | None = None
@@ -92,7 +92,7 @@ class NodesTPContext:
 
     def ring_step(self, rows: int, n: int, dtype: torch.dtype) -> int:
         """Along which ring the process group reduce-scatters [rows, n]: 1 by ascending ranks, -1 by descending ones, 0
-        in no order that ours can follow, which is logged once (collective the first time)."""
+        in no order that the fused path can follow, which is logged once (collective the first time)."""
         of_gloo = rows * n // self.world_size if self.device.type == "cpu" else None
         order = reduction_order(self.group, self.device, dtype, of_gloo)
         if order.ring_step == 0:
@@ -138,7 +138,7 @@ def get_nodes_tp_context(group: dist.ProcessGroup, device: torch.device) -> Node
     """The context of ``group``, made at the first call (collective).
 
     Raises:
-        NotSupportedError: The group lies inside a node, or its nodes are no equal blocks of ranks; on every rank
+        NotSupportedError: The group is inside a node, or its nodes are no equal blocks of ranks; on every rank
             alike.
         ArenaError: A node cannot have its context; on every rank alike.
     """
@@ -173,7 +173,7 @@ def ag_gemm_over_nodes(
         x: This rank's rows, as many on every rank.
         weight: [N, K] (``nt``) or [K, N] (``nn``).
         context: Of the group.
-        layout: How ``weight`` lies.
+        layout: How ``weight`` is.
         keeps: Whether the gathered rows are wanted.
 
     Returns:
@@ -195,7 +195,7 @@ def ag_gemm_over_nodes(
                 products[node], gathered[node] = part.matmul(weight.t() if layout == "nt" else weight), part
                 continue
             products[node], rows = ag_gemm(part, weight, context=context.inner, layout=layout, return_gathered=True)
-            if keeps:  # the next node's rows will lie where these lie
+            if keeps:  # the next node's rows will be where these are
                 gathered[node] = rows[:, : x.shape[1]].clone()
     return torch.cat(products), torch.cat(gathered) if keeps else None
 
@@ -216,8 +216,8 @@ class _NodeSum(ReduceScatter):
         partition = RowPartition.of([num_rows // world] * world)
         super().__init__(context, partition, num_columns, dtype)
         self._step = ring_step
-        self._folds: dict[bool, KernelLaunch] = {
-            goes_on: self._launch_of_sum(fold_onto_kernel, {"STEP": ring_step, "GOES_ON": goes_on})
+        self._reductions: dict[bool, KernelLaunch] = {
+            goes_on: self._launch_of_sum(reduce_onto_kernel, {"STEP": ring_step, "GOES_ON": goes_on})
             for goes_on in (False, True)
         }
 
@@ -243,7 +243,7 @@ class _NodeSum(ReduceScatter):
         operands = (partial, self._slots.local, self._pointers, out if total is None else total, out, self._row_starts)
         sizes = (self._num_columns, self.partition.max_count, ranks.start, len(ranks))
         with self.aborting:
-            self._folds[total is not None](*operands, *sizes, stream=self.context.comm_stream)
+            self._reductions[total is not None](*operands, *sizes, stream=self.context.comm_stream)
         self.context.join()
         self.context.leave(self.channel)
 
@@ -292,7 +292,7 @@ def gemm_rs_over_nodes(
         x: This rank's columns of all rows.
         weight: [N, K] (``nt``) or [K, N] (``nn``).
         context: Of the group.
-        layout: How ``weight`` lies.
+        layout: How ``weight`` is.
 
     Returns:
         [rows / world, N].

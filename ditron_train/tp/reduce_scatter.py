@@ -35,17 +35,17 @@ from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.orders import chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.agreement import agree, agree_on_nothing
-from ditron_train.stream.copies import Fan, copy_bytes, copy_in_turn, copy_with_flags
+from ditron_train.stream.copies import StridedCopy, copy_bytes, copy_in_sequence, copy_with_flags
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Exchange, Pending
-from ditron_train.stream.window import flags_of_peers, send_fans
+from ditron_train.stream.window import flags_of_peers, send_strided
 from ditron_train.symm.channel import Channel, ChannelPointers
 from ditron_train.tp.context import SLOTS, RowPartition, TPContext, check_can_copy, row_partition
 from ditron_train.tp.gather import gather_start_kernel
 
 
 class _Sources(NamedTuple):
-    """Partial sums: this rank's own rows, the slots of all ranks, and what a slot has of them."""
+    """Partial sums: this rank's local shard, the slots of all ranks, and what a slot has of them."""
 
     own: Any
     slots: Any
@@ -87,7 +87,7 @@ def _add_up(
 
 
 @triton.jit(do_not_specialize=["slot_rows"])
-def fold_rows_kernel(
+def reduce_rows_kernel(
     partial_ptr,
     slots_ptr,
     channel,
@@ -126,7 +126,7 @@ def fold_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["slot_rows", "first", "count"])
-def fold_onto_kernel(
+def reduce_onto_kernel(
     partial_ptr,
     slots_ptr,
     channel,
@@ -183,7 +183,7 @@ def fold_onto_kernel(
 
 #: What is added up: in fp32, each sum rounded.
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FOLD_BLOCK = 4096  # elements that a program adds up at once
+REDUCE_BLOCK = 4096  # elements that a program adds up at once
 
 
 class SumOrder(NamedTuple):
@@ -218,7 +218,7 @@ class SumExchange(Exchange[TPContext]):
 
     def _launch_of_sum(self, kernel: Any, constants: dict[str, Any]) -> KernelLaunch:
         context = self.context
-        world = {"BLOCK": FOLD_BLOCK, "WORLD_SIZE": context.world_size, "TARGET": context.target}
+        world = {"BLOCK": REDUCE_BLOCK, "WORLD_SIZE": context.world_size, "TARGET": context.target}
         num_programs = 2 * context.num_sms if context.is_cuda else 1
         return context.launch(kernel, num_programs, {**constants, **world}, num_warps=8)
 
@@ -243,18 +243,20 @@ class SumExchange(Exchange[TPContext]):
         ``beside``: as soon as the own sends are done, beside what the current stream has been given since ``start``
         (``partial`` must be whole by then).
         """
-        context, fold = self.context, self._fold
+        context, ring_reduce = self.context, self._ring_reduce
         key = (partial.data_ptr(), out.data_ptr())
         with self.aborting:
-            if not fold.repeat(key, context.comm_handle if beside else current_handle(context.device)):
-                fold(*self._fold_arguments(partial, out), stream=context.comm_stream if beside else None, key=key)
+            if not ring_reduce.repeat(key, context.comm_handle if beside else current_handle(context.device)):
+                ring_reduce(
+                    *self._reduce_arguments(partial, out), stream=context.comm_stream if beside else None, key=key
+                )
         context.join()
         context.leave(self.channel)
 
-    _fold: KernelLaunch
+    _ring_reduce: KernelLaunch
 
-    def _fold_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
-        """Of the kernel behind ``_fold``."""
+    def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+        """Of the kernel behind ``_ring_reduce``."""
         raise NotImplementedError
 
 
@@ -296,15 +298,15 @@ class ReduceScatter(SumExchange):
         self._order = order
         if order is None:
             first_part = {"FIRST_PART": context.world_size - 2 if in_parts else 0}
-            self._fold = self._launch_of_sum(fold_rows_kernel, first_part)
+            self._ring_reduce = self._launch_of_sum(reduce_rows_kernel, first_part)
         else:
-            self._fold = self._launch_of_sum(order.kernel, order.constants)
+            self._ring_reduce = self._launch_of_sum(order.kernel, order.constants)
         self.peers = chunk_order(context.rank, context.world_size, "sum_push").tolist()
         self._row_bytes = num_columns * dtype.itemsize
         self._copies = self._list_copies(self._row_bytes)
-        self._all_flags: Fan | None = None  # of what is sent as a whole, from the first time on
+        self._all_flags: StridedCopy | None = None  # of what is sent as a whole, from the first time on
         self._has_all_flags = False
-        self._first_flags = self._fan_of_flags(num_skipped=1) if in_parts else None
+        self._first_flags = self._strided_copy_of_flags(num_skipped=1) if in_parts else None
 
     def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int, int]]:
         """For each of ``peers`` what ``copy_with_flags`` takes: its rows of the partial to its slot."""
@@ -321,7 +323,7 @@ class ReduceScatter(SumExchange):
             for peer in self.peers
         ]
 
-    def _fan_of_flags(self, num_skipped: int) -> Fan | None:
+    def _strided_copy_of_flags(self, num_skipped: int) -> StridedCopy | None:
         """The flags of all ``peers`` but the last ``num_skipped``, as one command; None where they are sent one by
         one."""
         rank, words = self.context.rank, self.context.reduce_epochs.data_ptr()
@@ -330,7 +332,7 @@ class ReduceScatter(SumExchange):
     def start(self, partial: torch.Tensor) -> None:
         """Sends ``partial`` [total rows, N], contiguous; it must stay unchanged until ``finish``."""
         if not self._has_all_flags:
-            self._all_flags, self._has_all_flags = self._fan_of_flags(num_skipped=0), True
+            self._all_flags, self._has_all_flags = self._strided_copy_of_flags(num_skipped=0), True
         address = partial.data_ptr()
         self.fork(lambda: self._send_all(partial), (self, address), (address,))
 
@@ -343,10 +345,10 @@ class ReduceScatter(SumExchange):
             copy_with_flags(self._copies, address, stream)
             return
         rows = ((to, address + offset, num_bytes) for to, offset, num_bytes, _, _ in self._copies if num_bytes)
-        copy_in_turn(rows, stream)
-        if not send_fans((self._all_flags,), stream):
+        copy_in_sequence(rows, stream)
+        if not send_strided((self._all_flags,), stream):
             self._all_flags = None
-            copy_in_turn(((flag, word, 4) for _, _, _, flag, word in self._copies), stream)
+            copy_in_sequence(((flag, word, 4) for _, _, _, flag, word in self._copies), stream)
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
         """Sends ``rows``, of those of ``peers[position]``, behind what the communication stream has; it ``signals``
@@ -364,11 +366,11 @@ class ReduceScatter(SumExchange):
         if num_bytes:
             copy_bytes(destination + skipped, partial.data_ptr() + source, num_bytes, stream)
         first_flags = self._first_flags
-        if signals and num_behind == 1 and first_flags is not None and not send_fans((first_flags,), stream):
+        if signals and num_behind == 1 and first_flags is not None and not send_strided((first_flags,), stream):
             self._first_flags = None
-            copy_in_turn(((flag, word, 4) for _, _, _, flag, word in self._copies[:-1]), stream)
+            copy_in_sequence(((flag, word, 4) for _, _, _, flag, word in self._copies[:-1]), stream)
 
-    def _fold_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+    def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         order = () if self._order is None else (self._order.tables,)
         operands = (partial, self._slots.local, self._pointers, out, self._row_starts, *order)
         return (*operands, self._num_columns, self.partition.max_count)

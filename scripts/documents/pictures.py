@@ -12,7 +12,7 @@ from ditron_train.tools.results import Row, Stamp
 def draw_speedups(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     """Writes one picture with a panel for each op and pass; needs matplotlib (extra ``bench``).
 
-    Bars: native time over ours, and over the peer's. Marks: what no overlap can beat, and what the cost
+    Bars: native time over fused time, and over the peer's. Marks: what no overlap can beat, and what the cost
     model predicts. Line: native.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -36,7 +36,7 @@ _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def picture_path(result: Path) -> Path:
-    """Where the picture of a results file lies, relative to the root:
+    """Where the picture of a results file is, relative to the root:
     ``benchmarks/pictures/<device>x<count>-<bench>.png``."""
     return PICTURES / f"{result.parent.name}-{result.stem}.png"
 
@@ -81,7 +81,7 @@ def _gains(root: Path) -> str:
     measured = (read_results(path) for path in measurement_files(root) if path.stem != "verify")
     results = sorted(measured, key=lambda result: result[0].count)
     lines = [
-        "| `--ditron` | speed over Megatron's path, from the least to the most of the shapes | bits | measured on |",
+        "| `--ditron` | speedup over stock Megatron (min-max across shapes) | bits | measured on |",
         "| --- | --- | --- | --- |",
     ]
     for bench, headlines in _HEADLINES.items():

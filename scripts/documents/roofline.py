@@ -33,7 +33,7 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 def draw_roofline(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     """Writes the picture: TFLOP/s of the whole algorithm over its arithmetic intensity; needs matplotlib.
 
-    Points: native and ours at each shape, joined. Marks: native's rate times the ceiling of symmetry, which may lie
+    Points: native and fused at each shape, joined. Marks: native's rate times the ceiling of symmetry, which may be
     above the tensor cores' peak, since half of each symmetric product is not computed. Lines: memory and tensor cores.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -44,18 +44,18 @@ def draw_roofline(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     x = [_intensity(row.shape["m"], row.shape["n"]) for row in chosen]
-    ours = [row.tflops for row in chosen if row.tflops]  # all, see _points
-    native = [rate / row.speedup for rate, row in zip(ours, chosen)]
+    fused = [row.tflops for row in chosen if row.tflops]  # all, see _points
+    native = [rate / row.speedup for rate, row in zip(fused, chosen)]
     ceilings = [rate * symmetry_ceiling(row.shape["m"], row.shape["n"]) for rate, row in zip(native, chosen)]
-    for place, low, high in zip(x, native, ours):
+    for place, low, high in zip(x, native, fused):
         axis.plot([place, place], [low, high], color="#c9d6e4", linewidth=1.0, zorder=1)
     axis.scatter(
         x, ceilings, marker="_", s=140, color="#c0392b", label="native's rate x ceiling of symmetry", zorder=2
     )
     axis.scatter(x, native, s=26, color="#8a8a8a", label="native (cuBLAS)", zorder=3)
-    axis.scatter(x, ours, s=26, color="#2a6fb0", label="ditron_train", zorder=4)
+    axis.scatter(x, fused, s=26, color="#2a6fb0", label="ditron_train", zorder=4)
     labelled: list[float] = []
-    for place, rate, row in sorted(zip(x, ours, chosen), key=lambda entry: entry[0]):
+    for place, rate, row in sorted(zip(x, fused, chosen), key=lambda entry: entry[0]):
         if all(place > 1.12 * other for other in labelled):  # where there is room
             axis.annotate(f"{row.shape['m']}x{row.shape['n']}", (place, rate), fontsize="xx-small", rotation=35,
                           xytext=(2, 5), textcoords="offset points")  # fmt: skip

@@ -71,7 +71,7 @@ def check_steps(root: Path) -> list[Checked]:
 
 
 def middle(values: Iterable[float], share: float = 0.9) -> tuple[float, float]:
-    """Between what the middle ``share`` of the values lies."""
+    """Between what the middle ``share`` of the values is."""
     ordered = sorted(values)
     left_out = round((1 - share) / 2 * len(ordered))
     return ordered[left_out], ordered[len(ordered) - 1 - left_out]

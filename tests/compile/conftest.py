@@ -16,7 +16,7 @@ _STARTED = pytest.StashKey[list[Compilation]]()
 
 
 def room_specs() -> list[KernelSpec]:
-    """What the rooms list."""
+    """What the subpackages list."""
     specs = []
     for path in sorted(_HERE.glob("specs_*.py")):
         module_spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,5 +1,5 @@
-"""Writes ``memory_order.json``: the order in which the kernels of all rooms acquire, release and copy, compiled for
-sm_90.
+"""Writes ``memory_order.json``: the order in which the kernels of all subpackages acquire, release and copy, compiled
+for sm_90.
 
     python -m tests.compile.record_memory_order
 

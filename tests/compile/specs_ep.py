@@ -1,4 +1,4 @@
-"""Kernels of the ep room that lay out and move, as a group of 8 ranks with 128 experts launches them."""
+"""Kernels of the ep subpackage that lay out and move, as a group of 8 ranks with 128 experts launches them."""
 
 from tests.support.compile_check import KernelSpec
 

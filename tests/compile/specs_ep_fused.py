@@ -1,4 +1,4 @@
-"""Kernels of the ep room at task level, as a group of 8 ranks with 128 experts launches them."""
+"""Kernels of the ep subpackage at task level, as a group of 8 ranks with 128 experts launches them."""
 
 from tests.compile.specs_ep import CHANNEL, ROW_BUFFERS, SUMS, fields, sum_sizes
 from tests.support.compile_check import KernelSpec
@@ -26,7 +26,7 @@ SPECS = [
         name="ep_plan_tiles",
         kernel="ditron_train.ep.gemm_combine:plan_tiles",
         signature=fields(("tiles sources order board", "*i32"), ("control", "*i64"), ("max_tiles tile_count", "i32")),
-        constexprs={"WORLD_SIZE": 8, "SLOTS": 16, "BLOCK_M": 128, "FEWEST": 257, "BLOCK": 128},
+        constexprs={"WORLD_SIZE": 8, "SLOTS": 16, "BLOCK_M": 128, "MIN_ROWS": 257, "BLOCK": 128},
         num_warps=8,
     ),
     KernelSpec(

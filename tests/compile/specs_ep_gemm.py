@@ -1,4 +1,4 @@
-"""Grouped GEMMs of the ep room, as their configurations launch them."""
+"""Grouped GEMMs of the ep subpackage, as their configurations launch them."""
 
 from tests.support.compile_check import KernelSpec
 
@@ -138,7 +138,7 @@ SPECS = [
         KernelSpec(
             name=f"ep_list_tiles_of_groups_{which}",
             kernel="ditron_train.ep.grouped_gemm:list_tiles_of_groups",
-            signature={"counts": "*i64", "groups": "*i32", "tiles": "*i32", "max_tiles": "i32", "fewest_rows": "i32"},
+            signature={"counts": "*i64", "groups": "*i32", "tiles": "*i32", "max_tiles": "i32", "min_rows": "i32"},
             constexprs={
                 "NUM_SOURCES": 4,
                 "NUM_EXPERTS": 15,

@@ -1,4 +1,4 @@
-"""Kernels of the gemm room, as its configurations launch them."""
+"""Kernels of the gemm subpackage, as its configurations launch them."""
 
 from tests.support.compile_check import KernelSpec
 
@@ -12,13 +12,13 @@ def _gemm(
     block_k,
     stages,
     dtype="bf16",
-    halve_tail=False,
+    split_last_wave=False,
     targets=("sm_90", "sm_100"),
     fp8_chain=None,
 ):
     a_block = f"{block_k},{block_m}" if transpose_a else f"{block_m},{block_k}"
     b_block = f"{block_n},{block_k}" if transpose_b else f"{block_k},{block_n}"
-    half = block_n // 2 if halve_tail else block_n
+    half = block_n // 2 if split_last_wave else block_n
     half_b_block = f"{half},{block_k}" if transpose_b else f"{block_k},{half}"
     split = block_n >= 256
     is_fp8 = dtype.startswith("fp8")
@@ -45,7 +45,7 @@ def _gemm(
             "TRANSPOSE_A": transpose_a,
             "TRANSPOSE_B": transpose_b,
             "SPLIT_STORE": split,
-            "HALVE_TAIL": halve_tail,
+            "SPLIT_LAST_WAVE": split_last_wave,
             "FP8_CHAIN": fp8_chain,
             **({} if is_fp8 else {"scales": None}),
         },
@@ -70,7 +70,7 @@ SPECS = [
             256,
             64,
             4,
-            halve_tail=True,
+            split_last_wave=True,
             targets=_ONCE_ELSEWHERE[layout == "nn"],
         ),
         _gemm(f"gemm_{layout}_square", transpose_a, transpose_b, 128, 128, 64, 4),
@@ -92,7 +92,7 @@ SPECS = [
 
 _FP8 = dict(transpose_a=False, transpose_b=True, block_m=128, block_k=128, targets=("sm_90",))
 SPECS += [
-    _gemm("gemm_fp8_wide", block_n=256, stages=3, dtype="fp8e4nv", halve_tail=True, **_FP8),
+    _gemm("gemm_fp8_wide", block_n=256, stages=3, dtype="fp8e4nv", split_last_wave=True, **_FP8),
     _gemm("gemm_fp8_square_e5m2", block_n=128, stages=4, dtype="fp8e5", **_FP8),
     _gemm("gemm_fp8_square_split", block_n=128, stages=4, dtype="fp8e5", fp8_chain=128, **_FP8),
 ]

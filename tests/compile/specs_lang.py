@@ -7,14 +7,14 @@ from tests.support.compile_check import KernelSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lang"))
 
-_PADS = {"tickets": "*i64", "control": "*i64"}
+_SIGNAL_BUFFERS = {"tickets": "*i64", "control": "*i64"}
 _CHANNEL = {
     "signals": "*i32",
     "signals_addresses": "*i64",
     "ready": "*i32",
     "ready_addresses": "*i64",
     "signature": "*i32",
-    **_PADS,
+    **_SIGNAL_BUFFERS,
 }
 
 SPECS = [
@@ -28,7 +28,7 @@ SPECS = [
             "ready_addresses": "*i64",
             "ready": "*i32",
             "signature": "*i32",
-            **_PADS,
+            **_SIGNAL_BUFFERS,
             "num_elements": "i32",
         },
         constexprs={"WORLD_SIZE": 4, "BLOCK": 2048},  # with 4096 ptxas stops at 40 registers and spills two
@@ -37,14 +37,14 @@ SPECS = [
     KernelSpec(
         name="lang_wait_all",
         kernel="kernels_lang:wait_all",
-        signature={"signals": "*i32", **_PADS},
+        signature={"signals": "*i32", **_SIGNAL_BUFFERS},
         constexprs={"WORLD_SIZE": 4, "COUNT": 4},
         signals=None,
     ),
     KernelSpec(
         name="lang_wait_each",
         kernel="kernels_lang:wait_each",
-        signature={"signals": "*i32", **_PADS},
+        signature={"signals": "*i32", **_SIGNAL_BUFFERS},
         constexprs={"WORLD_SIZE": 4},
         signals=None,
     ),

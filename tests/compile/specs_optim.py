@@ -1,4 +1,4 @@
-"""Kernels of the optim room, as Muon launches them."""
+"""Kernels of the optim subpackage, as Muon launches them."""
 
 from tests.support.compile_check import KernelSpec
 
@@ -38,9 +38,9 @@ def _symmetric(name, has_add, block_m, block_n, block_k, stages, targets, dtype=
     )
 
 
-def _addmm(name, block_m, block_n, block_k, stages, targets, halve_tail=False, num_warps=8):
+def _addmm(name, block_m, block_n, block_k, stages, targets, split_last_wave=False, num_warps=8):
     split = block_n >= 256
-    half = block_n // 2 if halve_tail else block_n
+    half = block_n // 2 if split_last_wave else block_n
     store = f"{block_m},{block_n // 2 if split else block_n}"
     return KernelSpec(
         name=name,
@@ -60,7 +60,7 @@ def _addmm(name, block_m, block_n, block_k, stages, targets, halve_tail=False, n
             "BLOCK_K": block_k,
             "GROUP_M": 8,
             "SPLIT_STORE": split,
-            "HALVE_TAIL": halve_tail,
+            "SPLIT_LAST_WAVE": split_last_wave,
         },
         num_warps=num_warps,
         num_stages=stages,
@@ -100,7 +100,7 @@ SPECS = [
     ),
     _symmetric("symmetric_wide_fp16", True, 128, 256, 64, 3, ("sm_90",), "fp16"),
     _addmm("addmm_wide", 128, 256, 64, 3, ("sm_90",)),
-    _addmm("addmm_wide_halved_tail", 128, 256, 64, 3, ("sm_90", "sm_100"), halve_tail=True),
+    _addmm("addmm_wide_halved_tail", 128, 256, 64, 3, ("sm_90", "sm_100"), split_last_wave=True),
     _addmm("addmm_square", 128, 128, 64, 4, ("sm_90", "sm_100")),
     _addmm("addmm_square_4_warps", 128, 128, 64, 4, ("sm_90", "sm_100"), num_warps=4),
     _addmm("addmm_small", 64, 128, 64, 4, ("sm_90", "sm_100"), num_warps=4),

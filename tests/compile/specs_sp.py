@@ -1,4 +1,4 @@
-"""Kernels of the sp room, as its ops launch them, and of the floors below that it launches."""
+"""Kernels of the sp subpackage, as its ops launch them, and of the layers below that it launches."""
 
 from tests.support.compile_check import TARGETS, KernelSpec
 
@@ -72,10 +72,10 @@ def _a2a_gemm(name, layout, block, stages, targets):
     return _gemm(name, "a2a_gemm_kernel", signature, layout, block, stages, targets, COPY=copy, RANKS_POW2=8)
 
 
-def _copy_blocks(granule_rows, num_parts, width, *, towards_heads, has_table):
+def _copy_blocks(flag_block_rows, num_parts, width, *, towards_heads, has_table):
     """As the ops cut copies of 1 part, or of q, k and v."""
     return {
-        "granule_rows": granule_rows,
+        "flag_block_rows": flag_block_rows,
         "rows": 128,
         "groups": (1, width // 128, width // 128)[:num_parts],
         "widths": (width, 128, 128)[:num_parts],
@@ -144,7 +144,7 @@ SPECS = [
                 "receive_kernel",
                 towards_heads,
                 num_parts,
-                {"flags_per_granule": "i32"},
+                {"flags_per_block": "i32"},
                 FLAGS=8,
                 PULL=towards_heads,
                 BEHIND=towards_heads and num_parts == 1,
@@ -154,7 +154,7 @@ SPECS = [
     KernelSpec(
         name="sp_arrived",
         kernel="ditron_train.sp.transfer:arrived_kernel",
-        signature={"channel": _CHANNEL, "num_granules": "i32"},
+        signature={"channel": _CHANNEL, "num_flag_blocks": "i32"},
         constexprs={"WORLD_SIZE": 8},
         num_warps=1,
         signals=None,

@@ -1,4 +1,4 @@
-"""Kernels of the tp room, as its ops launch them."""
+"""Kernels of the tp subpackage, as its ops launch them."""
 
 from tests.support.compile_check import KernelSpec
 
@@ -54,7 +54,7 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16", has_
             "tables": _TABLES,
             **({"bias": "*bf16"} if has_bias else {}),
             **_MNK,
-            "granule_rows": "i32",
+            "flag_block_rows": "i32",
             "num_whole_tiles": "i32",
         },
         constexprs={
@@ -65,7 +65,7 @@ def _ag_gemm(name, transpose_b, even, block, stages, targets, dtype="bf16", has_
                 "flags_per_rank": 1024,
                 "world_size": 8,
                 "even": even,
-                "halve_tail": block[1] >= 256,
+                "split_last_wave": block[1] >= 256,
             },
         },
         num_stages=stages,
@@ -95,7 +95,7 @@ def _gemm_rs(name, transpose_b, even, block, stages, targets, world_size=8, dtyp
             **_unscaled(dtype),
             "OP": {
                 "tile": _tile(*block, transpose_b),
-                "fold_rows": 64 if world_size <= 4 else 32,
+                "reduce_rows": 64 if world_size <= 4 else 32,
                 "world_size": world_size,
                 "ranks_pow2": world_size,
                 "even": even,
@@ -112,12 +112,12 @@ def _all_reduce(name, kernel, vector, world_size):
     """``vector`` 0: at most two ranks."""
     constexprs = {"VECTOR": vector, "BLOCK": 4096, "WORLD_SIZE": world_size}
     sizes, slots = ("num_elements", "chunk_elements"), {"slots_ptr": "*bf16"}
-    if kernel == "fold_all_kernel":
+    if kernel == "reduce_all_kernel":
         constexprs = {"CHUNKS": 64, **constexprs}
-    elif kernel == "push_and_fold_kernel":
+    elif kernel == "push_and_reduce_kernel":
         constexprs = {"AREA": 1 << 21, "MOST_PROGRAMS": 128, **constexprs, "BLOCK": 2048}
         sizes, slots = ("num_elements",), {"slots_addresses": "*i64"}
-    is_own = kernel == "fold_own_rows_kernel"
+    is_own = kernel == "reduce_local_shard_kernel"
     tables = dict.fromkeys(("ends", "order_of_run", "orders", "first_runs"), "*i32")
     return KernelSpec(
         name=name,
@@ -133,7 +133,7 @@ def _all_reduce(name, kernel, vector, world_size):
         },
         constexprs=constexprs,
         num_warps=8,
-        signals=True if kernel == "push_and_fold_kernel" and world_size > 1 else None,
+        signals=True if kernel == "push_and_reduce_kernel" and world_size > 1 else None,
     )
 
 
@@ -152,7 +152,7 @@ SPECS = [
             "channel": _CHANNEL,
             "row_starts_ptr": "*i32",
             "K": "i32",
-            "granule_rows": "i32",
+            "flag_block_rows": "i32",
         },
         constexprs={"FLAGS_PER_RANK": 1024, "WORLD_SIZE": 8, "BLOCK": 16384},
         num_warps={"default": 32, "hip": 16},
@@ -177,7 +177,7 @@ SPECS = [
     KernelSpec(
         name="tp_gather_wait",
         kernel="ditron_train.tp.gather:gather_wait_kernel",
-        signature={"channel": _CHANNEL, "row_starts_ptr": "*i32", "granule_rows": "i32"},
+        signature={"channel": _CHANNEL, "row_starts_ptr": "*i32", "flag_block_rows": "i32"},
         constexprs={"FLAGS_PER_RANK": 1024, "WORLD_SIZE": 8},
         num_warps=1,
         signals=None,
@@ -185,15 +185,15 @@ SPECS = [
     KernelSpec(
         name="tp_gather_wait_one",
         kernel="ditron_train.tp.gather:gather_wait_one_kernel",
-        signature={"channel": _CHANNEL, "row_starts_ptr": "*i32", "peer": "i32", "granule_rows": "i32"},
+        signature={"channel": _CHANNEL, "row_starts_ptr": "*i32", "peer": "i32", "flag_block_rows": "i32"},
         constexprs={"FLAGS_PER_RANK": 1024},
         num_warps=1,
         signals=None,
     ),
     *(
         KernelSpec(
-            name=f"tp_fold_rows_{'at_once' if first_part == 0 else 'in_parts'}",
-            kernel="ditron_train.tp.reduce_scatter:fold_rows_kernel",
+            name=f"tp_reduce_rows_{'at_once' if first_part == 0 else 'in_parts'}",
+            kernel="ditron_train.tp.reduce_scatter:reduce_rows_kernel",
             signature={
                 **dict.fromkeys(("partial_ptr", "slots_ptr", "out_ptr"), "*bf16"),
                 "channel": _CHANNEL,
@@ -207,8 +207,8 @@ SPECS = [
     ),
     *(
         KernelSpec(
-            name=f"tp_fold_onto_{'sum' if goes_on else 'nothing'}",
-            kernel="ditron_train.tp.reduce_scatter:fold_onto_kernel",
+            name=f"tp_reduce_onto_{'sum' if goes_on else 'nothing'}",
+            kernel="ditron_train.tp.reduce_scatter:reduce_onto_kernel",
             signature={
                 **dict.fromkeys(("partial_ptr", "slots_ptr", "total_ptr", "out_ptr"), "*bf16"),
                 "channel": _CHANNEL,
@@ -236,9 +236,9 @@ SPECS = [
     ),
     *(
         _all_reduce(f"tp_{kernel}_{order}", f"{kernel}_kernel", vector, world_size)
-        for kernel in ("fold_all", "push_and_fold", "fold_own_rows")
+        for kernel in ("reduce_all", "push_and_reduce", "reduce_local_shard")
         for order, vector, world_size in (("any_order", 0, 2), ("in_order", 8, 8), ("alone", 0, 1))
-        if vector or kernel != "fold_own_rows"
+        if vector or kernel != "reduce_local_shard"
     ),
     *(
         KernelSpec(

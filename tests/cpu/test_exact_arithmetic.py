@@ -101,23 +101,23 @@ def _runs(sums):
 
 @exact_sums()
 def _check_sums_over_ranks(dtype):
-    from bodies_tp import ring_fold
+    from bodies_tp import ring_reduce
 
-    from ditron_train.policy.all_reduce_order import SumMap, reveal_orders
-    from ditron_train.policy.order import reveal_order
+    from ditron_train.policy.all_reduce_order import SumMap, probe_orders
+    from ditron_train.policy.order import probe_order
 
     rank, world = dist.get_rank(), dist.get_world_size()
     values = _values((world, world, 1001), dtype, 5)  # [source, destination, element]
     out = torch.empty(1001, dtype=dtype)
     dist.reduce_scatter_tensor(out, values[rank])
-    assert torch.equal(out, ring_fold(list(values[:, rank]), rank))
+    assert torch.equal(out, ring_reduce(list(values[:, rank]), rank))
     handle = dist.reduce_scatter_tensor(out.zero_(), values[rank], group=dist.group.WORLD, async_op=True)
-    assert handle.wait() and torch.equal(out, ring_fold(list(values[:, rank]), rank))
+    assert handle.wait() and torch.equal(out, ring_reduce(list(values[:, rank]), rank))
     total = values[rank].clone()
     dist.all_reduce(total)
     bounds = [world * 1001 * index // world for index in range(world + 1)]
     flat = values.view(world, -1)
-    chunks = [ring_fold(list(flat[:, bounds[i] : bounds[i + 1]]), i) for i in range(world)]
+    chunks = [ring_reduce(list(flat[:, bounds[i] : bounds[i + 1]]), i) for i in range(world)]
     assert torch.equal(total.view(-1), torch.cat(chunks))
     largest, count = values[rank].clone(), torch.tensor([rank])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -134,8 +134,8 @@ def _check_sums_over_ranks(dtype):
         return reveal(call, *sizes, group=dist.group.WORLD, device=torch.device("cpu"), dtype=dtype)
 
     if dtype == torch.bfloat16:
-        assert _runs(seen(reveal_orders, dist.all_reduce, 1000).sums) == _runs(SumMap.ring(1000, world))
-    return seen(reveal_order, lambda out, x: dist.reduce_scatter_tensor(out, x.view(-1))).name
+        assert _runs(seen(probe_orders, dist.all_reduce, 1000).sums) == _runs(SumMap.ring(1000, world))
+    return seen(probe_order, lambda out, x: dist.reduce_scatter_tensor(out, x.view(-1))).name
 
 
 @pytest.mark.parametrize("world_size", [3, 4])

@@ -87,11 +87,11 @@ def test_rounding_to_nearest_even_on_every_kind_of_value():
     )
     bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint64).astype(np.uint32)
     values = np.concatenate([special, bits.view(np.float32)])
-    ours = torch.from_numpy(fp32_to_bf16_bits(values).view(np.int16)).view(torch.bfloat16)
+    fused = torch.from_numpy(fp32_to_bf16_bits(values).view(np.int16)).view(torch.bfloat16)
     theirs = torch.from_numpy(values).bfloat16()
     finite = ~torch.isnan(theirs)
-    assert torch.equal(torch.isnan(ours), torch.isnan(theirs))
-    assert torch.equal(ours[finite].view(torch.int16), theirs[finite].view(torch.int16))
+    assert torch.equal(torch.isnan(fused), torch.isnan(theirs))
+    assert torch.equal(fused[finite].view(torch.int16), theirs[finite].view(torch.int16))
 
 
 def test_widening_is_exact_for_all_bit_patterns():

@@ -29,5 +29,5 @@ def test_time_in_which_a_process_was_not_run_is_lateness() -> None:
     assert os.WIFSTOPPED(status)
     time.sleep(1.0)
     os.kill(process.pid, signal.SIGCONT)
-    said, _ = process.communicate(timeout=HANG_S)
-    assert float(said) > 0.8
+    logged, _ = process.communicate(timeout=HANG_S)
+    assert float(logged) > 0.8

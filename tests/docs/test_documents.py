@@ -257,7 +257,7 @@ def test_command_lines_are_taken(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=relative)
 def test_what_compares_layers_on_gpus_has_nccl_add_in_ring_order(path: Path) -> None:
-    """Otherwise row layers run by Megatron's path where NCCL takes a tree, and a plan made so is refused by a job."""
+    """Otherwise row layers run natively where NCCL takes a tree, and a plan made so is refused by a job."""
     compares = re.compile(
         r"-m ditron_train (verify|tune|compare|bench tp)\b|-m ditron_train.megatron.run\b.*--ditron tp"
     )
@@ -299,8 +299,8 @@ def test_generated_parts_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_of_settings_is_complete() -> None:
     text = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(DITRON_\w+)` \| ([^|]+) \| ([^|]+) \|", text, re.MULTILINE)
-    said = [(name, values.strip(), default.strip()) for name, values, default in rows]
-    assert said == [
+    logged = [(name, values.strip(), default.strip()) for name, values, default in rows]
+    assert logged == [
         (setting.variable, setting.type_name, "unset" if setting.default is None else f"`{setting.default}`")
         for setting in SETTINGS
     ]
@@ -315,13 +315,13 @@ def test_floors_are_those_that_are_checked() -> None:
 
 def test_log_lines_are_those_of_the_code() -> None:
     """What the table of reasons quotes stands in the code, part by part."""
-    text, said = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), texts_of_the_package()
+    text, logged = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), texts_of_the_package()
     table = text.split("| the log says |")[1].split("\n\n")[0]
     quoted = [
         code for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE) for code in re.findall(r"`([^`]+)`", row)
     ]
     parts = [part.strip(" ().") for code in quoted for part in code.split("...")]
-    assert len(quoted) > 20 and [part for part in parts if len(part) > 4 and part not in said] == []
+    assert len(quoted) > 20 and [part for part in parts if len(part) > 4 and part not in logged] == []
 
 
 @pytest.mark.parametrize(

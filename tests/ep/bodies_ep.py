@@ -19,9 +19,9 @@ from ditron_train.ep import (
     dispatch,
     dispatch_ahead,
     dispatch_tokens,
-    fewest_rows_before,
     get_ep_context,
     get_rail_context,
+    min_rows_before,
 )
 from ditron_train.ep.combine import begin_combine
 from ditron_train.ep.context import compiling
@@ -245,7 +245,7 @@ def fixed_capacity(steps, factor):
     """No host sync: rows, sums and gradients as with exact sizes, in buffers of fixed size."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), 6, 2)
-    context.counts_on_their_way, fewest = None, [None]
+    context.counts_on_their_way, min_rows = None, [None]
     for step in range(steps):
         routed = routing("random", rank, 10, 6, 2, step)
         probs = (torch.rand(routed.shape) * routed).requires_grad_()
@@ -255,9 +255,9 @@ def fixed_capacity(steps, factor):
             x.grad = probs.grad = None
             layout = begin_layout(routed, probs, 24, torch.float32, context, capacity_factor=capacity).finish()
             if capacity is None:
-                fewest.append(min(layout.expert_rows[layout.expert_rows > 0]))
+                min_rows.append(min(layout.expert_rows[layout.expert_rows > 0]))
             else:
-                assert layout.expert_rows is None and fewest_rows_before(context) == fewest[step]
+                assert layout.expert_rows is None and min_rows_before(context) == min_rows[step]
             rows, row_probs = dispatch_tokens(x, probs, layout, context, "ascending")
             out = combine_rows(rows * row_probs[:, None], layout, context, "ascending")
             out.backward(torch.ones_like(out))
@@ -321,7 +321,7 @@ def overflowing_capacity(topk):
 
 @contextlib.contextmanager
 def lists_in_used_memory():
-    """Lists of entries, and what lies behind them, are full of what an earlier list left: [0, 1, 5, 0] an entry."""
+    """Lists of entries, and what is behind them, are full of what an earlier list left: [0, 1, 5, 0] an entry."""
     before = torch.empty
 
     def used(*sizes, **options):
@@ -406,10 +406,10 @@ def fused_forms(
     seed,
     capacity=None,
     expert_capacity=None,
-    fewest=0,
+    min_rows=0,
 ):
     """The fused kernel against grouped GEMM and combine one after the other: the same tiles, so the same bits. With
-    ``fewest`` the rows of smaller experts come from another product, which is twice as much: both read it."""
+    ``min_rows`` the rows of smaller experts come from another product, which is twice as much: both read it."""
     world_size, rank, maps, x, probs = case_of(kind, tokens_by_rank, num_experts, topk, hidden, dtype, seed)
     context = get_ep_context(dist.group.WORLD, torch.device("cpu"), num_experts, topk)
     generator = torch.Generator().manual_seed(rank)
@@ -423,17 +423,17 @@ def fused_forms(
     rows, row_probs = dispatch(x, layout, context, zero_probs=order == "descending")
     y = group_gemm(rows, weights, tiles)
     ends = layout.tokens_per_expert.cumsum(0).tolist()
-    few = [slice(ends[e] - n, ends[e]) for e, n in enumerate(layout.tokens_per_expert.tolist()) if 0 < n < fewest]
+    few = [slice(ends[e] - n, ends[e]) for e, n in enumerate(layout.tokens_per_expert.tolist()) if 0 < n < min_rows]
 
     def doubled(x, weights, transpose, result=None, experts=None):
-        """The product, twice as much for experts of few rows; with a ``result`` theirs alone is written."""
+        """The product, twice as much for experts with few rows; with a ``result`` theirs alone is written."""
         product = group_gemm(x, weights, tiles, transpose=transpose)
         assert experts is None or len(experts) == len(few)
         for rows_of_expert in few:
             (product if result is None else result)[rows_of_expert] = 2 * product[rows_of_expert]
         return product
 
-    given = dict(fewest_rows=fewest, few=doubled) if fewest else {}
+    given = dict(min_rows=min_rows, few=doubled) if min_rows else {}
     for is_fused in (False, True):
         if is_fused:
             out = gemm_combine(y, layout, context, back, order=order, **given)
@@ -491,7 +491,7 @@ def expert_functions(tokens_by_rank, dtype, order):
     leaves = [x.requires_grad_(), probs.requires_grad_(), *weights, *back]
     results = []
     called = []
-    for pairs, fewest in ((None, 0), ((), 0), (("gemm_combine",), 7), (("beside_wgrad",), 0), (PAIRS, 0)):
+    for pairs, min_rows in ((None, 0), ((), 0), (("gemm_combine",), 7), (("overlap_wgrad",), 0), (PAIRS, 0)):
         layout = begin_layout(maps[rank], probs, 16, dtype, context).finish()
         if pairs is None:
             rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
@@ -508,7 +508,7 @@ def expert_functions(tokens_by_rank, dtype, order):
                     out[rows] = product[rows]
                 called.append((transpose, len(experts)))
 
-            options = dict(fewest_rows=fewest, few=few) if fewest else {}
+            options = dict(min_rows=min_rows, few=few) if min_rows else {}
             call = ExpertCall(layout, context, order, frozenset(pairs), **options)
             y, row_probs = dispatch_linear(x, probs, weights, call)
             out = linear_combine((torch.tanh(y) * row_probs[:, None]).to(dtype), back, call)
@@ -519,7 +519,7 @@ def expert_functions(tokens_by_rank, dtype, order):
 
 
 def error_of_scattered_nodes():
-    """What ranks of two posed nodes get that take turns instead of forming blocks."""
+    """What ranks of two simulated nodes get that take turns instead of forming blocks."""
     from ditron_train.runtime.errors import NotSupportedError
     from ditron_train.symm.nodes import forget_nodes
 

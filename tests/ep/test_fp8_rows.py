@@ -43,7 +43,7 @@ def expected_numbers(rows, max_fp8, epsilon, power_of_2):
     "dtype, epsilon", [(torch.float8_e4m3fn, 0.0), (torch.float8_e5m2, 0.0), (torch.float8_e4m3fn, 0.25)]
 )
 @pytest.mark.parametrize("columns", [16, 272])
-def test_every_expert_has_the_scale_of_its_own_rows(columns, dtype, epsilon, power_of_2):
+def test_every_expert_has_the_scale_of_its_local_shard(columns, dtype, epsilon, power_of_2):
     """Few rows and many, none, zeros, the smallest and the largest numbers, infinity and what is no number."""
     splits = [16, 0, 80, 32, 16, 16, 16, 16, 16, 1168]
     generator = torch.Generator().manual_seed(columns)
@@ -98,9 +98,9 @@ def test_memory_goes_with_what_a_layer_puts_in_place_of_all_parts():
 def test_without_rows_nothing_is_written():
     kept = numbers(2)
     made = quantised_rows(torch.zeros(0, 16).bfloat16(), [0, 0], kept, torch.float8_e4m3fn)
-    assert [one.shape for one in made.data] == [(0, 16)] * 2 and [one.shape for one in made.transposes] == [
-        (16, 0)
-    ] * 2
+    assert [one.shape for one in made.data] == [(0, 16)] * 2 and [
+        transpose.shape for transpose in made.transposes
+    ] == [(16, 0)] * 2
     assert [one.item() for pair in kept for one in pair] == [UNTOUCHED] * 4
 
 
@@ -115,7 +115,7 @@ def test_without_rows_nothing_is_written():
         (torch.zeros(64, 16), [24, 40], 2, torch.float8_e4m3fn, "no multiple of 16"),
         (torch.zeros(64, 24), [32, 32], 2, torch.float8_e4m3fn, "24 columns are no multiple of 16"),
     ],
-    ids=["rows", "strides", "numbers", "dimensions", "format", "few_rows", "columns"],
+    ids=["rows", "strides", "numbers", "dimensions", "format", "min_rows", "columns"],
 )
 def test_what_does_not_fit_is_refused(rows, splits, given, dtype, words):
     with pytest.raises(NotSupportedError, match=words):

@@ -17,8 +17,8 @@ from ditron_train.ep.context import EPContext, MoveConfig, usual_senders  # noqa
 from ditron_train.ep.plan import (  # noqa: E402
     NEVER,  # noqa: E402
     PAIRS,
-    own_wgrad_has_native_bits,
     pairs_of_step,
+    triton_wgrad_has_native_bits,
 )
 from tests.support.processes import run_workers  # noqa: E402
 
@@ -44,12 +44,12 @@ def test_fused_forms_padded_to_capacity():
     run_workers(2, fused_forms, "padded", (20, 20), 6, 2, 32, 48, torch.bfloat16, "ascending_rounded", 6, None, 10)
 
 
-@pytest.mark.parametrize("fewest", [12, 17, 1000])
-def test_experts_of_few_rows_are_multiplied_before(fewest):
-    case = ("random", (40, 21), 8, 2, 32, 48, torch.bfloat16, "ascending_rounded", 7, None, None, fewest)
+@pytest.mark.parametrize("min_rows", [12, 17, 1000])
+def test_experts_of_min_rows_are_multiplied_before(min_rows):
+    case = ("random", (40, 21), 8, 2, 32, 48, torch.bfloat16, "ascending_rounded", 7, None, None, min_rows)
     counts = run_workers(2, fused_forms, *case)
     few, experts = (sum(values) for values in zip(*counts))
-    assert 0 < few < experts if fewest < 1000 else few == experts, counts
+    assert 0 < few < experts if min_rows < 1000 else few == experts, counts
 
 
 def test_a_program_without_a_multiprocessor_leaves_its_tiles_to_others():
@@ -60,18 +60,18 @@ def test_a_program_without_a_multiprocessor_leaves_its_tiles_to_others():
 @pytest.mark.parametrize(("num_programs", "senders"), [(132, 16), (20, 10), (2, 1)])
 def test_of_few_programs_half_place_what_arrives(monkeypatch, num_programs, senders):
     """What a table says, or ``tune`` tries, is no exception; ``leave_room`` may come behind the first question."""
-    posed = SimpleNamespace(shape=SimpleNamespace(num_experts=8, topk=2), device=torch.device("cpu"), world_size=2)
-    posed.tried_senders, posed._senders, posed.move = None, {}, MoveConfig()
+    simulated = SimpleNamespace(shape=SimpleNamespace(num_experts=8, topk=2), device=torch.device("cpu"), world_size=2)
+    simulated.tried_senders, simulated._senders, simulated.move = None, {}, MoveConfig()
     monkeypatch.setenv("DITRON_TUNING", "off")
-    assert EPContext.senders(posed, "dispatch", 64) == 16
-    posed.move.num_programs = num_programs
-    assert EPContext.senders(posed, "dispatch", 64) == senders
-    posed.tried_senders = 32
-    assert EPContext.senders(posed, "dispatch", 64) == min(32, num_programs // 2)
+    assert EPContext.senders(simulated, "dispatch", 64) == 16
+    simulated.move.num_programs = num_programs
+    assert EPContext.senders(simulated, "dispatch", 64) == senders
+    simulated.tried_senders = 32
+    assert EPContext.senders(simulated, "dispatch", 64) == min(32, num_programs // 2)
 
 
 @pytest.mark.parametrize(("world_size", "senders"), [(1, 16), (2, 32), (3, 24), (4, 24), (8, 24), (16, 32), (32, 16)])
-def test_a_combine_has_as_many_more_senders_as_copy_own_rows(world_size, senders):
+def test_a_combine_has_as_many_more_senders_as_copy_local_shard(world_size, senders):
     assert usual_senders("dispatch", 16, world_size) == 16
     found = usual_senders("combine", 16, world_size)
     assert found == senders and found % min(world_size, 16) == 0
@@ -80,22 +80,22 @@ def test_a_combine_has_as_many_more_senders_as_copy_own_rows(world_size, senders
 
 def test_expert_functions_and_their_gradients():
     calls = run_workers(2, expert_functions, (9, 14), torch.bfloat16, "descending")
-    assert all([transpose for transpose, _ in one] == [True] for one in calls)
-    assert 0 < sum(one[0][1] for one in calls) < 6
+    assert all([transpose for transpose, _ in call] == [True] for call in calls)
+    assert 0 < sum(call[0][1] for call in calls) < 6
 
 
 def test_gemms_stay_native_where_cublas_may_split_their_sums():
-    assert own_wgrad_has_native_bits(7168, 2048) and not own_wgrad_has_native_bits(512, 256)
+    assert triton_wgrad_has_native_bits(7168, 2048) and not triton_wgrad_has_native_bits(512, 256)
 
 
-def test_a_step_keeps_its_pairs_where_few_rows_are_apart():
+def test_a_step_keeps_its_pairs_where_min_rows_are_apart():
     pairs = frozenset(PAIRS)
     assert pairs_of_step(pairs, None, 385) == pairs_of_step(pairs, np.array([0, 385, 9000]), 385) == (pairs, 0)
     assert pairs_of_step(pairs, np.array([0, 384, 9000]), 385) == (pairs, 385)
     assert pairs_of_step(pairs, np.array([0, 384, 9000]), 1) == (pairs, 0)
-    assert pairs_of_step(pairs, np.array([200, 384, 600]), 385) == ({"beside_wgrad"}, 0)
-    assert pairs_of_step(pairs, np.array([9000, 9000]), NEVER) == ({"beside_wgrad"}, 0)
-    assert pairs_of_step(frozenset(["beside_wgrad"]), np.array([1, 384]), 385) == ({"beside_wgrad"}, 0)
+    assert pairs_of_step(pairs, np.array([200, 384, 600]), 385) == ({"overlap_wgrad"}, 0)
+    assert pairs_of_step(pairs, np.array([9000, 9000]), NEVER) == ({"overlap_wgrad"}, 0)
+    assert pairs_of_step(frozenset(["overlap_wgrad"]), np.array([1, 384]), 385) == ({"overlap_wgrad"}, 0)
 
 
 def test_compiling_launches_nothing():

@@ -87,7 +87,7 @@ def test_counts_are_read_back_from_messages(case):
     assert host.rows(shape).tolist() == [len(plan.row_token) for plan in plan_on_host(maps, shape)]
     assert host.tokens.tolist() == [len(routed) for routed in maps]
     rows = sum(routed.sum(0) for routed in maps)
-    assert host.fewest_rows == min(rows[rows > 0], default=2**31 - 1)
+    assert host.min_rows == min(rows[rows > 0], default=2**31 - 1)
     assert host.widest == max((int(n) for routed in maps for n in routed.sum(1)), default=0)
 
 

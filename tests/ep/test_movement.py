@@ -83,7 +83,7 @@ def test_overflow_is_an_error_that_names_expert_rank_and_setting(topk, words):
 
 
 def test_of_a_token_wider_than_topk_nothing_is_sent_ahead():
-    """Its entries are more than their list has places: what lies behind would travel."""
+    """Its entries are more than their list has places: what is behind would travel."""
     for words, came, is_right in run_workers(2, wide_token_ahead):
         assert "a token has 8 experts, top-k is 2" in words and came == 0 and is_right
 

@@ -20,8 +20,8 @@ from ditron_train.ep import (
     combine,
     dispatch,
     dispatch_ahead,
-    fewest_rows_before,
     get_ep_context,
+    min_rows_before,
 )
 from ditron_train.ep.combine import begin_combine
 from ditron_train.ep.gemm_combine import gemm_combine
@@ -63,7 +63,7 @@ def _ops(context: EPContext, x: torch.Tensor) -> dict[str, Callable[[], object]]
 
     return {
         "begin_layout": lambda: keep("pending", _begin(context)),
-        "fewest_rows_before": lambda: fewest_rows_before(context),
+        "min_rows_before": lambda: min_rows_before(context),
         "dispatch_ahead": lambda: dispatch_ahead(x, made.pending),
         "finish": lambda: keep("layout", made.pending.finish()),
         "dispatch": lambda: keep("rows", dispatch(x, made.layout, context)[0]),
@@ -93,7 +93,7 @@ def _entered() -> dict[str, tuple[int, int]]:
 def test_every_op_is_ordered_with_those_that_use_its_buffers() -> None:
     rows, counts, neither = (1, 0), (0, 1), (0, 0)
     for entered in run_workers(2, _entered):
-        assert {name for name in entered if entered[name] == counts} == {"begin_layout", "fewest_rows_before"}
+        assert {name for name in entered if entered[name] == counts} == {"begin_layout", "min_rows_before"}
         assert {name for name in entered if entered[name] == neither} == {"finish"}
         assert all(entered[name] == rows for name in entered if "combine" in name or "dispatch" in name)
 

@@ -99,8 +99,8 @@ def test_a_spec_rewritten_by_one_call() -> None:
         "2",
         EXAMPLES / "spec_example.py",
     )
-    native, ours = map(float, re.search(r"loss: native ([\d.]+), with ditron_train ([\d.]+)", output).groups())
-    assert 1 < native < 10 and native == ours
+    native, fused = map(float, re.search(r"loss: native ([\d.]+), with ditron_train ([\d.]+)", output).groups())
+    assert 1 < native < 10 and native == fused
 
 
 def test_two_agents_as_two_nodes(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def last_one_dies_before_it_publishes() -> tuple[float, float, int]:
     exchange(dist.group.WORLD, 0)
     if dist.get_rank() == 0:
         time.sleep(0.5)
-        agreements._Meeting._settle_with_all = _die
+        agreements._Rendezvous._settle_with_all = _die
     begun_s = time.monotonic()
     exchange(dist.group.WORLD, 1)
     first_s = time.monotonic() - begun_s

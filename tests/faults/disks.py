@@ -18,7 +18,7 @@ _mounted: list[Path] = []
 
 def mount_disks(*folders: Path) -> bool:
     """Gives this process, and those that it forks from now on, a small disk of their own for shared memory and for
-    each of ``folders``; False where that is not allowed, and faults of disks are posed."""
+    each of ``folders``; False where that is not allowed, and faults of disks are simulated."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_MOUNTS) and not _become_root(libc):
         return False
@@ -47,7 +47,7 @@ def _become_root(libc: ctypes.CDLL) -> bool:
 
 
 def fill_disks() -> None:
-    """Leaves no byte on the job's disks; posed where there are none."""
+    """Leaves no byte on the job's disks; simulated where there are none."""
     if not _mounted:
         _pose(errno.ENOSPC)
     for place in _mounted:
@@ -58,7 +58,7 @@ def fill_disks() -> None:
 
 
 def make_disks_read_only() -> None:
-    """Nothing can be made on the job's disks any more; posed where there are none."""
+    """Nothing can be made on the job's disks any more; simulated where there are none."""
     if not _mounted:
         _pose(errno.EROFS)
         return

@@ -28,7 +28,7 @@ _LATE = 3.0  # deadlines
 _BRIEF = 0.3
 
 
-class PosedError(RuntimeError):
+class SimulatedError(RuntimeError):
     """What a rank raises that goes wrong by itself."""
 
 
@@ -98,13 +98,13 @@ def strike(fault: Fault) -> None:
     elif fault.kind in ("late", "brief delay"):
         time.sleep(fault.timeout_s * (_LATE if fault.kind == "late" else _BRIEF))
     elif fault.kind == "error":
-        raise PosedError("a posed error of this rank")
+        raise SimulatedError("an injected error of this rank")
     elif fault.kind == "exit":
         sys.exit(3)
     elif fault.kind == "silent exit":
         os._exit(0)
     elif fault.kind == "memory error":
-        raise MemoryError("posed: no memory on this rank")
+        raise MemoryError("injected: no memory on this rank")
     elif fault.kind == "no memory":
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()

@@ -1,4 +1,5 @@
-"""The jobs that faults happen in: every room's ops, forward and backward, the policy's probe, Megatron's quickstart.
+"""The jobs that faults happen in: every subpackage's ops, forward and backward, the policy's probe, Megatron's
+quickstart.
 
 A job is a function of this rank's device that makes what it needs (collective) and returns its step. A step gives the
 same bits whenever it is called.
@@ -127,7 +128,7 @@ def _pp(device: torch.device) -> Step:
 
 
 def _muon(device: torch.device) -> Step:
-    """Whole matrices are sent by torch's own collectives; a gather of ours stands in front of the step."""
+    """Whole matrices are sent by torch's own collectives; a gather of this package stands in front of the step."""
     from ditron_train.tp import all_gather, get_tp_context
 
     context = get_tp_context(dist.group.WORLD, device)
@@ -151,7 +152,7 @@ def muon_job(device: torch.device, shard_group: dist.ProcessGroup | None) -> Ste
     values = [make_values(shape, torch.float32, device, seed=seed, rank=0) for seed, shape in enumerate(shapes)]
 
     def step() -> list[torch.Tensor]:
-        matrices = [torch.nn.Parameter(one.clone()) for one in values]
+        matrices = [torch.nn.Parameter(value.clone()) for value in values]
         for matrix, one in zip(matrices, values):
             matrix.grad = one.clone()
         Muon(matrices, shard_group=shard_group).step()

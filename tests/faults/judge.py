@@ -31,7 +31,7 @@ class Ending:
         is_late: Whether it still ran when the time was up, or was stopped.
         after_s: Seconds from the fault to its end.
         report: What it wrote behind its last step; None where it never came there.
-        said: What it printed.
+        printed: What it printed.
         queued_s: Seconds from the fault to its end in which it was ready to run and no core took it.
     """
 
@@ -40,14 +40,14 @@ class Ending:
     is_late: bool
     after_s: float | None
     report: dict[str, Any] | None
-    said: str
+    printed: str
     queued_s: float = 0.0
 
 
-def _without_folders(said: str) -> str:
+def _without_folders(printed: str) -> str:
     """Where this package and others are installed says something about the machine, not about the fault."""
     package, libraries = f"{Path(__file__).parents[2]}/", f"{Path(os.__file__).parent}/"
-    return said.replace(package, "").replace(libraries, "")
+    return printed.replace(package, "").replace(libraries, "")
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Outcome:
         named: What the postmortem says.
         calls: Function calls of the phase ``start``.
         wrong: What is not as it should be; empty where all is well.
-        said: What the ranks printed, where something is wrong.
+        printed: What the ranks printed, where something is wrong.
     """
 
     fault: Fault
@@ -74,14 +74,14 @@ class Outcome:
     named: str = ""
     calls: int = 0
     wrong: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, short where all is well."""
         after_s = None if self.after_s is None else round(self.after_s, 2)
         content = {**self.fault.to_json(), "place": self.place, "ended": self.ended, "after_s": after_s}
         content.update(at=round(self.fault.at, 4), queued_s=round(self.queued_s, 2))
-        return {**content, "named": self.named, "wrong": self.wrong, "said": self.said} if self.wrong else content
+        return {**content, "named": self.named, "wrong": self.wrong, "said": self.printed} if self.wrong else content
 
 
 def judge(
@@ -107,18 +107,18 @@ def judge(
         native_timeout_s: Of torch's own collectives.
     """
     outcome = Outcome(fault, "nowhere" if fired is None else fired["place"], "wrong")
-    outcome.calls = max((one.report["calls"] for one in endings if one.report is not None), default=0)
+    outcome.calls = max((ending.report["calls"] for ending in endings if ending.report is not None), default=0)
     wrong = outcome.wrong
     wrong += [f"processes were left: {list(orphans)}"] * bool(orphans)
     wrong += [f"shared memory was left: {sorted(segments)}"] * bool(segments)
     if not is_in_time:
-        running = [one.rank for one in endings if one.is_late]
+        running = [ending.rank for ending in endings if ending.is_late]
         wrong.append(f"ranks {running} did not end")
-    if any(one.report is not None and not one.report["equal"] for one in endings):
+    if any(ending.report is not None and not ending.report["equal"] for ending in endings):
         wrong.append("a rank went on with other results")
     if fired is None and fault.kind != "none":
         wrong.append(NEVER_CAME)
-    if all(one.report is not None and one.status == 0 for one in endings):
+    if all(ending.report is not None and ending.status == 0 for ending in endings):
         outcome.ended = "survived"
         if not fault.may_be_survived:
             wrong.append("no rank noticed")
@@ -129,7 +129,9 @@ def judge(
         _judge_survivors(fault, endings, records, outcome, native_timeout_s)
     if wrong:
         outcome.ended = "wrong"
-        outcome.said = [f"rank {one.rank}, {one.status}: {_without_folders(one.said)[-4000:]}" for one in endings]
+        outcome.printed = [
+            f"rank {one.rank}, {one.status}: {_without_folders(one.printed)[-4000:]}" for one in endings
+        ]
     return outcome
 
 
@@ -141,9 +143,9 @@ def _judge_survivors(
     except SettingError as error:
         files, outcome.named = [], str(error)
     by_rank = {file.rank: file for file in files}
-    survivors = [one for one in endings if one.rank != fault.rank]
-    outcome.after_s = max((one.after_s or 0.0 for one in survivors), default=None)
-    outcome.queued_s = sum(one.queued_s for one in survivors)  # each of them may wait for another
+    survivors = [ending for ending in endings if ending.rank != fault.rank]
+    outcome.after_s = max((survivor.after_s or 0.0 for survivor in survivors), default=None)
+    outcome.queued_s = sum(survivor.queued_s for survivor in survivors)  # each of them may wait for another
     for one in survivors:
         if one.status == 0:
             outcome.wrong.append(f"rank {one.rank} ended with 0")
@@ -161,16 +163,16 @@ def _judge_survivors(
 def _deadline_s(fault: Fault, one: Ending, file: RankFile | None, native_timeout_s: float) -> float:
     """Of the wait that a survivor gave up."""
     error = "" if file is None or file.error is None else file.error["text"]
-    if _AGREEMENT in error or _AGREEMENT in one.said:
+    if _AGREEMENT in error or _AGREEMENT in one.printed:
         return max(_AGREEMENT_S, fault.timeout_s)
-    if "PeerTimeoutError" in one.said:
+    if "PeerTimeoutError" in one.printed:
         return fault.timeout_s
     return max(native_timeout_s, fault.timeout_s)
 
 
 def _is_named(fault: Fault, divergence: Divergence | None, endings: Sequence[Ending]) -> bool:
     if fault.kind in _DISKS:  # which all ranks share: what is named is the disk
-        return any(words in one.said for one in endings for words in _WORDS_OF_DISKS)
+        return any(words in ending.printed for ending in endings for words in _WORDS_OF_DISKS)
     if divergence is None:
         return False
     if divergence.ranks == (fault.rank,):

@@ -24,7 +24,7 @@ from tests.faults.judge import Ending, Outcome, judge
 from tests.faults.places import Places
 from tests.support.forked_ranks import ForkedRanks
 
-NATIVE_TIMEOUT_S = 20.0  # of torch's own collectives, which hold a survivor where a rank stops in Megatron's path
+NATIVE_TIMEOUT_S = 20.0  # of torch's own collectives, which hold a survivor where a rank stops in stock Megatron
 _STEPS = 4  # the first is the phase ``start``
 _FAULTY_STEP = 2
 _OF_QUICKSTART = 0.5  # of the calls of its first rank: others make fewer, and how often a rank polls differs
@@ -71,7 +71,7 @@ def run_one(fault: Fault, start_calls: int, folder: Path, device_type: str) -> O
     endings = [
         Ending(one.rank, one.status, is_alive[one.rank],
                None if fired is None or one.ended_s is None else one.ended_s - fired["time_s"],
-               _read(folder / f"report{one.rank}.json"), one.said(), one.queued_s - queued_s[one.rank])
+               _read(folder / f"report{one.rank}.json"), one.printed(), one.queued_s - queued_s[one.rank])
         for one in ranks.ranks
     ]  # fmt: skip
     return judge(
@@ -134,7 +134,7 @@ def _live(fault: Fault, start_calls: int, folder: Path, device_type: str, rank: 
     at_start = Places(1 + int(fault.at * start_calls) if is_guilty and fault.phase == "start" else None, fire)
     if fault.job == QUICKSTART:
         at_start = Places(1 + int(_OF_QUICKSTART * fault.at * start_calls) if is_guilty else None, fire)
-        with at_start.watched(after="records_of"):  # before that no ranks of ours have met
+        with at_start.watched(after="records_of"):  # before that no ranks of this package have met
             run_quickstart(folder, timedelta(seconds=NATIVE_TIMEOUT_S))
         _write(folder / f"report{rank}.json", {"equal": True, "calls": at_start.count})
         return

@@ -36,7 +36,7 @@ JOBS = {name: (2, 3) for name in MODULES}
 
 @pytest.mark.slow
 def test_forty_faults(tmp_path: Path) -> None:
-    """Of all kinds, where steps are short; what a run of all rooms found is committed."""
+    """Of all kinds, where steps are short; what a run of all subpackages found is committed."""
     path = tmp_path / "faults.json"
     words = ("--count", "40", "--seed", "5000", "--at-once", "4", "--results", str(path))
     words += ("--jobs", "tp,sp,pp,probe")
@@ -185,8 +185,8 @@ def test_a_fork_leaves_the_folders_of_its_parent(tmp_path: Path) -> None:
 
 
 def test_results_name_no_folders_of_the_machine() -> None:
-    said = f'File "{campaign.__file__}", File "{json.__file__}"'
-    assert judge_module._without_folders(said) == 'File "tests/faults/campaign.py", File "json/__init__.py"'
+    printed = f'File "{campaign.__file__}", File "{json.__file__}"'
+    assert judge_module._without_folders(printed) == 'File "tests/faults/campaign.py", File "json/__init__.py"'
 
 
 def test_time_without_a_core_is_measured(tmp_path: Path) -> None:

@@ -478,7 +478,7 @@ def _dispatch_ahead(tokens, stack, group) -> Prepared:
 def _ep_cases() -> Iterator[Case]:
     f32, bf16, sizes = torch.float32, torch.bfloat16, (4, 2, 32, 24)
     every = ("gemm_combine",)
-    for name, pairs in (("apart", None), ("fused", every), ("beside wgrad", ("beside_wgrad",))):
+    for name, pairs in (("apart", None), ("fused", every), ("beside wgrad", ("overlap_wgrad",))):
         yield Case(f"ep experts {name}", 2, partial(_experts, "random", (14, 9), sizes, bf16, "ascending", pairs, {}))
     for name, pairs in (("apart", None), ("fused", every)):
         one = partial(_experts, "one_expert", (8, 0), (6, 3, 16, 24), f32, "descending", pairs, {})
@@ -493,13 +493,13 @@ def _ep_cases() -> Iterator[Case]:
 # -- pipelines and optimizers ----------------------------------------------------------------------------------------
 
 
-def _stages(shapes, num_loans, options, stack, group) -> Prepared:
-    """Messages to both neighbours and from them. ``num_loans`` is 0 or above the number of calls: which slot is free
+def _stages(shapes, num_leases, options, stack, group) -> Prepared:
+    """Messages to both neighbours and from them. ``num_leases`` is 0 or above the number of calls: which slot is free
     again depends on timing."""
     from ditron_train.pp import PipelineContext, exchange
     from ditron_train.pp.messages import Header
 
-    context = PipelineContext(group, CPU, num_slots=2, num_loans=num_loans)
+    context = PipelineContext(group, CPU, num_slots=2, num_leases=num_leases)
     context.reserve(4096)
     sent = [integers(*shape, seed=60 + i) for i, shape in enumerate(shapes)]
     headers = [Header(tuple(one.shape), one.dtype) for one in sent]

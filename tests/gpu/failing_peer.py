@@ -33,7 +33,7 @@ _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def main() -> None:
-    """See above."""
+    """Runs the script."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     rank, world_size, port = (int(word) for word in sys.argv[1:4])
     fault, op = sys.argv[4:6]

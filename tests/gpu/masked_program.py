@@ -94,17 +94,17 @@ def _gpt() -> dict[str, torch.Tensor]:
 def _release() -> dict[str, Any]:
     import ditron_train.megatron as ditron
     from ditron_train.policy import gate
-    from ditron_train.symm.arena import held_bytes
+    from ditron_train.symm.arena import peak_bytes
 
     ditron.apply(features="tp")
     model = _model()
     awake, asleep, losses = [], [], []
     for _ in range(12):
         losses.append(_step(model)["loss"].item())
-        held = held_bytes(), sum(answer.context is not None for answer in gate.answers("tp"))
+        held = peak_bytes(), sum(answer.context is not None for answer in gate.answers("tp"))
         awake.append(_used())
         ditron.release()
-        assert held_bytes() == 0
+        assert peak_bytes() == 0
         asleep.append(_used())
     return dict(awake=awake, asleep=asleep, losses=losses, held=held[0], fused=held[1])
 

@@ -1,7 +1,8 @@
-"""Small calls of every room's ops, for compute-sanitizer: started by ``scripts/sanitizer.sh``, two ranks on one GPU.
+"""Small calls of every subpackage's ops, for compute-sanitizer: started by ``scripts/sanitizer.sh``, two ranks on one
+GPU.
 
-    sanitized_ops.py peers [JOB ...]      ops of all rooms, forward and backward (RANK and WORLD_SIZE as torchrun sets
-                                          them)
+    sanitized_ops.py peers [JOB ...]      ops of all subpackages, forward and backward (RANK and WORLD_SIZE as torchrun
+                                          sets them)
     sanitized_ops.py alone                kernels of one process: GEMMs of one matrix and of experts, a step of Muon
 
 It prints what has run, one line a job, then the kernels that were launched.
@@ -23,7 +24,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
 import shared_gpus  # noqa: E402
 
-_ROOMS = ("tp", "sp", "ep", "pp", "muon", "fused", "seldom")
+_PACKAGES = ("tp", "sp", "ep", "pp", "muon", "fused", "seldom")
 _OF_CATALOG = ("tp", "sp", "pp")
 _MOST_WAYS = 5  # of moving data, of an op
 
@@ -36,7 +37,7 @@ def _peers() -> None:
     store = dist.FileStore(os.environ["DITRON_SANITIZER_STORE"], world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     device = torch.device("cuda", 0)
-    for name in sys.argv[2:] or (*_ROOMS, *(f"ways of {room}" for room in _OF_CATALOG)):
+    for name in sys.argv[2:] or (*_PACKAGES, *(f"ways of {room}" for room in _OF_CATALOG)):
         if name.startswith("ways of "):
             for op in _every_way(name.removeprefix("ways of "), device):
                 torch.cuda.synchronize()
@@ -58,7 +59,8 @@ def _run(name: str, device: torch.device) -> None:
 
 
 def _every_way(room: str, device: torch.device) -> Iterator[str]:
-    """The ops of a room at a small shape, as they run untuned and by each way of moving data that ``tune`` tries."""
+    """The ops of a subpackage at a small shape, as they run untuned and by each way of moving data that ``tune``
+    tries."""
     from ditron_train.policy import fused_results
     from ditron_train.tools.cases import RunEnvironment
     from ditron_train.tools.catalog import cases_of, spaces_of
@@ -157,7 +159,7 @@ def _seldom(device: torch.device):
         )  # fmt: skip
         with in_a_ring:
             product = gemm_ar(x, weight, context=tp, choice=in_two_rounds)
-        started = start_gather_of_parts(parts, context=tp, num_in_turn=1)
+        started = start_gather_of_parts(parts, context=tp, num_in_ring_order=1)
         sources: list[int] = []
         started.consume(lambda source, _: sources.append(source))
         node_sum.hand_out(partial, "whole")
@@ -225,7 +227,7 @@ def _launched() -> set[str]:
     import triton
 
     modules = [module for name, module in sys.modules.items() if name.startswith("ditron_train.")]
-    found = {one for module in modules for one in vars(module).values() if isinstance(one, triton.JITFunction)}
+    found = {var for module in modules for var in vars(module).values() if isinstance(var, triton.JITFunction)}
     return {one.__name__ for one in found if any(cache[0] for cache in one.device_caches.values())}
 
 

@@ -3,9 +3,9 @@
 NCCL refuses two ranks on one GPU of one host. With 2 ranks every one poses as a host of its own, for NCCL alone, which
 then joins them by sockets: the tests compare with NCCL itself. With more ranks such a pose would change the order of
 NCCL's sums, so gloo stands in. Movement is movement. Of sums the order matters: NCCL's is known from runs with a GPU
-for every rank, on 4 and 8 GPUs the one that ``ring_fold`` follows, and ``reduce_scatter_tensor`` adds in it. So a sum
-that has the bits of these tests has those of the *recorded* order; that NCCL adds in it, too, only runs with a GPU for
-every rank can show (``test_policy``'s ``test_order_of_nccl_is_revealed``).
+for every rank, on 4 and 8 GPUs the one that ``ring_reduce`` follows, and ``reduce_scatter_tensor`` adds in it. So a
+sum that has the bits of these tests has those of the *recorded* order; that NCCL adds in it, too, only runs with a GPU
+for every rank can show (``test_policy``'s ``test_order_of_nccl_is_revealed``).
 
 Nothing here is about time: a kernel that waits for a rank on the same GPU waits until the GPU turns to that one,
 milliseconds each.
@@ -82,10 +82,10 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> _Done | None:
     """``dist.reduce_scatter_tensor`` in the order recorded of NCCL; gloo's own adds in another one."""
-    from bodies_tp import ring_fold
+    from bodies_tp import ring_reduce
 
     assert op == dist.ReduceOp.SUM
     shares = torch.empty_like(input, memory_format=torch.contiguous_format)
     dist.all_to_all_single(shares, input.contiguous(), group=group)
-    output.copy_(ring_fold(list(shares.view(dist.get_world_size(group), *output.shape)), dist.get_rank(group)))
+    output.copy_(ring_reduce(list(shares.view(dist.get_world_size(group), *output.shape)), dist.get_rank(group)))
     return _Done() if async_op else None

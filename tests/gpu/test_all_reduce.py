@@ -19,7 +19,7 @@ from ditron_train.tp.choices import Problem, default_choice, transfer_variants
 from ditron_train.tp.linear import row_linear_ar
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tp"))
-from bodies_all_reduce import fold, gathered, poison  # noqa: E402
+from bodies_all_reduce import gathered, poison, ring_reduce  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 SHAPES = [
@@ -63,7 +63,7 @@ def test_gemm_ar_has_the_bits_of_cublas_and_nccl(context, all_equal, shape):
                 assert n % 8 and "16 bytes" in str(error)
                 continue
             product = torch.matmul(x, weight.t() if layout == "nt" else weight)
-            # Where cuBLAS splits K, products of ours still show the movement and the order.
+            # Where cuBLAS splits K, products of this package still show the movement and the order.
             is_native = all_equal(y, summed(product))
             assert is_native or all_equal(y, summed(multiply(x, weight))), (layout, way)
             assert is_native or m < 8192
@@ -124,4 +124,4 @@ def test_nccls_orders_are_as_they_are_read(device, context, all_equal, num_eleme
     if orders.sums is None:
         pytest.skip(orders.reason)
     x = normals(num_elements, seed=8) * torch.exp2(normals(num_elements, seed=9).mul(4).round())
-    assert all_equal(fold(gathered(x), orders.sums), summed(x))
+    assert all_equal(ring_reduce(gathered(x), orders.sums), summed(x))

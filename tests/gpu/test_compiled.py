@@ -46,7 +46,7 @@ def tensor_parallel(device, nccl):
     parallel_state.destroy_model_parallel()
 
 
-def _layer(use_te: bool, ours: bool) -> torch.nn.Module:
+def _layer(use_te: bool, fused: bool) -> torch.nn.Module:
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
@@ -76,14 +76,14 @@ def _layer(use_te: bool, ours: bool) -> torch.nn.Module:
         spec = specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer = build_module(ditron_train.megatron.apply(spec) if ours else spec, config=config, layer_number=1).cuda()
-    if not ours:
+    layer = build_module(ditron_train.megatron.apply(spec) if fused else spec, config=config, layer_number=1).cuda()
+    if not fused:
         _end_graphs_at_parallel_layers(layer)
     return layer
 
 
 def _end_graphs_at_parallel_layers(layer: torch.nn.Module) -> None:
-    """As ours and Transformer Engine's do: what lies between is the same compiled code then.
+    """As the fused path and Transformer Engine's do: what is between is the same compiled code then.
 
     Compiled themselves, native's take their collectives into graphs, of which each rank decides for itself what it
     computes anew in backward: on 2 GPUs one rank gathered twice more than the other, which waited for it for ever
@@ -112,20 +112,20 @@ def _step(layer: torch.nn.Module, mask: torch.Tensor | None, seed: int) -> dict[
 @pytest.mark.parametrize("use_te", [False, True], ids=["local", "te"])
 @pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=["default", "graphs"])
 def test_transformer_layer(tensor_parallel, all_equal, use_te, options, monkeypatch):
-    """Both compiled alike: what lies between parallel layers may be rounded in another way than uncompiled."""
+    """Both compiled alike: what is between parallel layers may be rounded in another way than uncompiled."""
     from ditron_train.policy import gate
 
     if use_te:
         pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     mask = None if use_te else torch.ones(TOKENS, TOKENS, dtype=torch.bool, device="cuda").triu(1)[None, None]
-    layers = [_layer(use_te, ours) for ours in (False, True)]
+    layers = [_layer(use_te, fused) for fused in (False, True)]
     for layer in layers:
         layer.compile(**options)
     for seed in range(STEPS if options else 2):
-        native, ours = (_step(layer, mask, seed) for layer in layers)
+        native, fused = (_step(layer, mask, seed) for layer in layers)
         for name, expected in native.items():
-            assert all_equal(ours[name], expected), (seed, name)
+            assert all_equal(fused[name], expected), (seed, name)
     answers = gate.answers("tp")
     assert len(answers) == 4 and all(answer.context is not None for answer in answers)
 

@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.activations import squared_relu  # noqa: E402
 
-from ditron_train.ep.plan import own_wgrad_has_native_bits  # noqa: E402
+from ditron_train.ep.plan import triton_wgrad_has_native_bits  # noqa: E402
 from ditron_train.tools.bench.megatron_ep import HAVE_TE, expert_parallel_world, layer_pair  # noqa: E402
 from ditron_train.tools.cases.ep_layers import zipf_routing  # noqa: E402
 from ditron_train.tools.cases.ep_moves import DispatcherPair, moe_config  # noqa: E402
@@ -34,7 +34,7 @@ from ditron_train.ep import (  # noqa: E402
     dispatch,
     dispatch_ahead,
     dispatch_tokens,
-    fewest_rows_before,
+    min_rows_before,
 )
 from ditron_train.symm import close_all_arenas  # noqa: E402
 
@@ -83,10 +83,10 @@ def pass_through(pair, name, x, routed, probs, grad):
 
 def assert_equal_passes(pair, x, routed, probs, grad):
     native = pass_through(pair, "native", x, routed, probs, grad)
-    ours = pass_through(pair, "ditron", x, routed, probs, grad)
-    assert pair.ditron.ep_context is not None
-    pair.ditron.ep_context.check()
-    for name, a, b in zip(("rows", "row_probs", "tokens_per_expert", "out", "dx", "dprobs"), native, ours):
+    fused = pass_through(pair, "fused", x, routed, probs, grad)
+    assert pair.fused.ep_context is not None
+    pair.fused.ep_context.check()
+    for name, a, b in zip(("rows", "row_probs", "tokens_per_expert", "out", "dx", "dprobs"), native, fused):
         assert a.shape == b.shape and torch.equal(a, b), name
 
 
@@ -135,7 +135,7 @@ def test_padded_to_capacity(fused):
     for tokens in (64, 1000, 333):
         seed = tokens + 1000 * dist.get_rank()
         _, probs = zipf_routing(tokens, experts, topk, exponent=2, device="cuda", seed=seed)
-        capacity = pair.ditron._expert_capacity(tokens)
+        capacity = pair.fused._expert_capacity(tokens)
         chosen = probs.topk(capacity, dim=0).indices
         routed = torch.zeros_like(probs, dtype=torch.bool).scatter_(0, chosen, True)
         assert routed.sum(1).max() > topk and bool((routed & (probs == 0)).any())
@@ -155,8 +155,8 @@ def test_changing_counts_stragglers_and_poisoned_buffers():
     experts = 16 * world_size
     pair = DispatcherPair(config(experts, topk, hidden))
     first = zipf_routing(8, experts, topk, exponent=0, device="cuda", seed=rank)
-    pair.dispatch("ditron", normals(8, hidden, dtype=torch.bfloat16, seed=0), *first)
-    context = pair.ditron.ep_context
+    pair.dispatch("fused", normals(8, hidden, dtype=torch.bfloat16, seed=0), *first)
+    context = pair.fused.ep_context
     for step in range(int(os.environ.get("DITRON_TEST_STEPS", "100"))):  # 1000 once, by hand
         tokens = random.Random(step * 100 + rank).choice([0, 1, 50, 333, 700])
         routed, probs = zipf_routing(tokens, experts, topk, exponent=step % 3, device="cuda", seed=1000 * rank + step)
@@ -174,17 +174,17 @@ def test_changing_counts_stragglers_and_poisoned_buffers():
     context.check()
 
 
-def test_few_rows_are_seen_without_a_host_sync():
+def test_min_rows_are_seen_without_a_host_sync():
     experts, hidden, expected = 16 * dist.get_world_size(), 512, None
     pair = DispatcherPair(config(experts, 8, hidden))
     routed, probs = zipf_routing(300, experts, 8, exponent=2, device="cuda", seed=dist.get_rank())
-    pair.dispatch("ditron", normals(300, hidden, dtype=torch.bfloat16, seed=0), routed, probs)
-    context = pair.ditron.ep_context
+    pair.dispatch("fused", normals(300, hidden, dtype=torch.bfloat16, seed=0), routed, probs)
+    context = pair.fused.ep_context
     context.counts_on_their_way = None
     for exponent in (3, 0, 1):
         routed, probs = zipf_routing(300, experts, 8, exponent=exponent, device="cuda", seed=dist.get_rank())
         begin_layout(routed, probs, hidden, torch.bfloat16, context, capacity_factor=16.0).finish()
-        assert fewest_rows_before(context) == expected
+        assert min_rows_before(context) == expected
         counts = routed.sum(0)
         dist.all_reduce(counts)
         torch.cuda.synchronize()
@@ -196,8 +196,8 @@ def test_gradients_of_no_tokens_are_empty():
     tokens, experts, hidden = 0 if dist.get_rank() == 0 else 5, 16 * dist.get_world_size(), 512
     pair = DispatcherPair(config(experts, 8, hidden))
     routed, probs = zipf_routing(8, experts, 8, exponent=0, device="cuda", seed=dist.get_rank())
-    pair.dispatch("ditron", normals(8, hidden, dtype=torch.bfloat16, seed=0), routed, probs)
-    context = pair.ditron.ep_context
+    pair.dispatch("fused", normals(8, hidden, dtype=torch.bfloat16, seed=0), routed, probs)
+    context = pair.fused.ep_context
     x = normals(tokens, hidden, dtype=torch.bfloat16, seed=1).requires_grad_()
     probs = probs[:tokens].detach().requires_grad_()
     layout = begin_layout(routed[:tokens], probs, hidden, torch.bfloat16, context).finish()
@@ -259,15 +259,15 @@ def test_moe_layer(name, fused):
     # Of small weights cuBLAS splits sums that are added into main_grad (seen of [512, 256]): too wide for that, and
     # not so deep that it splits those of the products (seen of [512, 8448]).
     hidden, ffn_hidden = (4096, 1280) if name == "main_grad" else (512, 256)
-    assert name != "main_grad" or own_wgrad_has_native_bits(hidden, ffn_hidden)
+    assert name != "main_grad" or triton_wgrad_has_native_bits(hidden, ffn_hidden)
     options = config(4 * dist.get_world_size(), 3, hidden, fused=fused, ffn_hidden=ffn_hidden, **LAYERS[name])
     layers = layer_pair(options, torch.device("cuda"))
     x, grad = (normals(700, 1, hidden, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
-    results = [one_step(layers[kind], x, grad, name == "main_grad") for kind in ("native", "native", "ditron")]
-    dispatcher = layers["ditron"].token_dispatcher
+    results = [one_step(layers[kind], x, grad, name == "main_grad") for kind in ("native", "native", "fused")]
+    dispatcher = layers["fused"].token_dispatcher
     assert dispatcher.ep_context is not None, dispatcher._native_because
     if HAVE_TE and name not in ("recompute_activation", "bias") and torch.cuda.get_device_capability() >= (9, 0):
-        assert dispatcher._pairs == {"gemm_combine", "beside_wgrad"}
+        assert dispatcher._pairs == {"gemm_combine", "overlap_wgrad"}
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
     wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
     assert not wrong, wrong
@@ -280,19 +280,21 @@ def test_the_policy_finds_equal_bits(monkeypatch, fused):
     experts = 16 * dist.get_world_size()
     pair = DispatcherPair(config(experts, 8, 512, fused=fused))
     routed, probs = zipf_routing(2048, experts, 8, exponent=0, device="cuda", seed=dist.get_rank())
-    pair.dispatch("ditron", normals(2048, 512, dtype=torch.bfloat16, seed=1), routed, probs)
-    reason = pair.ditron._native_because
+    pair.dispatch("fused", normals(2048, 512, dtype=torch.bfloat16, seed=1), routed, probs)
+    reason = pair.fused._native_because
     assert reason is None or "not faster" in reason, reason
 
 
 @NEEDS_TE
 @pytest.mark.parametrize("capacity", ["4", ""], ids=["no_host_sync", "exact"])
 def test_first_calls_in_poisoned_memory(monkeypatch, capacity):
-    """Ours first, with nothing known and everything that is not initialised full of NaN; then native; then ours again.
+    """The fused path first, with nothing known and everything that is not initialised full of NaN; then native; then
+    the fused path again.
 
     With a fixed capacity the activation gets another number of rows than natively, and torch.compile's choice of how
     to add up depends on the sizes that it met before, of earlier tests too: there it is not compiled. Of weights [512,
-    256] and 3072 rows cuBLAS splits the sums of the gradient, and ours (of "force") differ; of [512, 512] not.
+    256] and 3072 rows cuBLAS splits the sums of the gradient, and the fused path (of "force") differ; of [512, 512]
+    not.
     """
     if capacity:
         monkeypatch.setenv("DITRON_EP_CAPACITY", capacity)
@@ -300,7 +302,7 @@ def test_first_calls_in_poisoned_memory(monkeypatch, capacity):
     x, grad = (normals(4096, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
 
     def passes(kind, tokens):
-        torch.utils.deterministic.fill_uninitialized_memory = kind == "ditron"
+        torch.utils.deterministic.fill_uninitialized_memory = kind == "fused"
         leaf = x[:tokens].detach().requires_grad_()
         y, _ = layers[kind](leaf)
         grads = torch.autograd.grad(y, [leaf, *layers[kind].parameters()], grad[:tokens])
@@ -312,8 +314,8 @@ def test_first_calls_in_poisoned_memory(monkeypatch, capacity):
         close_all_arenas()
         layers = layer_pair(options, torch.device("cuda"))
         with torch.compiler.set_stance("force_eager" if capacity else "default"):
-            seen = [(kind, passes(kind, tokens)) for kind in ("ditron", "native", "ditron", "native")]
-        dispatcher = layers["ditron"].token_dispatcher
+            seen = [(kind, passes(kind, tokens)) for kind in ("fused", "native", "fused", "native")]
+        dispatcher = layers["fused"].token_dispatcher
         dispatcher.ep_context.check()
         assert (dispatcher._capacity.factor is not None) == bool(capacity)
         native = seen[-1][1]
@@ -346,10 +348,10 @@ def test_the_compiled_activation_gets_what_it_gets_natively(monkeypatch, name):
         monkeypatch.setattr(fused_bias_swiglu, function, recorded)
     layers = layer_pair(config(4 * dist.get_world_size(), 3, 512, fused=True, **LAYERS[name]), torch.device("cuda"))
     x, grad = (normals(700, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
-    for kind in ("native", "ditron"):
+    for kind in ("native", "fused"):
         one_step(layers[kind], x, grad, False)
     assert [function for function, _ in seen["native"]] == ["weighted_swiglu", "weighted_swiglu_back"]
-    assert seen["ditron"] == seen["native"]
+    assert seen["fused"] == seen["native"]
 
 
 @NEEDS_TE
@@ -358,7 +360,7 @@ def test_moe_layer_in_a_graph(monkeypatch):
     buffers that it knows stay, though other calls make larger ones."""
     monkeypatch.setenv("DITRON_EP_CAPACITY", "4")
     options = config(4 * dist.get_world_size(), 3, 512, fused=True)
-    layer = layer_pair(options, torch.device("cuda"))["ditron"]
+    layer = layer_pair(options, torch.device("cuda"))["fused"]
     x, grad = (normals(1024, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
     x.requires_grad_()
     leaves = [x, *layer.parameters()]
@@ -399,7 +401,7 @@ def test_peak_memory_is_not_above_native(monkeypatch):
     layers = layer_pair(options, torch.device("cuda"))
     x, grad = (normals(16384, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
     peaks = {}
-    for name in ("native", "ditron"):
+    for name in ("native", "fused"):
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -408,10 +410,10 @@ def test_peak_memory_is_not_above_native(monkeypatch):
             grads = torch.autograd.grad(y, [leaf, *layers[name].parameters()], grad)
             peaks[name] = torch.cuda.max_memory_allocated() - before
             del y, leaf, grads
-    assert peaks["ditron"] <= peaks["native"], peaks
+    assert peaks["fused"] <= peaks["native"], peaks
 
 
-def test_two_posed_nodes(monkeypatch):
+def test_two_simulated_nodes(monkeypatch):
     """Half of the GPUs as another node: along rails by NCCL, inside by peer memory; forward and all gradients."""
     if dist.get_world_size() % 4:
         pytest.skip("needs four GPUs")
@@ -420,10 +422,10 @@ def test_two_posed_nodes(monkeypatch):
     layers = layer_pair(config(6 * dist.get_world_size(), 3, 512), torch.device("cuda"))
     tokens = (700, 1, 400, 900)[dist.get_rank() % 4]
     x, grad = (normals(tokens, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
-    results = [one_step(layers[kind], x, grad, False) for kind in ("native", "ditron", "ditron")]
-    assert layers["ditron"].token_dispatcher.ep_context.num_nodes == 2
-    for ours in results[1:]:
-        wrong = [index for index, (a, b) in enumerate(zip(results[0], ours)) if not torch.equal(a, b)]
+    results = [one_step(layers[kind], x, grad, False) for kind in ("native", "fused", "fused")]
+    assert layers["fused"].token_dispatcher.ep_context.num_nodes == 2
+    for fused in results[1:]:
+        wrong = [index for index, (a, b) in enumerate(zip(results[0], fused)) if not torch.equal(a, b)]
         assert not wrong, wrong
 
 
@@ -436,17 +438,17 @@ def test_combined_schedule(monkeypatch):
     native = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
     plugin.apply(features="ep")
     try:
-        ours = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
+        fused = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
     finally:
         plugin.restore()
-    assert all(torch.equal(a, b) for a, b in zip(native.parameters(), ours.parameters()))
-    results = [combined_steps(model, 6, device="cuda") for model in (native, native, ours, ours)]
-    dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
+    assert all(torch.equal(a, b) for a, b in zip(native.parameters(), fused.parameters()))
+    results = [combined_steps(model, 6, device="cuda") for model in (native, native, fused, fused)]
+    dispatchers = [layer.mlp.token_dispatcher for layer in fused.decoder.layers[1:]]
     assert all(dispatcher.ep_context is not None for dispatcher in dispatchers), dispatchers[0]._native_because
     dispatchers[0].ep_context.check()
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
-    for ours_result in results[2:]:
-        wrong = [index for index, (a, b) in enumerate(zip(results[0], ours_result)) if not torch.equal(a, b)]
+    for fused_result in results[2:]:
+        wrong = [index for index, (a, b) in enumerate(zip(results[0], fused_result)) if not torch.equal(a, b)]
         assert not wrong, wrong
 
 
@@ -454,7 +456,7 @@ def test_combined_schedule(monkeypatch):
 @pytest.mark.parametrize("policy", ["strict", "bits", "force"])
 def test_schedule_plans_without_their_flag(policy, monkeypatch):
     """Plans that are built with overlap_moe_expert_parallel_comm off, as Megatron's own tests do: their nodes free
-    what ours would still send or keep."""
+    what the fused path would still send or keep."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     monkeypatch.setenv("DITRON_POLICY", policy)
     without = {**COMBINED, "overlap_moe_expert_parallel_comm": False}
@@ -462,10 +464,10 @@ def test_schedule_plans_without_their_flag(policy, monkeypatch):
     native = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
     plugin.apply(features="ep")
     try:
-        ours = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
+        fused = gpt(options, te=True, vocabulary=512, sequence=1024).cuda().bfloat16()
     finally:
         plugin.restore()
-    results = with_and_without_plans(native, ours, 6, device="cuda")
+    results = with_and_without_plans(native, fused, 6, device="cuda")
     torch.cuda.synchronize()
     assert [wrong for wrong, _ in results] == [[], [], []]
     assert results[1][1] == {False}
@@ -492,8 +494,8 @@ def groups_of(**sizes):
 def assert_equal_layers(options):
     layers, tokens = layer_pair(options, torch.device("cuda")), (700, 1, 400, 900)[dist.get_rank()]
     x, grad = (normals(tokens, 1, 512, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
-    results = [one_step(layers[kind], x, grad, False) for kind in ("native", "native", "ditron")]
-    assert layers["ditron"].token_dispatcher.ep_context is not None, layers["ditron"].token_dispatcher._native_because
+    results = [one_step(layers[kind], x, grad, False) for kind in ("native", "native", "fused")]
+    assert layers["fused"].token_dispatcher.ep_context is not None, layers["fused"].token_dispatcher._native_because
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
     wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
     assert not wrong, wrong
@@ -502,11 +504,11 @@ def assert_equal_layers(options):
 @pytest.mark.parametrize("in_any_place", [1, 2])
 @pytest.mark.parametrize("fused", FUSED)
 def test_experts_split_over_tensor_parallel_ranks(monkeypatch, fused, in_any_place):
-    """Groups of 2 x 2: rows move over the expert parallel group by ours, over the tensor parallel one by copy engines,
-    or by megatron-core where places matter."""
+    """Groups of 2 x 2: rows move over the expert parallel group by the fused path, over the tensor parallel one by
+    copy engines, or by megatron-core where places matter."""
     from ditron_train.megatron.ep import gather
 
-    monkeypatch.setattr(gather, "_RANKS_IN_ANY_PLACE", in_any_place)  # of more, rows lie where native's do
+    monkeypatch.setattr(gather, "_RANKS_IN_ANY_PLACE", in_any_place)  # of more, rows are stored where native's do
     monkeypatch.setenv("DITRON_POLICY", "bits")
     sizes = dict(expert_model_parallel_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
     with groups_of(**sizes):

@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.fixture
 def quantised(monkeypatch):
-    """How many rows of all experts each call of ours quantised in layers."""
+    """How many rows of all experts each call of this package quantised in layers."""
     from ditron_train.megatron.ep import te_quantise
 
     found, quantise = [], te_quantise.quantise
@@ -129,12 +129,12 @@ def test_layers_with_experts_in_fp8(all_equal, monkeypatch, quantised, recipe, p
     layers = layer_pair(config, torch.device("cuda", torch.cuda.current_device()))
     native = steps_of(layers["native"], config, options.get("unusual"))
     assert not quantised
-    ours = steps_of(layers["ditron"], config, options.get("unusual"))
-    assert layers["ditron"].token_dispatcher.ep_context is not None, "the movement is ours"
-    assert len(native) == len(ours)
+    fused = steps_of(layers["fused"], config, options.get("unusual"))
+    assert layers["fused"].token_dispatcher.ep_context is not None, "the movement is fused"
+    assert len(native) == len(fused)
     different = [
         (index, name)
-        for index, ((name, expected), (_, found)) in enumerate(zip(native, ours))
+        for index, ((name, expected), (_, found)) in enumerate(zip(native, fused))
         if (expected is None) != (found is None)
         or (expected is not None and not torch.equal(bits(found), bits(expected)))
     ]

@@ -133,8 +133,8 @@ def test_replays_in_a_graph_with_other_tokens():
 
 
 @pytest.mark.parametrize("kind", ["uneven", "one busy expert"])
-def test_experts_of_few_rows_by_transformer_engine(kind):
-    """Experts of fewer than 257 rows are Transformer Engine's, the others ours, in the same kernel: out is
+def test_experts_of_min_rows_by_transformer_engine(kind):
+    """Experts of fewer than 257 rows are Transformer Engine's, the others fused, in the same kernel: out is
     that of Transformer Engine's products of all experts, and it multiplies some experts as it does among all."""
     pytest.importorskip("transformer_engine")
     from ditron_train.ep.plan import pairs_of_step
@@ -159,11 +159,11 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
         x = normals(tokens, hidden, dtype=torch.bfloat16, seed=step)
         layout = begin_layout(routed, probs, hidden, x.dtype, context).finish()
         few = layout.experts_below(needed)
-        pairs, fewest = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows, needed)
+        pairs, min_rows = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows, needed)
         total = torch.tensor([len(few)], device="cuda")
         dist.all_reduce(total)
         assert 0 < int(total) < local * world, "some experts, not all"
-        assert not pairs or fewest == needed
+        assert not pairs or min_rows == needed
         rows, _ = dispatch(x, layout, context)
         gemm = TEGemm(layout.tokens_per_expert.tolist())
         y = gemm(rows, weights, True)
@@ -175,6 +175,6 @@ def test_experts_of_few_rows_by_transformer_engine(kind):
             gemm.some(*args, again, few)
             assert torch.equal(again, product), (kind, step)
         expected, _ = combine(z, layout, context, order="descending")
-        seen = gemm_combine(y, layout, context, back, order="descending", fewest_rows=needed, few=gemm.some)
+        seen = gemm_combine(y, layout, context, back, order="descending", min_rows=needed, few=gemm.some)
         assert torch.equal(expected, seen), (kind, step, len(few))
     context.check()

@@ -78,7 +78,7 @@ def test_any_counts_are_exact_on_integers(monkeypatch, dtype, wide):
             assert torch.equal(dw[e], (g_part.t() @ x_part).to(dtype)), (index, e)
 
 
-def test_few_rows_have_the_bits_of_cublas_too():
+def test_min_rows_have_the_bits_of_cublas_too():
     counts, n, k = [20, 0, 30, 9, 200, 1], 4096, 7168  # the first experts end within one block of rows
     rows = sum(counts)
     x, grad = normals(rows, k, seed=1), normals(rows, n, seed=2)
@@ -109,32 +109,32 @@ def test_replays_in_a_graph_with_other_counts():
 @pytest.mark.parametrize(
     "dtype, accumulates", [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False)]
 )
-@pytest.mark.parametrize("reveals", [False, True])
-def test_weight_gradients_into_main_grad_have_transformer_engines_bits(dtype, accumulates, reveals):
+@pytest.mark.parametrize("is_order_probe", [False, True])
+def test_weight_gradients_into_main_grad_have_transformer_engines_bits(dtype, accumulates, is_order_probe):
     """At weights that fill a wave of tiles, with experts of few, odd and no rows. Sums that are added to 16 bits have
     other bits (weights 4096 x 7168), and the pair is not taken there."""
-    from ditron_train.gemm.revealing import revealing_matrix
+    from ditron_train.gemm.order_probe import order_probe_matrix
     from ditron_train.runtime.transformer_engine import grouped_gemm
 
     pytest.importorskip("transformer_engine.pytorch")
     for n, k in ((4096, 7168), (7168, 2048)):
         for counts in ([512, 480, 300, 1000], [0, 129, 2000, 31]):
             rows, device = sum(counts), torch.device("cuda")
-            if reveals:
-                x = revealing_matrix((rows, k), torch.bfloat16, device, seed=1, signed="rows")
-                grad = revealing_matrix((rows, n), torch.bfloat16, device, seed=2, signed="columns")
+            if is_order_probe:
+                x = order_probe_matrix((rows, k), torch.bfloat16, device, seed=1, signed="rows")
+                grad = order_probe_matrix((rows, n), torch.bfloat16, device, seed=2, signed="columns")
             else:
                 x, grad = (
                     torch.randn(rows, k, device=device).bfloat16(),
                     torch.randn(rows, n, device=device).bfloat16(),
                 )
             before = [torch.randn(n, k, device=device).to(dtype) for _ in counts]
-            ours, native = ([buffer.clone() for buffer in before] for _ in range(2))
+            fused, native = ([buffer.clone() for buffer in before] for _ in range(2))
             group_wgrad_into(
-                grad, x, row_tiles(torch.tensor(counts, device=device), rows), ours, overwrites=not accumulates
+                grad, x, row_tiles(torch.tensor(counts, device=device), rows), fused, overwrites=not accumulates
             )
             grouped_gemm(
                 x.split(counts), grad.split(counts), native, x.dtype, m_splits=counts, layout="NT", grad=True,
                 accumulate=accumulates, use_split_accumulator=True,
             )  # fmt: skip
-            assert all(map(torch.equal, ours, native)), (n, k, counts)
+            assert all(map(torch.equal, fused, native)), (n, k, counts)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ditron_train.gemm.fp8 import matmul_fp8
 from ditron_train.gemm.operands import FP8_DTYPES, TensorScales
-from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.gemm.order_probe import order_probe_matrix
 from ditron_train.tp import GatherPlan, ag_gemm, gemm_rs, get_tp_context, start_all_gather
 
 pytestmark = [
@@ -26,12 +26,12 @@ pytestmark = [
 E4M3, _ = FP8_DTYPES
 
 
-def operands(m, n, k, dtype, *, reveals, seed):
-    """x, weight and their scales; ``reveals``: pairs of values that cancel, so that the order of sums shows."""
+def operands(m, n, k, dtype, *, is_order_probe, seed):
+    """x, weight and their scales; ``is_order_probe``: pairs of values that cancel, so that the order of sums shows."""
     device = torch.device("cuda")
-    if reveals:
-        x = revealing_matrix((m, k), torch.bfloat16, device, seed=seed, signed="rows")
-        weight = revealing_matrix((n, k), torch.bfloat16, device, seed=seed + 1, signed="columns")
+    if is_order_probe:
+        x = order_probe_matrix((m, k), torch.bfloat16, device, seed=seed, signed="rows")
+        weight = order_probe_matrix((n, k), torch.bfloat16, device, seed=seed + 1, signed="columns")
     else:
         generator = torch.Generator("cuda").manual_seed(seed)
         x, weight = (torch.randn(size, k, device=device, generator=generator).bfloat16() for size in (m, n))
@@ -52,10 +52,10 @@ def test_products_have_the_bits_of_cublas_at_random_shapes(dtype, split):
     draw = random.Random(8)
     for index in range(24):
         m, n, k = 16 * draw.randint(64, 512), 16 * draw.randint(128, 512), 16 * draw.randint(16, 512)
-        for reveals in (False, True):
-            x, weight, scales = operands(m, n, k, dtype, reveals=reveals, seed=3 * index)
+        for is_order_probe in (False, True):
+            x, weight, scales = operands(m, n, k, dtype, is_order_probe=is_order_probe, seed=3 * index)
             found = matmul_fp8(x, weight, scales, split_accumulator=split)
-            assert torch.equal(found, by_cublas(x, weight, scales, split)), (m, n, k, reveals)
+            assert torch.equal(found, by_cublas(x, weight, scales, split)), (m, n, k, is_order_probe)
 
 
 def test_gathers_and_scatters_have_the_bits_of_nccl_and_cublas(device, all_equal):
@@ -63,7 +63,7 @@ def test_gathers_and_scatters_have_the_bits_of_nccl_and_cublas(device, all_equal
     context, draw = get_tp_context(None, device), random.Random(9)
     for index in range(12):
         rows, n, k = 16 * draw.randint(4, 160), 16 * draw.randint(16, 256), 16 * draw.randint(16, 256)
-        x, weight, scales = operands(rows, n, k, E4M3, reveals=index % 2 == 1, seed=100 * index + rank)
+        x, weight, scales = operands(rows, n, k, E4M3, is_order_probe=index % 2 == 1, seed=100 * index + rank)
         total = torch.empty(rows * world_size, k, dtype=torch.uint8, device=device)
         dist.all_gather_into_tensor(total, x.view(torch.uint8))
         expected = by_cublas(total.view(E4M3), weight, scales, False)
@@ -71,7 +71,7 @@ def test_gathers_and_scatters_have_the_bits_of_nccl_and_cublas(device, all_equal
             y, gathered = ag_gemm(x, weight, context=context, scales=scales, plan=plan, return_gathered=True)
             assert all_equal(y, expected) and all_equal(gathered.view(torch.uint8), total), (index, plan)
         seen = torch.zeros_like(total)
-        start_all_gather(x.view(torch.uint8), context=context, in_turn=True).consume(seen.__setitem__)
+        start_all_gather(x.view(torch.uint8), context=context, in_ring_order=True).consume(seen.__setitem__)
         assert all_equal(seen, total), index
 
         owned = torch.empty(rows, n, dtype=torch.bfloat16, device=device)

@@ -24,7 +24,7 @@ MODEL = (
 def test_verify_of_linear_layers_and_their_products(folder, monkeypatch, recipe):
     """What feature ``tp`` covers has rows of layers and products; of another recipe nothing is compared."""
     pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
-    from ditron_train.tools.fp8.recipes import why_native
+    from ditron_train.tools.fp8.recipes import unsupported_reason_native
     from ditron_train.tools.results import read_results
     from ditron_train.tools.verify.verifier import add_arguments, run
 
@@ -32,9 +32,9 @@ def test_verify_of_linear_layers_and_their_products(folder, monkeypatch, recipe)
     monkeypatch.chdir(folder)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = ["--column", "1024", "1024", "512", "--row", "1024", "512", "1024", "--repeat", "3", "--rooms", "tp"]
+    options = ["--column", "1024", "1024", "512", "--row", "1024", "512", "1024", "--repeat", "3", "--packages", "tp"]
     words = [*options, "--repetitions", "1", "--warmup", "1", "--output", str(folder / "out")]
-    compares = why_native(recipe) is None
+    compares = unsupported_reason_native(recipe) is None
     assert run(tool_arguments.parse(parser, [*words, "--fp8", recipe, "--", *MODEL])) == (0 if compares else 1)
     dist.barrier()
     files = list(folder.glob("**/*.json"))

@@ -38,7 +38,7 @@ def parts(monkeypatch):
         found.append(1 + len(ends))
         return [list(order[first:end]) for first, end in zip([0, *ends], [*ends, len(order)])]
 
-    monkeypatch.setattr(gather, "groups_in_turn", drawn)
+    monkeypatch.setattr(gather, "groups_in_sequence", drawn)
     return found
 
 
@@ -65,14 +65,14 @@ def test_layers_have_megatrons_bits(device, local, topk, hidden, tokens, fused):
         seed = 100 * step + dist.get_rank()
         x, grad = (normals(tokens, 1, hidden, dtype=torch.bfloat16, seed=seed + i) for i in range(2))
         time.sleep(0.02 * draw.random())  # ranks come one after the other
-        native, ours = (run_layer(layers[name], x, grad) for name in ("native", "ditron"))
-        dispatcher = layers["ditron"].token_dispatcher
+        native, found = (run_layer(layers[name], x, grad) for name in ("native", "fused"))
+        dispatcher = layers["fused"].token_dispatcher
         assert dispatcher.ep_context is not None, dispatcher._native_because
         dispatcher.ep_context.synchronize()
         for name, value in native.items():
-            assert (value is None and ours[name] is None) or torch.equal(value, ours[name]), (step, name)
+            assert (value is None and found[name] is None) or torch.equal(value, found[name]), (step, name)
     if HAVE_TE and topk * tokens * dist.get_world_size() // experts > 400:
-        assert layers["ditron"].token_dispatcher._is_fused
+        assert layers["fused"].token_dispatcher._is_fused
 
 
 @pytest.mark.parametrize("repeats", [True, pytest.param(False, marks=NEEDS_TE)])
@@ -92,10 +92,10 @@ def test_products_beside_the_movement_have_the_bits_of_both_one_after_the_other(
                 continue
             context = GATHERED_EXPERTS.make_context(call)
             context.gathered(tokens * dist.get_world_size(), hidden, torch.bfloat16).local.fill_(float("nan"))
-            ours, native = fused_results(GATHERED_EXPERTS, call, context), native_results(GATHERED_EXPERTS, call)
+            found, native = fused_results(GATHERED_EXPERTS, call, context), native_results(GATHERED_EXPERTS, call)
             context.synchronize()
-            assert len(ours) == len(native) == 2 + 2 * local
-            wrong = [index for index, (a, b) in enumerate(zip(ours, native)) if not all_equal(a, b)]
+            assert len(found) == len(native) == 2 + 2 * local
+            wrong = [index for index, (a, b) in enumerate(zip(found, native)) if not all_equal(a, b)]
             assert not wrong, wrong
             num_compared += 1
     assert num_compared and max(parts) > 1
@@ -103,23 +103,23 @@ def test_products_beside_the_movement_have_the_bits_of_both_one_after_the_other(
 
 @NEEDS_TE
 @pytest.mark.parametrize("seed", range(3))
-def test_experts_of_few_rows_are_multiplied_natively(device, all_equal, monkeypatch, seed):
+def test_experts_of_min_rows_are_multiplied_natively(device, all_equal, monkeypatch, seed):
     """A skewed routing in which two or three of eight experts have fewer than 257 rows."""
     from ditron_train.megatron.ep.experts import TEGemm
 
-    needed, some, asked = GatheredExpertsOp.fewest_rows, TEGemm.some, []
-    monkeypatch.setattr(GatheredExpertsOp, "fewest_rows", lambda self, call: max(needed(self, call), 257))
+    needed, some, asked = GatheredExpertsOp.min_rows, TEGemm.some, []
+    monkeypatch.setattr(GatheredExpertsOp, "min_rows", lambda self, call: max(needed(self, call), 257))
     monkeypatch.setattr(TEGemm, "some", lambda self, *args: (asked.append(args[-1]), some(self, *args))[1])
     shape = moe_layer("test", 2048, 512, 512, 8 * dist.get_world_size(), 2)
     shape.options.update(zipf=1.0, deterministic=False)
     with repeating(shape):
         call = _CASE.sample(shape, RunEnvironment(dist.group.WORLD, device, torch.bfloat16), seed)
         if _CASE.no_row_reason(call) is not None:
-            pytest.skip("too many experts have few rows")
+            pytest.skip("too many experts are below the minimum rows")
         context = GATHERED_EXPERTS.make_context(call)
-        ours, native = fused_results(GATHERED_EXPERTS, call, context), native_results(GATHERED_EXPERTS, call)
+        found, native = fused_results(GATHERED_EXPERTS, call, context), native_results(GATHERED_EXPERTS, call)
         context.synchronize()
-    assert [index for index, (a, b) in enumerate(zip(ours, native, strict=True)) if not all_equal(a, b)] == []
+    assert [index for index, (a, b) in enumerate(zip(found, native, strict=True)) if not all_equal(a, b)] == []
     assert len(asked) == 4 and all(asked)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's CUDA graphs with each room on: steps of a small GPT whose layers, or whole iterations, are captured by
+"""Megatron's CUDA graphs with each feature on: steps of a small GPT whose layers, or whole iterations, are captured by
 Megatron's own code, bit for bit those of Megatron's layers captured alike.
 
 Where a room is covered, its calls are counted while a graph is captured.
@@ -176,7 +176,7 @@ def _train(seed, impl, scope, *, use_te=True, **options):
             num_microbatches=NUM_MICROBATCHES, seq_length=LENGTH, micro_batch_size=1, forward_only=False,
         )  # fmt: skip
         torch.cuda.synchronize()
-        found += [one["loss"].clone() for one in losses]
+        found += [loss["loss"].clone() for loss in losses]
         with torch.no_grad():
             for parameter in model.parameters():
                 if step > NUM_STEPS - 3:
@@ -197,10 +197,10 @@ def _compare(all_equal, calls, room, sizes, impl, scope, **options):
         assert not calls.captured and not calls.eager
         gate.forget()
         ditron_train.megatron.apply(features=(room,))
-        ours = _train(seed, impl, scope, **options)
-    assert len(native) == len(ours)
+        fused = _train(seed, impl, scope, **options)
+    assert len(native) == len(fused)
     # One verdict: stages of a pipeline have other numbers of tensors.
-    different = [index for index, (one, other) in enumerate(zip(native, ours)) if not torch.equal(one, other)]
+    different = [index for index, (one, other) in enumerate(zip(native, fused)) if not torch.equal(one, other)]
     assert all_equal(torch.tensor(len(different)), torch.tensor(0)), different
 
 
@@ -238,7 +238,7 @@ def test_ulysses_in_graphs(all_equal, calls, impl, scope):
 
 
 def test_messages_between_stages_beside_graphs(all_equal, calls, monkeypatch):
-    """1F1B with captured layers: what a stage sends lies in buffers that the next replay overwrites."""
+    """1F1B with captured layers: what a stage sends is in buffers that the next replay overwrites."""
     from ditron_train.megatron.pp import communicator
 
     _needs_te()

@@ -1,5 +1,5 @@
 """Whole jobs of Megatron-LM's ``pretrain_gpt.py`` by ``compare``, 16 steps: losses, gradient norms, parameters and
-what is saved, Transformer Engine's state included, bit for bit those of Megatron's path.
+what is saved, Transformer Engine's state included, bit for bit those of stock Megatron.
 
 Without torchrun: each job starts its own. ``MEGATRON_LM`` names the checkout. Where there are fewer GPUs than ranks,
 these share them (``shared_pretrain``).
@@ -90,16 +90,16 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other) if isinstance(one, (bytes, int, float, str)) else repr(one) == repr(other)
 
 
-def _compare_saved(native: Path, ours: Path) -> tuple[int, list[str]]:
+def _compare_saved(native: Path, fused: Path) -> tuple[int, list[str]]:
     """How many tensors and states were compared, and the places of those that differ."""
     files = sorted(path.relative_to(native) for path in native.rglob("*.pt"))
-    assert files and files == sorted(path.relative_to(ours) for path in ours.rglob("*.pt"))
+    assert files and files == sorted(path.relative_to(fused) for path in fused.rglob("*.pt"))
     count, different = 0, []
     for file in files:
-        loaded = [torch.load(folder / file, map_location="cpu", weights_only=False) for folder in (native, ours)]
+        loaded = [torch.load(folder / file, map_location="cpu", weights_only=False) for folder in (native, fused)]
         # The layer-wise optimizer saves a list: of each of its optimizers the state.
         parts = [one if isinstance(one, dict) else {"": one} for one in loaded]
-        sides = [dict(_leaves({key: one[key] for key in one if key != "args"})) for one in parts]
+        sides = [dict(_leaves({key: part[key] for key in part if key != "args"})) for part in parts]
         assert sides[0].keys() == sides[1].keys()
         compared = [key for key in sides[0] if "_extra_state" in key or isinstance(sides[0][key], torch.Tensor)]
         count += len(compared)
@@ -133,9 +133,9 @@ def test_jobs(name, tmp_path):
         _command(name, output), env={**os.environ, **repeatable}, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    steps = [json.loads(line) for line in (output / "ditron" / "rank0.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (output / "fused" / "rank0.jsonl").read_text().splitlines()]
     assert steps[-1]["step"] == NUM_STEPS
-    calls = json.loads((output / "ditron" / "ops0.json").read_text())
+    calls = json.loads((output / "fused" / "ops0.json").read_text())
     assert not json.loads((output / "native" / "ops0.json").read_text())
     for op in _JOBS[name][-1]:
         assert sum(count for call, count in calls.items() if re.search(op, call)) >= NUM_STEPS, (
@@ -143,6 +143,6 @@ def test_jobs(name, tmp_path):
             calls,
             steps[-1]["plan"],
         )
-    count, different = _compare_saved(saved / "native", saved / "ditron")
+    count, different = _compare_saved(saved / "native", saved / "fused")
     (output / "seen.json").write_text(json.dumps({"compared": count, "calls": calls, "plan": steps[-1]["plan"]}))
     assert count > 20 and not different, different[:20]

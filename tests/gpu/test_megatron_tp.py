@@ -69,7 +69,7 @@ def _normals(*shape, seed, dtype=torch.bfloat16):
 
 
 def _classes(kind):
-    """Megatron's class and ours."""
+    """Megatron's class and the fused one."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from ditron_train.megatron.tp import layers as tp
@@ -126,13 +126,13 @@ def _forward_backward(kind, layer, m, k, dtype, seed, num_more=0):
     return found
 
 
-def _assert_same(all_equal, native, ours, what):
-    assert native.keys() == ours.keys()
+def _assert_same(all_equal, native, fused, what):
+    assert native.keys() == fused.keys()
     for name, expected in native.items():
         if expected is None:
-            assert ours[name] is None, (what, name)
+            assert fused[name] is None, (what, name)
         else:
-            assert all_equal(ours[name], expected), (what, name)
+            assert all_equal(fused[name], expected), (what, name)
 
 
 def _compare(
@@ -157,8 +157,8 @@ def _compare(
     layers = [_build(kind, index, n, k, config, bias, skip_bias_add) for index in (0, 1)]
     for layer in layers:
         layer.weight.requires_grad_(not is_frozen)
-    native, ours = (_forward_backward(kind, layer, m, k, dtype, seed, num_more) for layer in layers)
-    _assert_same(all_equal, native, ours, (kind, m, n, k, dtype))
+    native, fused = (_forward_backward(kind, layer, m, k, dtype, seed, num_more) for layer in layers)
+    _assert_same(all_equal, native, fused, (kind, m, n, k, dtype))
 
 
 def _num_ops():
@@ -188,7 +188,7 @@ def test_column_layers_at_published_shapes(tensor_parallel, all_equal, kind, sha
 def test_inputs_and_gradients_with_strides(tensor_parallel, all_equal, kind, sequence_parallel):
     """As the latent that multi-head latent attention splits off. Kernels of Transformer Engine read no strides; NCCL
     refuses to gather them for Megatron's local column layer. Megatron's local row layer multiplies an input with
-    strides as it is, so ours falls back to it."""
+    strides as it is, so the fused path falls back to it."""
     _compare(all_equal, kind, 1024, 2048, 4096, num_more=64, sequence_parallel=sequence_parallel)
     if kind == "row":
         assert _num_ops() == 0, "the input has strides"
@@ -267,8 +267,8 @@ def test_te_layers_in_fp8_at_random_shapes(tensor_parallel, all_equal, kind, rec
                 steps.append({"y": y.detach(), "dx": x.grad, **named})
                 layer.zero_grad()
             seen.append([*steps, _used_state(layer)])
-        for native, ours in zip(*seen):
-            _assert_same(all_equal, native, ours, (kind, recipe, m, n, k))
+        for native, fused in zip(*seen):
+            _assert_same(all_equal, native, fused, (kind, recipe, m, n, k))
         num_overlapped[seed % 2] += _num_ops()
     assert min(num_overlapped) > 0, "without and with a bias"
 
@@ -465,8 +465,8 @@ def test_graph_replay_of_column_and_row(tensor_parallel, all_equal):
         graph.replay()
         torch.cuda.synchronize()
         expected = run(*pairs[0], static.x.detach().clone().requires_grad_(), static.grad)
-        for ours, native in zip(results, expected):
-            assert all_equal(ours, native)
+        for fused, native in zip(results, expected):
+            assert all_equal(fused, native)
 
 
 def _gpt_step(use_te, seed=5):
@@ -509,7 +509,7 @@ def test_gpt_loss_and_every_gradient(tensor_parallel, all_equal, use_te, monkeyp
         native, _ = _gpt_step(use_te)
         again, _ = _gpt_step(use_te)
         ditron_train.megatron.apply(features=("tp",))
-        ours, names = _gpt_step(use_te)
+        fused, names = _gpt_step(use_te)
     finally:
         ditron_train.megatron.restore()
         torch.use_deterministic_algorithms(False)
@@ -517,4 +517,4 @@ def test_gpt_loss_and_every_gradient(tensor_parallel, all_equal, use_te, monkeyp
     repeated = [name for name in native if all_equal(native[name], again[name])]
     assert "loss" in repeated and len(repeated) > len(native) // 2, "native itself does not repeat"
     for name in repeated:
-        assert all_equal(native[name], ours[name]), name
+        assert all_equal(native[name], fused[name]), name

@@ -113,7 +113,9 @@ def test_without_cuda_bindings_small_steps_are_single_launches(monkeypatch):
     gate.forget("muon")
     monkeypatch.setattr(graphs, "_graphs", {})
     assert equal_to_reference((256, 512), 1) and equal_to_reference((512, 256), 2)
-    assert not any(one.context and one.context.use_graph for one in gate.answers("muon")) and not graphs._graphs
+    assert (
+        not any(answer.context and answer.context.use_graph for answer in gate.answers("muon")) and not graphs._graphs
+    )
 
 
 def test_small_steps_inside_a_captured_graph():
@@ -208,10 +210,10 @@ def test_memory_stays_within_two_matrices_of_the_native_peak():
     param.grad = matrix(*shape, seed=2)
     optimizer = Muon([param], lr=0.01)
     optimizer.step()  # measures the shape once
-    ours = peak_bytes(optimizer.step)
+    fused = peak_bytes(optimizer.step)
     expected, momentum = param.detach().clone(), torch.zeros(shape, device="cuda")
     native = peak_bytes(lambda: reference.reference_step(expected, momentum, param.grad, lr=0.01))
-    assert ours <= native + 2 * param.numel() * 4
+    assert fused <= native + 2 * param.numel() * 4
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -236,7 +238,7 @@ def test_sharded_memory_stays_within_two_matrices_of_the_native_peak(device):
         param.grad = matrix(*param.shape, seed=100 + index)
     optimizer = Muon(params, lr=0.02, shard_group=group)
     optimizer.step()  # measures the shapes once
-    ours = peak_bytes(optimizer.step)
+    fused = peak_bytes(optimizer.step)
     copies, shards = (
         [param.detach().clone() for param in params],
         reference.reference_shards(params, dist.get_world_size()),
@@ -247,7 +249,7 @@ def test_sharded_memory_stays_within_two_matrices_of_the_native_peak(device):
         reference.reference_step(copies[index], momenta[index], params[index].grad, lr=0.02)
 
     native = peak_bytes(lambda: reference.reference_layer_wise_step(copies, native_one, shards, group))
-    assert ours <= native + 2 * max(param.numel() for param in params) * 4
+    assert fused <= native + 2 * max(param.numel() for param in params) * 4
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -22,7 +22,7 @@ def context(device, monkeypatch):
     if dist.get_world_size() % 2:
         pytest.skip("needs an even number of ranks")
     ranks_per_node = 2 if dist.get_world_size() > 2 else 1
-    place = ("posed", str(dist.get_rank() // ranks_per_node), "0")
+    place = ("simulated", str(dist.get_rank() // ranks_per_node), "0")
     monkeypatch.setattr("ditron_train.symm.nodes.node_of_process", lambda: place)
     forget_nodes()
     yield get_nodes_tp_context(dist.group.WORLD, device)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy import decide, forget_plans, gate
-from ditron_train.policy.order import reduction_order, reveal_order
+from ditron_train.policy.order import probe_order, reduction_order
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs"),
@@ -58,7 +58,8 @@ def test_order_of_nccl_is_revealed(device, dtype):
 
 
 def test_another_order_is_told_from_nccls(device):
-    """An all-to-all and a fold in ascending order is a correct reduce-scatter, too, but not the same one."""
+    """An all-to-all and a ring-order reduction in ascending order is a correct reduce-scatter, too, but not the same
+    one."""
     world = dist.get_world_size()
     if world == 2:
         pytest.skip("two ranks have one order")
@@ -71,8 +72,8 @@ def test_another_order_is_told_from_nccls(device):
             total = total + part
         out.copy_(total)
 
-    found = reveal_order(ascending, group=dist.group.WORLD, device=device, dtype=torch.bfloat16)
-    assert found.name == "fold-" + "-".join(map(str, range(world))) and "NCCL_ALGO=Ring" in found.reason
+    found = probe_order(ascending, group=dist.group.WORLD, device=device, dtype=torch.bfloat16)
+    assert found.name == "order-" + "-".join(map(str, range(world))) and "NCCL_ALGO=Ring" in found.reason
 
 
 class _FlipBitOfGradient(torch.autograd.Function):
@@ -235,7 +236,7 @@ def test_probing_a_model_is_quick_and_leaves_no_memory(session, device, capsys):
         if session.rank == 0:
             print(
                 f"\nprobe of {len(cases)} layers: {seconds} s; allocated, reserved, symmetric MiB before and after "
-                f"each: {held}; ours: {[name for name, context in routes.items() if context]}"
+                f"each: {held}; the fused path: {[name for name, context in routes.items() if context]}"
             )
     assert seconds[0] < PROBE_LIMIT_S
     allocated, reserved, symmetric = (list(values) for values in zip(*held))
@@ -261,7 +262,7 @@ def test_strict_costs_nothing_after_its_probe(session, capsys):
     from tests.support.policy_turns import compare_policies, ratio_of
 
     layers = layer_contenders(session)
-    times, natively = compare_policies(session, layers["ditron"], layers["native"], rounds=24, calls=3)
+    times, natively = compare_policies(session, layers["fused"], layers["native"], rounds=24, calls=3)
     ratio = ratio_of(times["strict"], times["force"])
     with capsys.disabled():
         if session.rank == 0:

@@ -193,7 +193,7 @@ def test_waiting_on_another_stream_than_the_one_that_posted(device, new_context)
 
 @pytest.mark.usefixtures("own_gpus")
 def test_no_kernel_runs(device, new_context):
-    """Nothing but copies between GPUs and inside the receiver: no SM of ours."""
+    """Nothing but copies between GPUs and inside the receiver: no SM of this package."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -388,11 +388,11 @@ def test_received_tensors_lie_in_their_slots_until_let_go_of(device, new_context
     rank = dist.get_rank()
     previous, _ = _neighbours()
     num_bytes = 3 << 20
-    context = new_context(num_bytes, num_slots=2, num_loans=4)
+    context = new_context(num_bytes, num_slots=2, num_leases=4)
     draw = random.Random(rank)
     kept, right = [], torch.ones((), dtype=torch.bool, device=device)
     for index in range(60):
-        if index == 30:  # what is lent outlives the memory that the slots grow out of
+        if index == 30:  # what is leased outlives the memory that the slots grow out of
             num_bytes = 5 << 20
             context.reserve(num_bytes)
         data = _payload(rank, 0, index, num_bytes, device)
@@ -409,7 +409,7 @@ def test_received_tensors_lie_in_their_slots_until_let_go_of(device, new_context
     for tensor, expected in kept:
         right &= (tensor == expected).all()
     context.channel.synchronize()
-    assert 0 < context.local_senders[0].lent < 60
+    assert 0 < context.local_senders[0].leased < 60
     assert _agree(device, bool(right))
 
 
@@ -477,11 +477,11 @@ def test_megatron_schedules_have_the_bits_of_native(device, chunks, options, ten
             [(False, False)] if chunks is None else [(False, False), (True, False), (True, True)]
         ):
             ditron_train.megatron.apply(features="pp")
-            before = workers.messages_of_ours()
-            ours = workers.train(case, overlap, warmup_flush)
-            sent = workers.messages_of_ours() - before
+            before = workers.messages_of_fused()
+            fused = workers.train(case, overlap, warmup_flush)
+            sent = workers.messages_of_fused() - before
             ditron_train.megatron.restore()
-            assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, ours)))
+            assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, fused)))
             assert sent > 0 or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
@@ -499,8 +499,8 @@ def test_the_policy_decides_alike_on_all_stages(device, monkeypatch):
         native = workers.train(case)
         gate.forget("pp")
         ditron_train.megatron.apply(features="pp")
-        ours = workers.train(case)
-        assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, ours)))
+        fused = workers.train(case)
+        assert _agree(device, all(torch.equal(a, b) for a, b in zip(native, fused)))
         decided = [None] * stages
         dist.all_gather_object(decided, [answer.reason for answer in gate.answers("pp")])
         assert len(decided[0]) == 1 and all(one == decided[0] for one in decided), decided

@@ -166,11 +166,11 @@ def test_the_watchdog_releases_while_a_graph_is_captured(device, new_context, mo
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    begin_s, said, refusal, raised = time.monotonic(), None, "", None
+    begin_s, logged, refusal, raised = time.monotonic(), None, "", None
     if dist.get_rank() == 1:
         context.local_receivers[0].channel.wait_for(0, 1, peer=0, chunk=0, stream=torch.cuda.Stream(device))
         (entry,) = waits._the_watchdog._waits
-        said = _captured_until(lambda: entry.released or entry.refusal or time.monotonic() - begin_s > 8, target)
+        logged = _captured_until(lambda: entry.released or entry.refusal or time.monotonic() - begin_s > 8, target)
         refusal = entry.refusal
     while raised is None and time.monotonic() - begin_s < 15:
         try:
@@ -180,7 +180,7 @@ def test_the_watchdog_releases_while_a_graph_is_captured(device, new_context, mo
             raised = error
     torch.cuda.synchronize()  # the wait is released, at the latest when the capture is over
     told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (said, refusal, type(raised).__name__))
+    dist.all_gather_object(told, (logged, refusal, type(raised).__name__))
     assert {words[2] for words in told} == {"PeerTimeoutError"}
     if relaxed:
         assert told[1][:2] == ("", "")
@@ -190,7 +190,7 @@ def test_the_watchdog_releases_while_a_graph_is_captured(device, new_context, mo
 
 @pytest.mark.usefixtures("own_gpus")
 def test_between_nodes_by_nvshmem(device, monkeypatch):
-    """Every rank a node of its own, posed; with shapes that only the sender knows, too."""
+    """Every rank a node of its own, simulated; with shapes that only the sender knows, too."""
     pytest.importorskip("nvshmem.core")
     from ditron_train.pp import PipelineContext
 
@@ -230,9 +230,9 @@ def test_megatron_schedules_have_the_bits_of_native(device, path, monkeypatch):
             )
             native = workers.train(case)
             ditron_train.megatron.apply(features="pp")
-            before = workers.messages_of_ours()
-            ours = workers.train(case, chunks is not None, False)
-            sent = workers.messages_of_ours() - before
+            before = workers.messages_of_fused()
+            fused = workers.train(case, chunks is not None, False)
+            sent = workers.messages_of_fused() - before
             ditron_train.megatron.restore()
-            assert base._agree(device, all(torch.equal(a, b) for a, b in zip(native, ours)))
+            assert base._agree(device, all(torch.equal(a, b) for a, b in zip(native, fused)))
             assert sent > 0 or parallel_state.is_pipeline_last_stage(ignore_virtual=True)

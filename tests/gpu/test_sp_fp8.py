@@ -33,10 +33,10 @@ def test_attention_around_linear_layers_in_fp8(world, all_equal, recipe, options
 
     gate.forget("sp")
     options = {**fp8_options(recipe), **options}
-    native, ours = build(world, True, False, **options), build(world, True, True, **options)
+    native, fused = build(world, True, False, **options), build(world, True, True, **options)
     try:
         found = []
-        for layer in (native, ours):
+        for layer in (native, fused):
             FP8GlobalStateManager.reset()  # under delayed scaling a step updates the state of all layers that it knows
             steps = [_step(layer, world) for _ in range(3)]
             state = {name: decoded(value) for name, value in layer.state_dict().items() if "extra" in name}
@@ -49,7 +49,7 @@ def test_attention_around_linear_layers_in_fp8(world, all_equal, recipe, options
             assert states[0][name].keys() == states[1][name].keys(), name
             for key, value in states[0][name].items():
                 assert same(all_equal, value, states[1][name][key]), (name, key, value, states[1][name][key])
-        assert num_routes("exchange") == 1, "the exchanges are ours"
+        assert num_routes("exchange") == 1, "the exchanges are fused"
         assert num_routes("projections") == num_routes("output") == 0, "the projections are native"
     finally:
         plugin.restore()

@@ -27,14 +27,14 @@ def world(device):
     parallel_state.destroy_model_parallel()
 
 
-def attention_of(spec, config, ours):
+def attention_of(spec, config, fused):
     """Built, with random parameters, which are the same whoever's it is."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
 
     import ditron_train.megatron as plugin
 
-    if ours:
+    if fused:
         spec = plugin.apply(spec, "sp", policy="bits")
     names = ["tp", "cp", *(["hcp"] if config.cp_comm_type == "a2a+p2p" else [])]
     options = dict(layer_number=1, cp_comm_type=config.cp_comm_type)
@@ -46,7 +46,7 @@ def attention_of(spec, config, ours):
     return attention
 
 
-def build(world, use_te, ours, **options):
+def build(world, use_te, fused, **options):
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
@@ -63,7 +63,7 @@ def build(world, use_te, ours, **options):
     make = get_gpt_layer_with_transformer_engine_spec if use_te else get_gpt_layer_local_spec
     kwargs = {} if use_te else {"normalization": "RMSNorm"}
     spec = make(qk_layernorm=config.qk_layernorm, **kwargs).submodules.self_attention
-    return attention_of(spec, config, ours)
+    return attention_of(spec, config, fused)
 
 
 def run(attention, world, length, batch, rope=True, shards=1):
@@ -81,15 +81,15 @@ def run(attention, world, length, batch, rope=True, shards=1):
     return out.detach(), x.grad, gradients, bias
 
 
-def assert_same_bits(ours, native):
+def assert_same_bits(fused, native):
     """On every rank, or the test fails on every rank: the next one is collective."""
-    assert ours[2].keys() == native[2].keys()
-    pairs = {"output": (ours[0], native[0]), "input's gradient": (ours[1], native[1])}
-    pairs |= {name: (ours[2][name], gradient) for name, gradient in native[2].items()}
+    assert fused[2].keys() == native[2].keys()
+    pairs = {"output": (fused[0], native[0]), "input's gradient": (fused[1], native[1])}
+    pairs |= {name: (fused[2][name], gradient) for name, gradient in native[2].items()}
     different = torch.tensor([not torch.equal(*pair) for pair in pairs.values()], dtype=torch.int32, device="cuda")
     dist.all_reduce(different)
     assert not different.any(), dict(zip(pairs, different.tolist()))
-    assert (ours[3] is None) == (native[3] is None)
+    assert (fused[3] is None) == (native[3] is None)
 
 
 @pytest.fixture
@@ -149,12 +149,12 @@ def test_bits_of_transformer_engine(world, name, length, batch, set_late):
     if not HAVE_TE:
         pytest.skip("Transformer Engine is not installed")
     options, expected = CASES[name]
-    native, ours = build(world, True, False, **options), build(world, True, True, **options)
-    assert native.state_dict().keys() == ours.state_dict().keys()
+    native, fused = build(world, True, False, **options), build(world, True, True, **options)
+    assert native.state_dict().keys() == fused.state_dict().keys()
     try:
         for rope in (True, False):
             set_late(rope)
-            assert_same_bits(run(ours, world, length, batch, rope), run(native, world, length, batch, rope))
+            assert_same_bits(run(fused, world, length, batch, rope), run(native, world, length, batch, rope))
         assert [num_routes(one) for one in ("projections", "exchange", "output")] == expected
     finally:
         plugin.restore()
@@ -176,11 +176,11 @@ def test_random_attentions_have_the_bits_of_transformer_engine(world, seed):
         kv_channels=draw.choice([64, 128]),
         hidden_size=128 * draw.randint(3, 12),
     )
-    native, ours = build(world, True, False, **options), build(world, True, True, **options)
+    native, fused = build(world, True, False, **options), build(world, True, True, **options)
     try:
         for _ in range(3):
             length, batch = 2 * world * draw.randint(20, 300), draw.choice([1, 2])
-            assert_same_bits(run(ours, world, length, batch), run(native, world, length, batch))
+            assert_same_bits(run(fused, world, length, batch), run(native, world, length, batch))
         assert sum(num_routes(one) for one in ("projections", "exchange", "output")) >= 3, options
     finally:
         plugin.restore()
@@ -222,11 +222,11 @@ def test_packed_sequences_have_the_bits_of_transformer_engine(world, name):
     packed = dict(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts,
                   cu_seqlens_kv_padded=starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))  # fmt: skip
     options, expected = CASES[name]
-    native, ours = build(world, True, False, **options), build(world, True, True, **options)
+    native, fused = build(world, True, False, **options), build(world, True, True, **options)
     table = RotaryEmbedding(kv_channels=128, rotary_percent=1.0)(max(lengths), packed_seq=True)
     results = []
     try:
-        for attention in (ours, native):
+        for attention in (fused, native):
             generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
             shape = (sum(lengths) // world, 1, attention.config.hidden_size)
             x, grad = (
@@ -263,11 +263,11 @@ def test_exchanges_around_a_ring_have_the_bits_of_transformer_engine(world, name
     )
     options, expected = CASES[name]
     options = dict(options, cp_comm_type="a2a+p2p")
-    native, ours = build(world, True, False, **options), build(world, True, True, **options)
-    assert native.state_dict().keys() == ours.state_dict().keys()
+    native, fused = build(world, True, False, **options), build(world, True, True, **options)
+    assert native.state_dict().keys() == fused.state_dict().keys()
     try:
         for rope in (True, False):
-            assert_same_bits(run(ours, world, 4096, 2, rope), run(native, world, 4096, 2, rope))
+            assert_same_bits(run(fused, world, 4096, 2, rope), run(native, world, 4096, 2, rope))
         assert [num_routes(one) for one in ("projections", "exchange", "output")] == expected
     finally:
         plugin.restore()
@@ -312,8 +312,8 @@ def test_what_transformer_engine_refuses_is_refused_with_its_error(world, name):
     options, call = REFUSED[name]
     errors = []
     try:
-        for ours in (False, True):
-            attention = build(world, True, ours, **options(world))
+        for fused in (False, True):
+            attention = build(world, True, fused, **options(world))
             if name == "mask":
                 attention.attn_mask_type = AttnMaskType.padding
             x = torch.zeros(256, 1, attention.config.hidden_size, dtype=torch.bfloat16, device="cuda")
@@ -362,18 +362,18 @@ def test_ranks_together_have_the_bits_of_one(world, use_te, monkeypatch):
         attention = build(world, use_te, True)
         with contextlib.nullcontext() if use_te else native_routes(monkeypatch):
             native = run_on(build(world, True, False) if use_te else attention, mine)
-        ours = run_on(attention, mine)
+        fused = run_on(attention, mine)
         assert num_routes("projections") == 1
-        verdicts = [torch.equal(a, b) for one, two in ((native, whole), (ours, whole)) for a, b in zip(one, two)]
+        verdicts = [torch.equal(a, b) for one, two in ((native, whole), (fused, whole)) for a, b in zip(one, two)]
         everywhere = torch.tensor(verdicts, dtype=torch.int32, device="cuda")
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-        native_out, native_grad, ours_out, ours_grad = everywhere.tolist()
-        assert native_out and ours_out and ours_grad == native_grad, everywhere
+        native_out, native_grad, fused_out, fused_grad = everywhere.tolist()
+        assert native_out and fused_out and fused_grad == native_grad, everywhere
     finally:
         plugin.restore()
 
 
-def build_mla(world, ours):
+def build_mla(world, fused):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer import MLATransformerConfig
 
@@ -403,7 +403,7 @@ def build_mla(world, ours):
     )
     spec = get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True, qk_layernorm=True)
     spec = spec.submodules.self_attention
-    return attention_of(spec, config, ours)
+    return attention_of(spec, config, fused)
 
 
 def test_multi_latent_attention_has_the_bits_of_all_to_alls(world, monkeypatch):
@@ -449,11 +449,11 @@ def test_inside_tensor_parallel_groups(world, use_te, sequence_parallel, monkeyp
     sizes = dict(world=world // 2, length=4096, batch=1, shards=2 if sequence_parallel else 1)
     options = dict(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     try:
-        ours = build(world // 2, use_te, True, **options)
+        fused = build(world // 2, use_te, True, **options)
         native = build(world // 2, use_te, not use_te, **options)
         with contextlib.nullcontext() if use_te else native_routes(monkeypatch):
             expected = run(native, **sizes)
-        assert_same_bits(run(ours, **sizes), expected)
+        assert_same_bits(run(fused, **sizes), expected)
         assert num_routes("projections") == 1
     finally:
         plugin.restore()

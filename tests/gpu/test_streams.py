@@ -103,7 +103,7 @@ def test_an_op_follows_the_last_one_though_another_was_captured_between(tensor_p
 
 
 def test_a_gather_that_is_waited_for_on_another_stream(tensor_parallel, streams, device, all_equal, monkeypatch):
-    """It has the own rows, which the first stream copies, and stays until the second one has read it."""
+    """It has the local shard, which the first stream copies, and stays until the second one has read it."""
     first, second = streams
     context, x = tensor_parallel, values(256, 512, seed=1, device=device)
     expected = start_all_gather(x, context=context).wait().clone()
@@ -112,7 +112,7 @@ def test_a_gather_that_is_waited_for_on_another_stream(tensor_parallel, streams,
     with monkeypatch.context() as patch, torch.cuda.stream(first):
         run_again = context.recorder.run
 
-        def run_again_and_sleep(*arguments):  # in front of the copy of the own rows
+        def run_again_and_sleep(*arguments):  # in front of the copy of the local shard
             run_again(*arguments)
             torch.cuda._sleep(_CYCLES)
 
@@ -284,7 +284,7 @@ def test_memory_of_messages_that_was_allocated_on_another_stream(group, streams,
             tensor = torch.full((_MESSAGE_BYTES,), 1 + number, dtype=torch.uint8, device=device)
         second.wait_stream(first)
         with torch.cuda.stream(second):
-            handles.append(exchange(context, send_next=tensor, recv_prev=header, lend=False)["recv_prev"])
+            handles.append(exchange(context, send_next=tensor, recv_prev=header, may_lease=False)["recv_prev"])
         if number == 1:
             first.wait_stream(second)
         del tensor
@@ -330,9 +330,9 @@ def test_messages_that_are_taken_on_several_streams(group, streams, device, all_
         torch.full(header.shape, 10 * context.rank + index, dtype=header.dtype, device=device) for index in range(4)
     ]
     settle()
-    handles = [exchange(context, send_next=sent[0], recv_prev=header, lend=False)["recv_prev"]]
+    handles = [exchange(context, send_next=sent[0], recv_prev=header, may_lease=False)["recv_prev"]]
     if prefetched:  # the first one is copied out when the second is posted, into memory of the current stream
-        handles.append(exchange(context, send_next=sent[1], recv_prev=header, lend=False)["recv_prev"])
+        handles.append(exchange(context, send_next=sent[1], recv_prev=header, may_lease=False)["recv_prev"])
     hold_up(first)
     with torch.cuda.stream(first):
         handles[0].wait()
@@ -342,7 +342,9 @@ def test_messages_that_are_taken_on_several_streams(group, streams, device, all_
     with torch.cuda.stream(second):
         for index in range(1, 4):
             if len(handles) == index:
-                handles.append(exchange(context, send_next=sent[index], recv_prev=header, lend=False)["recv_prev"])
+                handles.append(
+                    exchange(context, send_next=sent[index], recv_prev=header, may_lease=False)["recv_prev"]
+                )
             handles[index].wait()
             found.append(handles[index].tensor.clone())
     torch.cuda.synchronize()

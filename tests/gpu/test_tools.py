@@ -1,4 +1,4 @@
-"""The tools on GPUs, under torchrun: verify with the ops of every room, and traces of ops and steps."""
+"""The tools on GPUs, under torchrun: verify with the ops of every subpackage, and traces of ops and steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_verify_of_a_room(folder, monkeypatch, room):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     options = ["--column", "1024", "512", "512", "--repetitions", "1", "--warmup", "1"]
-    words = [*options, "--rooms", room, "--output", str(folder / "out"), "--", *MODEL]
+    words = [*options, "--packages", room, "--output", str(folder / "out"), "--", *MODEL]
     assert run(tool_arguments.parse(parser, words)) == 0
     dist.barrier()
     (path,) = folder.glob("**/*.json")
@@ -53,8 +53,8 @@ def test_verify_of_a_room(folder, monkeypatch, room):
     "op", ["ag_gemm", "gemm_a2a", "send_recv", "layer", "layer_ar", "attention_layer", "moe_layer"]
 )
 def test_trace(folder, op):
-    """Native's communication is found (ours may be inside its kernels), the head start is not; lanes are named by the
-    multiprocessors that kernels take."""
+    """Native's communication is found (the fused path may be inside its kernels), the head start is not; lanes are
+    named by the multiprocessors that kernels take."""
     from ditron_train.tools.trace.record import record_op
     from ditron_train.tools.trace.timeline import read_chrome_trace
 
@@ -63,12 +63,12 @@ def test_trace(folder, op):
     assert record_op(op, None, folder) == 0
     if dist.get_rank() == 0:
         assert (folder / f"{op}.png").exists()
-        for name in ("native", "ditron"):
+        for name in ("native", "fused"):
             intervals = read_chrome_trace(folder / f"{op}-{name}.json")
             assert intervals[0].start_us == 0.0 and not any("spin_kernel" in interval.name for interval in intervals)
             assert max(interval.end_us for interval in intervals) < 200_000
-            assert any("SM" in interval.lane for interval in intervals) or (op, name) == ("send_recv", "ditron")
-            assert name == "ditron" or any(interval.kind == "communication" for interval in intervals)
+            assert any("SM" in interval.lane for interval in intervals) or (op, name) == ("send_recv", "fused")
+            assert name == "fused" or any(interval.kind == "communication" for interval in intervals)
 
 
 def test_trace_of_a_step(folder):

@@ -1,9 +1,9 @@
 """TP ops against NCCL and cuBLAS, ``torch.equal``: published shapes, random ones, stragglers, poison, graphs, bad
 calls, groups.
 
-Random shapes equal cuBLAS and NCCL, or, where cuBLAS sums in another order (few tiles, long K), one GEMM of ours and
-NCCL, which still proves the movement and the order of the reduction. Where ranks share GPUs the order of sums is the
-recorded one, not that of an NCCL run there (``shared_gpus``).
+Random shapes equal cuBLAS and NCCL, or, where cuBLAS sums in another order (few tiles, long K), one GEMM of this
+package and NCCL, which still proves the movement and the order of the reduction. Where ranks share GPUs the order of
+sums is the recorded one, not that of an NCCL run there (``shared_gpus``).
 """
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ def launched(monkeypatch):
 
 
 def test_recorded_ops_repeat_in_the_same_and_in_other_memory(device, all_equal, launched):
-    """Inputs change in place and lie elsewhere in turn, ranks are late, buffers are poisoned, a captured graph runs in
-    between."""
+    """Inputs change in place and are stored elsewhere in turn, ranks are late, buffers are poisoned, a captured graph
+    runs in between."""
     context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
     world, rank = context.world_size, context.rank
     rows, size, plan = 256 * world, 1024, GatherPlan("copy")
@@ -342,14 +342,14 @@ def test_memory_that_is_given_back_and_had_again(device, all_equal, monkeypatch,
 
     monkeypatch.setattr(driver, "allocation_of", noted)
     context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
-    own_rows = min(4096, 16384 // context.world_size)  # so few in all that ops are recorded
-    rows, weight = own_rows * context.world_size, normals(256, 4096, seed=1)
+    local_shard = min(4096, 16384 // context.world_size)  # so few in all that ops are recorded
+    rows, weight = local_shard * context.world_size, normals(256, 4096, seed=1)
 
     def run(seed):
         if op == "gemm_rs":
             x = normals(rows, 256, seed=seed)
             return gemm_rs(x, weight, context=context, layout="nn", scatter="copy"), scattered(matmul_nn(x, weight))
-        x = normals(own_rows if op != "reduce_scatter" else rows, 4096, seed=seed)
+        x = normals(local_shard if op != "reduce_scatter" else rows, 4096, seed=seed)
         if op == "reduce_scatter":
             return start_reduce_scatter(x, context=context).wait(), scattered(x)
         if op == "all_gather":
@@ -507,7 +507,7 @@ def test_too_little_memory_is_the_same_error_on_every_rank(device, all_equal, mo
 
 
 @pytest.mark.parametrize("transport", ["torch", "nvshmem"])
-def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch, request):
+def test_overlapping_groups_in_sequence(device, all_equal, transport, monkeypatch, request):
     """A rank's groups share its GPU, not their memory or flags: calls of all of them in a row, nobody waits for the
     host.
 
@@ -553,7 +553,7 @@ def test_overlapping_groups_in_turn(device, all_equal, transport, monkeypatch, r
 
 
 def test_groups_that_come_and_go_leave_no_memory(device, all_equal):
-    """Of this process alone: other jobs may share the GPU. What lies behind the buffers is freed, not only
+    """Of this process alone: other jobs may share the GPU. What is behind the buffers is freed, not only
     forgotten."""
     world, held = dist.get_world_size(), []
     for number in range(3):

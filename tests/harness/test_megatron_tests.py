@@ -49,7 +49,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
-IS_OURS = "DITRON_POLICY" in os.environ
+IS_FUSED = "DITRON_POLICY" in os.environ
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_muon():
     matrix.grad = torch.ones(4, 4)
     optimizer = TensorParallelMuon([matrix])
     optimizer.step()
-    assert type(optimizer).__module__.startswith("ditron_train") == IS_OURS
+    assert type(optimizer).__module__.startswith("ditron_train") == IS_FUSED
 
 
 def test_fails_everywhere():
@@ -96,8 +96,8 @@ def test_skipped():
     pass
 
 
-def test_dies_with_ours():
-    if IS_OURS and dist.get_rank() == 1:
+def test_dies_with_fused():
+    if IS_FUSED and dist.get_rank() == 1:
         os._exit(3)
 
 
@@ -132,7 +132,7 @@ def _names(tests):
 
 
 @pytest.mark.timeout(580)
-def test_what_passes_natively_and_not_with_ours_is_in_the_table(checkout, tmp_path):
+def test_what_passes_natively_and_not_with_fused_is_in_the_table(checkout, tmp_path):
     """Real launches, of which one crashes; interrupted in between."""
 
     def launcher(seconds=500.0, most=8):
@@ -153,14 +153,14 @@ def test_what_passes_natively_and_not_with_ours_is_in_the_table(checkout, tmp_pa
         and row_of("bits", 2, {"distributed": (native, first)}).not_run == len(first.open)
     )
     assert launcher(seconds=0).run("bits", "distributed", paths, passed).outcomes == first.outcomes
-    ours = launcher().run("bits", "distributed", paths, passed)
-    row = row_of("bits", 2, {"distributed": (native, ours)})
-    assert {test.split("::")[1]: outcome for test, outcome in row.lost.items()} == {"test_dies_with_ours": "crashed"}
+    fused = launcher().run("bits", "distributed", paths, passed)
+    row = row_of("bits", 2, {"distributed": (native, fused)})
+    assert {test.split("::")[1]: outcome for test, outcome in row.lost.items()} == {"test_dies_with_fused": "crashed"}
     assert (row.native_passed, row.ours_passed, row.not_run) == (5, 4, 0)
     assert (row.ours_ran, row.calls) == (1, {"muon": 1})
     ((file, why),) = row.uncollected.items()
     assert file.endswith("test_cannot_be_imported.py") and "No module named 'no_such_module'" in why
-    assert launcher().run("bits", "distributed", paths, passed).launches == ours.launches, "nothing was left to run"
+    assert launcher().run("bits", "distributed", paths, passed).launches == fused.launches, "nothing was left to run"
 
 
 class _Scripted(Launcher):
@@ -187,27 +187,27 @@ def test_what_fails_beside_others_is_run_again_without_them(tmp_path, monkeypatc
     script = [{"a": "failed", "b": "hung"}, {"c": "crashed"}, {}, {"a": "passed", "b": "hung"}, {"c": "failed"}, None]
     monkeypatch.setattr(_Scripted, "script", script, raising=False)
     launcher = _Scripted(tmp_path, tmp_path, 1, "tp", 1.0, time.monotonic() + 1000)
-    ours = launcher.run("strict", "moe", [], ["a", "b", "c", "d"])
-    assert ours.outcomes == {"a": "passed", "b": "hung", "c": "failed", "d": "passed"}
-    assert ours.again == {"a"} and ours.launches == 5
+    fused = launcher.run("strict", "moe", [], ["a", "b", "c", "d"])
+    assert fused.outcomes == {"a": "passed", "b": "hung", "c": "failed", "d": "passed"}
+    assert fused.again == {"a"} and fused.launches == 5
     assert launcher.run("strict", "moe", [], ["a", "b", "c", "d"]).launches == 5
     native = Suite(["a", "b", "c", "d"], dict.fromkeys("abcd", "passed"))
-    row = row_of("strict", 1, {"moe_m": (native, ours)})
+    row = row_of("strict", 1, {"moe_m": (native, fused)})
     assert row.passed_again == ["a"] and row.lost == {"b": "hung", "c": "failed"}
 
 
 def test_what_is_lost_is_run_natively_again(tmp_path, monkeypatch):
-    """``a`` fails the second time without ours: it is unsteady. ``b`` passes each time: it is lost."""
+    """``a`` fails the second time without the fused path: it is unsteady. ``b`` passes each time: it is lost."""
     native_script = [{}, {}, {"a": "failed"}, {}, {}]
     monkeypatch.setattr(_Scripted, "script", native_script, raising=False)
     launcher = _Scripted(tmp_path, tmp_path, 1, "tp", 1.0, time.monotonic() + 1000)
     launcher.run(NATIVE, "moe", [])
     monkeypatch.setattr(_Scripted, "script", [{"a": "failed", "b": "failed"}] * 2)
-    ours = launcher.run("bits", "moe", [], ["a", "b", "c", "d"])
+    fused = launcher.run("bits", "moe", [], ["a", "b", "c", "d"])
     monkeypatch.setattr(_Scripted, "script", native_script)
     native = launcher.repeat_natively("moe", [], ["a", "b"], times=3, at_once=1)
     assert native.launches == 4 and native.unsteady == {"a"}
-    row = row_of("bits", 1, {"moe": (native, ours)})
+    row = row_of("bits", 1, {"moe": (native, fused)})
     assert row.lost == {"b": "failed"} and row.unsteady == ["a"] and row.native_passed == 3
     assert launcher.repeat_natively("moe", [], ["a", "b"], times=3, at_once=1).launches == 4, "they were run again"
 
@@ -218,12 +218,12 @@ def test_what_is_lost_is_run_natively_beside_itself(tmp_path, monkeypatch):
     launcher = _Scripted(tmp_path, tmp_path, 1, "tp", 1.0, time.monotonic() + 1000)
     launcher.run(NATIVE, "moe", [])
     monkeypatch.setattr(_Scripted, "script", [{"a": "failed", "b": "failed"}] * 2)
-    ours = launcher.run("bits", "moe", [], ["a", "b", "c", "d"])
+    fused = launcher.run("bits", "moe", [], ["a", "b", "c", "d"])
     monkeypatch.setattr(_Scripted, "script", [{}, {}, {"a": "failed"}, {}, *[{}] * 3])
     native = launcher.repeat_natively("moe", [], ["a", "b"], times=6, at_once=3)
     assert native.launches == 7 and native.unsteady == {"a"} and native.latest == {"b"}
     assert native.outcomes["a"] == "passed"
-    row = row_of("bits", 1, {"moe": (native, ours)})
+    row = row_of("bits", 1, {"moe": (native, fused)})
     assert row.lost == {"b": "failed"} and row.unsteady == ["a"] and (row.native_passed, row.ours_passed) == (3, 2)
 
 
@@ -259,8 +259,8 @@ def test_an_unsteady_test_counts_nowhere(tmp_path):
     unsteady = Suite(["a", "b"], {"a": "passed", "b": "passed"}, unsteady={"a"})
     older = Suite(["a"], {"a": "passed"})
     for policy, outcome in (("strict", "passed"), ("bits", "failed")):
-        ours = Suite(["a", "b"], {"a": outcome, "b": "passed"})
-        row = row_of(policy, 2, {"moe_a_1": (unsteady, ours), "moe_a_2": (older, Suite(["a"], {"a": outcome}))})
+        fused = Suite(["a", "b"], {"a": outcome, "b": "passed"})
+        row = row_of(policy, 2, {"moe_a_1": (unsteady, fused), "moe_a_2": (older, Suite(["a"], {"a": outcome}))})
         assert (row.native_passed, row.ours_passed, row.lost) == (1, 1, {}), policy
 
 
@@ -387,10 +387,10 @@ def test_a_test_counts_once():
     assert (row.native_passed, row.ours_passed) == (2, 2)
 
 
-def test_a_test_that_is_skipped_with_ours_is_lost():
+def test_a_test_that_is_skipped_with_fused_is_lost():
     native = Suite(["a", "b"], {"a": "passed", "b": "passed"})
-    ours = Suite(["a", "b"], {"a": "skipped", "b": "passed"}, ran={"a": {"tp": 0}, "b": {"tp": 2, "ep": 1}})
-    row = row_of("strict", 4, {"moe_m": (native, ours)})
+    fused = Suite(["a", "b"], {"a": "skipped", "b": "passed"}, ran={"a": {"tp": 0}, "b": {"tp": 2, "ep": 1}})
+    row = row_of("strict", 4, {"moe_m": (native, fused)})
     assert row.native_because == {"moe_m": {NOTHING_ASKED: 1}}
     assert row.lost == {"a": "skipped"} and row.calls == {"ep": 1, "tp": 2} and row.ours_ran == row.ours_passed == 1
 

@@ -49,16 +49,16 @@ def test_a_folder_for_one_job(capsys):
 
 def test_a_line_for_a_machine(site_packages, capsys):
     assert main(["hook", "status"]) == 0 and "not installed, and not on PYTHONPATH" in capsys.readouterr().out
-    for said in ("installed: ", "is installed already: "):
+    for logged in ("installed: ", "is installed already: "):
         assert main(["hook", "install"]) == 0
-        assert capsys.readouterr().out.startswith(said + str(site_packages))
+        assert capsys.readouterr().out.startswith(logged + str(site_packages))
     assert main(["hook", "status"]) == 0
     assert f"installed in this environment: {site_packages}" in capsys.readouterr().out
     assert _python(_with_line(site_packages), [ROOT]) == ("False 1", "")
     show = "import sys; print(*(name for name in sys.modules if 'ditron' in name))"
     assert _python(_with_line(site_packages, show), [ROOT], None) == ("", "")
-    for said in ("removed: ", "is not installed"):
-        assert main(["hook", "remove"]) == 0 and capsys.readouterr().out.startswith(said)
+    for logged in ("removed: ", "is not installed"):
+        assert main(["hook", "remove"]) == 0 and capsys.readouterr().out.startswith(logged)
     assert list(site_packages.iterdir()) == []
 
 
@@ -69,8 +69,8 @@ def test_both_at_once(site_packages):
 
 def test_a_line_that_was_left_behind(site_packages):
     install.install()
-    said, warned = _python(_with_line(site_packages, "print(1)"), [], "tp", "-S")  # without the checkout's own line
-    assert said == "1" and warned.count("\n") == 1
+    logged, warned = _python(_with_line(site_packages, "print(1)"), [], "tp", "-S")  # without the checkout's own line
+    assert logged == "1" and warned.count("\n") == 1
     assert f"DITRON has no effect: ditron_train is not installed any more; delete {site_packages}" in warned
     assert _python(_with_line(site_packages, "print(1)"), [], None, "-S") == ("1", "")
 

@@ -1,4 +1,5 @@
-"""Code that is compiled around layers and ops reaches nothing of ours that is not marked ``@outside_compile``."""
+"""Code that is compiled around layers and ops reaches nothing of this package that is not marked
+``@outside_compile``."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def unmarked(source: str, public: set[str], *, stand_ins: bool) -> list[str]:
 
 
 def public_names(room: str) -> dict[str, set[str]]:
-    """What a room's ``__init__`` hands on, by the file that it comes from."""
+    """What a subpackage's ``__init__`` hands on, by the file that it comes from."""
     names: dict[str, set[str]] = {}
     for node in ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):

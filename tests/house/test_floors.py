@@ -1,4 +1,4 @@
-"""A room imports only from floors below it; only the top floor and the tools import megatron."""
+"""A subpackage imports only from layers below it; only the top layer and the tools import megatron."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "ditron_train"
-# Numbers of the house in README; where one room of a floor stands over another, the lower one has the lower fraction.
+# Numbers of the house in README; where one subpackage of a floor stands over another, the lower one has the lower
+# fraction.
 FLOORS = {
     "data": 0.0,
     "hook": 0.0,

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "ditron_train"
 MAX_KERNEL_PARAMETERS = 24
 AT_MOST_ONCE = ("run.py", "report.py", "tuning.py")
-# What still stands against a rule. A name leaves its list when it is mended; none is ever added.
+# What still stands against a rule. A name leaves its list when it is fixed; none is ever added.
 KNOWN_CIRCLES: tuple[set[str], ...] = ()
 KNOWN_PRIVATE: set[tuple[str, str]] = set()
 KNOWN_LONG_SIGNATURES: set[tuple[str, str]] = set()
@@ -36,7 +36,7 @@ def syntax_tree(source: str) -> ast.Module:
 
 
 def room_of(module: str) -> str:
-    """The room of a module; the top floor and the tools are divided further, by folder."""
+    """The subpackage of a module; the top layer and the tools are divided further, by folder."""
     parts = module.split(".")[1:]
     return ".".join(parts[:2] if parts[:1] in (["megatron"], ["tools"]) else parts[:1])
 
@@ -106,7 +106,8 @@ def private_names(source: str) -> frozenset[str]:
 
 
 def borrowed_private_names(module: str, sources: Mapping[str, str]) -> set[str]:
-    """Private names of other modules that ``module`` imports or asks a module for, and of objects of other rooms."""
+    """Private names of other modules that ``module`` imports or asks a module for, and of objects of other
+    subpackages."""
     of_own_room, of_others = set(), set()
     for other, source in sources.items():
         (of_own_room if room_of(other) == room_of(module) else of_others).update(private_names(source))

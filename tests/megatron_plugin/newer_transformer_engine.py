@@ -1,6 +1,6 @@
 """Run by itself: the features on beside a Transformer Engine that lacks the names in ``sys.argv`` (MODULE:NAME).
 
-The log says what is replaced. Everything else of it is posed: names without a content.
+The log says what is replaced. Everything else of it is simulated: names without a content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODULES = ("Linear", "LayerNormLinear", "GroupedLinear", "DotProductAttention",
 _FUNCTIONS = ("_Linear", "_LayerNormLinear", "_GroupedLinear")
 
 
-class _Posed(types.ModuleType):
+class _Simulated(types.ModuleType):
     __path__: list[str] = []
 
     def __getattr__(self, name):
@@ -45,12 +45,12 @@ class _Posed(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname, path=None, target=None):
-        is_posed = fullname.split(".")[0] in ("transformer_engine", "transformer_engine_torch")
-        if is_posed and tuple(fullname.rsplit(".", 1)) not in _MISSING:
+        is_simulated = fullname.split(".")[0] in ("transformer_engine", "transformer_engine_torch")
+        if is_simulated and tuple(fullname.rsplit(".", 1)) not in _MISSING:
             return importlib.util.spec_from_loader(fullname, self, is_package=True)
 
     def create_module(self, spec):
-        return _Posed(spec.name)
+        return _Simulated(spec.name)
 
     def exec_module(self, module):
         pass

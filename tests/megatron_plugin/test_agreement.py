@@ -23,7 +23,7 @@ def _apply_with(
     """What a rank hears, and after how many seconds; ``variables`` and the second one of ``features`` are of some
     ranks alone."""
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.plugin import job_start as meeting
+    from ditron_train.megatron.plugin import job_start as rendezvous
     from tests.support.model_parallel import model_parallel
 
     is_other = dist.get_rank() in of_ranks
@@ -35,7 +35,7 @@ def _apply_with(
             with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
                 if not early:  # as wrap_model_provider does
                     plugin.apply(features=features[is_other])
-                    meeting.meet()
+                    rendezvous.rendezvous()
     except SettingError as error:
         return str(error), time.monotonic() - begun_s
     finally:
@@ -63,8 +63,8 @@ def test_the_same_words_on_every_rank(early, variables, words, tmp_path):
     variables = {
         name: str(tmp_path / value) if value.endswith(".json") else value for name, value in variables.items()
     }
-    said = run_workers(3, _apply_with, variables, [2], early, ("tp", "tp"))
-    for error, seconds in said:
+    logged = run_workers(3, _apply_with, variables, [2], early, ("tp", "tp"))
+    for error, seconds in logged:
         assert error == f"ranks differ in {words} set it to one value everywhere" and seconds < 20
 
 

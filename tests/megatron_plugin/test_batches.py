@@ -80,7 +80,7 @@ def _told(is_newer: bool) -> list[tuple[list[int], int, tuple[int, ...], str]]:
             with mock.patch.object(batches, "make_group", noted), mock.patch.object(job_start, "_is_needed", bool):
                 with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
                     job_start.announce(["tp"])
-                    job_start.meet()
+                    job_start.rendezvous()
                     with mock.patch("torch.cuda.synchronize", lambda: None):
                         parallel_state.update_pg_timeout(timedelta(seconds=77))
                     for host_group in batches._host_groups.values():
@@ -193,9 +193,9 @@ def test_a_number_of_another_group_goes_by_that_group():
 
 
 @pytest.mark.parametrize(
-    "setting, has_gpu, is_ours", [("host", True, True), ("gpu", True, False), ("host", False, False)]
+    "setting, has_gpu, is_fused", [("host", True, True), ("gpu", True, False), ("host", False, False)]
 )
-def test_names_are_bound_and_given_back(monkeypatch, setting, has_gpu, is_ours):
+def test_names_are_bound_and_given_back(monkeypatch, setting, has_gpu, is_fused):
     from ditron_train.megatron.plugin import batches, patching
 
     utils, script = _utils(), ModuleType("__main__")
@@ -207,9 +207,9 @@ def test_names_are_bound_and_given_back(monkeypatch, setting, has_gpu, is_ours):
     with mock.patch.dict(sys.modules, modules), mock.patch("torch.cuda.is_available", lambda: has_gpu):
         for _ in range(2):
             batches.start()
-            ours = utils.get_batch_on_this_tp_rank
-            assert (ours is not native) is is_ours and script.get_batch_on_this_tp_rank is ours
-            assert not is_ours or ours.__wrapped__ is native
+            fused = utils.get_batch_on_this_tp_rank
+            assert (fused is not native) is is_fused and script.get_batch_on_this_tp_rank is fused
+            assert not is_fused or fused.__wrapped__ is native
         patching.undo_all()
         batches.stop()
         assert utils.get_batch_on_this_tp_rank is native is script.get_batch_on_this_tp_rank

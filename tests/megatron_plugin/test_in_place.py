@@ -1,4 +1,4 @@
-"""Classes of ours are Megatron's where a spec is asked for them, and themselves everywhere else."""
+"""Classes of the fused ones are Megatron's where a spec is asked for them, and themselves everywhere else."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 megatron = pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "native"))
-from te_posed import pose_transformer_engine  # noqa: E402
+from te_simulated import pose_transformer_engine  # noqa: E402
 
 from ditron_train.megatron.plugin.arguments import FEATURE_MODULES  # noqa: E402
-from ditron_train.megatron.shared.in_place import InPlaceOf  # noqa: E402
+from ditron_train.megatron.shared.in_place import EqualsBaseClass  # noqa: E402
 from tests.support.processes import run_workers_once  # noqa: E402
 
 _PACKAGE = pathlib.Path(importlib.import_module("ditron_train.megatron").__path__[0])
@@ -27,34 +27,34 @@ class _Native(ABC):  # noqa: B024
     pass
 
 
-class _Ours(_Native, metaclass=InPlaceOf, native=_Native):
+class _Fused(_Native, metaclass=EqualsBaseClass, native=_Native):
     pass
 
 
-class _Users(_Ours):
+class _Users(_Fused):
     pass
 
 
-def test_ours_equals_native_both_ways_and_in_lists() -> None:
-    assert _Ours == _Native and _Native == _Ours and not _Ours != _Native
-    assert _Ours in [int, _Native] and _Native in (_Ours,)
-    assert _Ours is not _Native and _Ours != _Users and _Ours != None  # noqa: E711
+def test_fused_equals_native_both_ways_and_in_lists() -> None:
+    assert _Fused == _Native and _Native == _Fused and not _Fused != _Native
+    assert _Fused in [int, _Native] and _Native in (_Fused,)
+    assert _Fused is not _Native and _Fused != _Users and _Fused != None  # noqa: E711
 
 
-def test_what_inherits_from_ours_equals_itself_alone() -> None:
-    assert _Users == _Users and _Users != _Native and _Users != _Ours and _Users != None  # noqa: E711
+def test_what_inherits_from_fused_equals_itself_alone() -> None:
+    assert _Users == _Users and _Users != _Native and _Users != _Fused and _Users != None  # noqa: E711
 
 
 def test_dictionaries_and_abstract_classes_keep_them_apart() -> None:
     """As ``fully_shard`` keeps the class that it makes of each, and ``isinstance`` what it has found."""
-    assert {_Native: 1, _Ours: 2}[_Native] == 1 and len({_Native, _Ours}) == 2
-    assert issubclass(_Ours, _Ours) and isinstance(_Users(), _Ours)
-    assert not issubclass(_Native, _Ours) and not isinstance(_Native(), _Ours)
+    assert {_Native: 1, _Fused: 2}[_Native] == 1 and len({_Native, _Fused}) == 2
+    assert issubclass(_Fused, _Fused) and isinstance(_Users(), _Fused)
+    assert not issubclass(_Native, _Fused) and not isinstance(_Native(), _Fused)
 
 
 def _equal_natives(feature: str) -> None:
-    for native, ours in importlib.import_module(FEATURE_MODULES[feature]).class_map().items():
-        assert ours == native and native == ours and ours in [native] and hash(ours) != hash(native), ours
+    for native, fused in importlib.import_module(FEATURE_MODULES[feature]).class_map().items():
+        assert fused == native and native == fused and fused in [native] and hash(fused) != hash(native), fused
 
 
 @pytest.mark.parametrize("feature", sorted(FEATURE_MODULES))
@@ -86,10 +86,10 @@ def test_so_do_those_beside_transformer_engine(name: str) -> None:
     (mapped,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "class_map")
     (pairs,) = (node for node in ast.walk(mapped) if isinstance(node, ast.Dict))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for native, ours in zip(map(ast.unparse, filter(None, pairs.keys)), map(ast.unparse, pairs.values)):
-        if ours in classes:  # others are in the map that was asked above
-            keywords = {one.arg: ast.unparse(one.value) for one in classes[ours].keywords}
-            assert keywords == {"metaclass": "InPlaceOf", "native": native}, ours
+    for native, fused in zip(map(ast.unparse, filter(None, pairs.keys)), map(ast.unparse, pairs.values)):
+        if fused in classes:  # others are in the map that was asked above
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in classes[fused].keywords}
+            assert keywords == {"metaclass": "EqualsBaseClass", "native": native}, fused
 
 
 def _build_latent_attention() -> str:
@@ -117,7 +117,7 @@ def _build_latent_attention() -> str:
 
 
 def test_latent_attention_takes_our_down_projections_from_a_spec() -> None:
-    """Megatron knows how to build three classes there, and raised an error for ours."""
+    """Megatron knows how to build three classes there, and raised an error for the fused path."""
     (outcome,) = run_workers_once(1, _build_latent_attention)
     assert outcome.ok, outcome.traceback
     assert outcome.value == "DitronColumnParallelLinear"

@@ -64,54 +64,57 @@ def _experts(**changes: Any) -> Any:
     ],
 )
 def test_experts_that_are_computed_otherwise_stay_megatrons(changes: dict, words: str) -> None:
-    assert compat.why_not_experts(_experts()) is None
-    assert words in str(compat.why_not_experts(_experts(**changes)))
+    assert compat.unsupported_reason_experts(_experts()) is None
+    assert words in str(compat.unsupported_reason_experts(_experts(**changes)))
 
 
 def test_a_layer_of_one_grouped_weight_is_known_by_itself() -> None:
     """In FP8 it is asked about before its weights, which are no longer there one by one."""
     layer = SimpleNamespace(single_grouped_weight=True, weight0=None)
-    assert compat.why_not_grouped_layer(layer) == "the experts share one grouped weight"
+    assert compat.unsupported_reason_grouped_layer(layer) == "the experts share one grouped weight"
 
 
 def test_a_grouped_gemm_that_a_variable_asks_for_stays_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Since 2.17, which has a way for it; what 2.20 was told when the layer was made counts more."""
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "1")
-    assert compat.why_not_experts(_experts()) is None
-    assert compat.why_not_experts(_experts(linear={"use_grouped_tensor": False})) is None
-    module = ModuleType("posed_grouped_linear")
+    assert compat.unsupported_reason_experts(_experts()) is None
+    assert compat.unsupported_reason_experts(_experts(linear={"use_grouped_tensor": False})) is None
+    module = ModuleType("simulated_grouped_linear")
     module._GroupedLinear = SimpleNamespace(_is_grouped_tensor_path_supported=None)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     of_library = type("GroupedLinear", (), {"__module__": module.__name__})
     layer = type("TEGroupedLinear", (of_library,), {})()
-    assert "cuBLAS's grouped GEMM" in str(compat.why_not_grouped_layer(layer))
+    assert "cuBLAS's grouped GEMM" in str(compat.unsupported_reason_grouped_layer(layer))
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "0")
-    assert compat.why_not_grouped_layer(layer) is None
+    assert compat.unsupported_reason_grouped_layer(layer) is None
 
 
 def test_a_dispatcher_that_adds_in_another_order_is_refused() -> None:
     older, config = SimpleNamespace(config=_config(batch_invariant_mode=True)), _config(batch_invariant_mode=False)
     newer = SimpleNamespace(**vars(older), batch_invariant_inverse_permutation_mapping=None)
-    assert compat.why_not_dispatcher(older) is None
-    assert compat.why_not_dispatcher(SimpleNamespace(**{**vars(newer), "config": config})) is None
-    assert compat.why_not_dispatcher(newer) == "batch_invariant_mode is on"
+    assert compat.unsupported_reason_dispatcher(older) is None
+    assert compat.unsupported_reason_dispatcher(SimpleNamespace(**{**vars(newer), "config": config})) is None
+    assert compat.unsupported_reason_dispatcher(newer) == "batch_invariant_mode is on"
 
 
 def test_a_call_that_asks_for_something_new_is_refused() -> None:
     known = {"bias": torch.zeros(1), "allreduce_dgrad": True, "tp_group": object(), "sequence_parallel": True}
     harmless = {"gtp_remat_size": 1, "output_dtype": None, "something": False}
-    assert compat.why_not_arguments(X, known) is None and compat.why_not_arguments(X, {**known, **harmless}) is None
-    assert compat.why_not_arguments(X, {**known, "output_dtype": torch.bfloat16}) is None
+    assert (
+        compat.unsupported_reason_arguments(X, known) is None
+        and compat.unsupported_reason_arguments(X, {**known, **harmless}) is None
+    )
+    assert compat.unsupported_reason_arguments(X, {**known, "output_dtype": torch.bfloat16}) is None
     for new in ({"output_dtype": torch.float32}, {"gtp_remat_size": 2}, {"something": "x"}):
-        assert f"{next(iter(new))}=" in str(compat.why_not_arguments(X, {**known, **new}))
+        assert f"{next(iter(new))}=" in str(compat.unsupported_reason_arguments(X, {**known, **new}))
 
 
 def test_a_weight_of_several_ranks_is_refused() -> None:
-    assert compat.why_not_weight(torch.zeros(1)) is None and compat.why_not_weight(None) is None
-    assert compat.why_not_weight(SimpleNamespace(gtp_remat_size=1)) is None
-    assert "4 ranks" in str(compat.why_not_weight(SimpleNamespace(gtp_remat_size=4)))
-    assert "by ranks" in str(compat.why_not_weight(SimpleNamespace(is_gtp_weight_remat=True)))
-    assert "by ranks" in str(compat.why_not_weight(SimpleNamespace(is_distributed_weight=True)))
+    assert compat.unsupported_reason_weight(torch.zeros(1)) is None and compat.unsupported_reason_weight(None) is None
+    assert compat.unsupported_reason_weight(SimpleNamespace(gtp_remat_size=1)) is None
+    assert "4 ranks" in str(compat.unsupported_reason_weight(SimpleNamespace(gtp_remat_size=4)))
+    assert "by ranks" in str(compat.unsupported_reason_weight(SimpleNamespace(is_gtp_weight_remat=True)))
+    assert "by ranks" in str(compat.unsupported_reason_weight(SimpleNamespace(is_distributed_weight=True)))
 
 
 def test_arguments_of_muon_by_the_names_of_any_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +133,13 @@ def test_arguments_of_muon_by_the_names_of_any_version(monkeypatch: pytest.Monke
 def test_a_layer_wise_optimizer_that_gathers_otherwise_is_megatrons() -> None:
     legacy, laid_out = SimpleNamespace(full_param_layout=None), SimpleNamespace(full_param_layout=object())
     plain, overlapped = _config(overlap_param_gather=False), _config(overlap_param_gather=True)
-    assert compat.why_not_layer_wise(overlapped, {}) is None  # 0.16 does not ask for it
-    assert compat.why_not_layer_wise(plain, {"model_chunks": [legacy], "async_allgather": False}) is None
-    assert "overlap_param_gather" in str(compat.why_not_layer_wise(plain, {"async_allgather": True}))  # 0.17
-    assert "overlap_param_gather" in str(compat.why_not_layer_wise(overlapped, {"model_chunks": [legacy]}))
-    assert "param_layout" in str(compat.why_not_layer_wise(plain, {"model_chunks": [legacy, laid_out]}))
+    assert compat.unsupported_reason_layer_wise(overlapped, {}) is None  # 0.16 does not ask for it
+    assert compat.unsupported_reason_layer_wise(plain, {"model_chunks": [legacy], "async_allgather": False}) is None
+    assert "overlap_param_gather" in str(
+        compat.unsupported_reason_layer_wise(plain, {"async_allgather": True})
+    )  # 0.17
+    assert "overlap_param_gather" in str(compat.unsupported_reason_layer_wise(overlapped, {"model_chunks": [legacy]}))
+    assert "param_layout" in str(compat.unsupported_reason_layer_wise(plain, {"model_chunks": [legacy, laid_out]}))
 
 
 def test_the_norm_is_bounded_as_by_the_package_that_is_there() -> None:

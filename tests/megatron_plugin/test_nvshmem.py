@@ -25,11 +25,11 @@ def _two_stages(early: bool, fails: str | None) -> str:
     """What each rank hears when its tensor parallel group first needs memory: the second stage with the first one's
     results."""
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.plugin import job_start as meeting
+    from ditron_train.megatron.plugin import job_start as rendezvous
     from ditron_train.symm.nvshmem_transport import NvshmemTransport
     from tests.support.model_parallel import model_parallel
 
-    with mock.patch.object(meeting, "_device", lambda: CPU), stand_in(fails=fails):
+    with mock.patch.object(rendezvous, "_device", lambda: CPU), stand_in(fails=fails):
         if early:  # as the launcher does
             plugin.apply(features="tp", transport="nvshmem")
         with model_parallel(**SIZES):
@@ -57,20 +57,20 @@ def test_groups_of_a_pipelines_stages_need_not_meet(early: bool) -> None:
 
 
 def test_where_it_does_not_start_every_rank_goes_on_without_it() -> None:
-    said = run_workers(4, _two_stages, True, "import")
-    assert len(set(said)) == 1 and "loading NVSHMEM failed on 1 of 4 ranks: rank 1: " in said[0]
+    logged = run_workers(4, _two_stages, True, "import")
+    assert len(set(logged)) == 1 and "loading NVSHMEM failed on 1 of 4 ranks: rank 1: " in logged[0]
 
 
 def _is_it_started(nodes: list[str], environment: dict[str, str], features: str) -> bool:
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.plugin import job_start as meeting
+    from ditron_train.megatron.plugin import job_start as rendezvous
     from ditron_train.symm.nvshmem_transport import NvshmemTransport
     from tests.support.model_parallel import model_parallel
 
     environment = {"LOCAL_WORLD_SIZE": str(4 // len(set(nodes))), **environment}
     with (
-        mock.patch.object(meeting, "_device", lambda: CPU),
-        mock.patch.object(meeting, "node_of_process", lambda: (nodes[dist.get_rank()],)),
+        mock.patch.object(rendezvous, "_device", lambda: CPU),
+        mock.patch.object(rendezvous, "node_of_process", lambda: (nodes[dist.get_rank()],)),
         mock.patch.dict(os.environ, environment),
         stand_in(),
         model_parallel(**SIZES),
@@ -83,7 +83,7 @@ def _is_it_started(nodes: list[str], environment: dict[str, str], features: str)
     "nodes, environment, features, expected",
     [
         ("aaaa", {}, "tp,pp", False),
-        ("aabb", {}, "tp,pp", False),  # tensor parallel groups lie inside nodes
+        ("aabb", {}, "tp,pp", False),  # tensor parallel groups are inside nodes
         ("abab", {}, "tp", True),
         ("abab", {}, "pp", False),
         ("abab", {"DITRON_TRANSPORT": "torch"}, "tp", False),
@@ -101,7 +101,7 @@ def test_it_is_started_where_a_group_will_need_it(
 def test_megatron_that_was_made_to_run_on_the_cpu_needs_none():
     """Also where a stand-in says that there is a GPU, as Megatron-LM's own training loop wants it."""
     from ditron_train.cpu.megatron_shim import megatron_on_cpu
-    from ditron_train.megatron.plugin import job_start as meeting
+    from ditron_train.megatron.plugin import job_start as rendezvous
 
     with megatron_on_cpu(), mock.patch.object(torch.cuda, "is_available", lambda: True):
-        assert meeting._device() is None
+        assert rendezvous._device() is None

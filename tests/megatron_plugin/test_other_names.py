@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from ditron_train.megatron.shared.other_names import called, with_names
+from ditron_train.megatron.shared.other_names import called, rebind_globals
 
 _SOURCE = """
 def product(x):
@@ -46,18 +46,18 @@ def _module():
 
 def test_functions_that_are_called_have_the_other_names_too():
     module = _module()
-    replaced = with_names(module["outer"], {"product": lambda x: ("ours", x)})
-    assert replaced(2) == (("ours", 1), ("decorated", "native", 1))
+    replaced = rebind_globals(module["outer"], {"product": lambda x: ("fused", x)})
+    assert replaced(2) == (("fused", 1), ("decorated", "native", 1))
     assert module["outer"](2) == (("native", 1), ("decorated", "native", 1)), "the native code is as it was"
 
 
 def test_what_the_module_binds_later_is_seen():
     module = _module()
-    replaced = with_names(module["outer"], {"product": lambda x: ("ours", x)})
+    replaced = rebind_globals(module["outer"], {"product": lambda x: ("fused", x)})
     module["plain"] = lambda x: 10 * x
-    assert replaced(2)[0] == ("ours", 10)
+    assert replaced(2)[0] == ("fused", 10)
     module["inner"] = None
-    assert replaced(2)[0] == ("ours", 10), "the replaced names, and functions that use them, stay what they are"
+    assert replaced(2)[0] == ("fused", 10), "the replaced names, and functions that use them, stay what they are"
 
 
 def test_names_of_functions_that_are_called_count():

@@ -22,7 +22,7 @@ class _Native:
         self.value = value
 
 
-class _Ours(_Native):
+class _Fused(_Native):
     pass
 
 
@@ -31,44 +31,44 @@ def _make_classes():
         def __init__(self, value, *, flag=False):
             self.value, self.flag = value, flag
 
-    class Ours(Native):
+    class Fused(Native):
         pass
 
     class Sibling(Native):
         pass
 
-    return Native, Ours, Sibling
+    return Native, Fused, Sibling
 
 
 def test_construction_is_redirected_for_every_alias_and_taken_back():
-    native, ours, sibling = _make_classes()
+    native, fused, sibling = _make_classes()
     alias = native
-    patching.redirect_construction(native, ours)
-    patching.redirect_construction(native, ours)
+    patching.redirect_construction(native, fused)
+    patching.redirect_construction(native, fused)
     built = alias(3, flag=True)
-    assert type(built) is ours and built.value == 3 and built.flag
+    assert type(built) is fused and built.value == 3 and built.flag
     assert type(sibling(1)) is sibling
-    assert type(ours(1)) is ours
-    assert type(copy.deepcopy(built)) is ours
+    assert type(fused(1)) is fused
+    assert type(copy.deepcopy(built)) is fused
     assert patching.is_redirected(native)
     patching.undo_all()
     patching.undo_all()
     assert type(native(4)) is native and native(4).value == 4
-    assert type(ours(1)) is ours
+    assert type(fused(1)) is fused
     assert not patching.is_redirected(native)
-    patching.redirect_construction(native, ours)
-    assert type(native(5)) is ours
+    patching.redirect_construction(native, fused)
+    assert type(native(5)) is fused
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda built: pickle.loads(pickle.dumps(built))])
 def test_a_copy_of_what_was_built_before_stays_native(duplicate):
-    patching.redirect_construction(_Native, _Ours)
-    ours = _Native(1)
+    patching.redirect_construction(_Native, _Fused)
+    fused = _Native(1)
     patching.undo_all()
     native = _Native(2)
-    patching.redirect_construction(_Native, _Ours)
+    patching.redirect_construction(_Native, _Fused)
     assert type(duplicate(native)) is _Native and duplicate(native).value == 2
-    assert type(duplicate(ours)) is _Ours and duplicate(ours).value == 1
+    assert type(duplicate(fused)) is _Fused and duplicate(fused).value == 1
 
 
 def test_class_with_a_constructor_of_its_own():
@@ -81,28 +81,28 @@ def test_class_with_a_constructor_of_its_own():
         def __init__(self, value):
             self.value = value
 
-    class Ours(Native):
+    class Fused(Native):
         pass
 
-    patching.redirect_construction(Native, Ours)
+    patching.redirect_construction(Native, Fused)
     built = Native(2)
-    assert type(built) is Ours and built.made_by_new == built.value == 2
+    assert type(built) is Fused and built.made_by_new == built.value == 2
 
 
 def test_signatures_stay_those_of_native():
-    native, ours, sibling = _make_classes()
-    before = [inspect.signature(one) for one in (native, ours, sibling)]
-    patching.redirect_construction(native, ours)
-    assert [inspect.signature(one) for one in (native, ours, sibling)] == before
+    native, fused, sibling = _make_classes()
+    before = [inspect.signature(one) for one in (native, fused, sibling)]
+    patching.redirect_construction(native, fused)
+    assert [inspect.signature(one) for one in (native, fused, sibling)] == before
     patching.undo_all()
-    assert [inspect.signature(one) for one in (native, ours, sibling)] == before
+    assert [inspect.signature(one) for one in (native, fused, sibling)] == before
 
 
 def test_refuses_strangers_and_second_owners():
-    native, ours, sibling = _make_classes()
+    native, fused, sibling = _make_classes()
     with pytest.raises(TypeError, match="not a subclass"):
         patching.redirect_construction(native, int)
-    patching.redirect_construction(native, ours)
+    patching.redirect_construction(native, fused)
     with pytest.raises(RuntimeError, match="already redirected"):
         patching.redirect_construction(native, sibling)
 
@@ -111,17 +111,17 @@ def test_symbols_are_replaced_under_every_name_in_the_package_only(monkeypatch):
     def native():
         return "native"
 
-    def ours():
-        return "ours"
+    def fused():
+        return "fused"
 
     inside = types.ModuleType("fakepackage.inside")
     outside = types.ModuleType("fakepackages")
     inside.first, inside.second, outside.first = native, native, native
     monkeypatch.setitem(sys.modules, "fakepackage.inside", inside)
     monkeypatch.setitem(sys.modules, "fakepackages", outside)
-    assert patching.replace_symbol(native, ours, package="fakepackage") == 2
-    assert patching.replace_symbol(native, ours, package="fakepackage") == 0
-    assert inside.first is ours and inside.second is ours and outside.first is native
+    assert patching.replace_symbol(native, fused, package="fakepackage") == 2
+    assert patching.replace_symbol(native, fused, package="fakepackage") == 0
+    assert inside.first is fused and inside.second is fused and outside.first is native
     inside.second = len  # bound by someone else in the meantime
     patching.undo_all()
     assert inside.first is native and inside.second is len

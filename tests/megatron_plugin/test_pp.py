@@ -25,7 +25,7 @@ def test_sends_are_waited_for_where_compiled_code_replays_graphs(monkeypatch, gr
                for name in ("send_next", "recv_prev")}  # fmt: skip
     communicator = pp.DitronP2PCommunicator.__new__(pp.DitronP2PCommunicator)
     communicator.config = SimpleNamespace(pipeline_dtype=torch.float32, batch_p2p_comm=False)
-    communicator._variable_shapes, communicator._join_sends, communicator._lend = False, False, True
+    communicator._variable_shapes, communicator._join_sends, communicator._may_lease = False, False, True
     communicator._open = [0, 0]
     communicator._context = lambda *arguments: SimpleNamespace(
         device=torch.device("cuda", 0), network=None, slot_bytes=8

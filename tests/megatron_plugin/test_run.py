@@ -123,22 +123,23 @@ def test_nor_do_two_lines_in_a_script_lose_it(layers, megatron_training, capsys)
 
 def test_help_shows_the_group(script, capsys):
     assert _run(script, "--help") == 0
-    said = capsys.readouterr().out
-    assert "--num-layers" in said and "--ditron NAME[,NAME]" in said and "--ditron-transport" in said
+    logged = capsys.readouterr().out
+    assert "--num-layers" in logged and "--ditron NAME[,NAME]" in logged and "--ditron-transport" in logged
 
 
 def test_help_of_the_launcher_itself(capsys):
     main(["--help"])
-    said = capsys.readouterr().out
+    logged = capsys.readouterr().out
     assert (
-        said.startswith("usage: torchrun ... -m ditron_train.megatron.run SCRIPT.py") and "--ditron-plan FILE" in said
+        logged.startswith("usage: torchrun ... -m ditron_train.megatron.run SCRIPT.py")
+        and "--ditron-plan FILE" in logged
     )
 
 
 def test_unknown_names_are_an_error(script, capsys):
     assert _run(script, "--ditron", "tp,warp") == 2
-    said = " ".join(capsys.readouterr().out.replace("[rank 0]", "").split())
-    assert "does not know 'warp'; it takes a comma-separated list of: tp" in said
+    logged = " ".join(capsys.readouterr().out.replace("[rank 0]", "").split())
+    assert "does not know 'warp'; it takes a comma-separated list of: tp" in logged
 
 
 @pytest.mark.parametrize(
@@ -169,10 +170,10 @@ def test_a_script_that_builds_no_model(tmp_path, capsys):
     path = tmp_path / "other.py"
     path.write_text(_OTHER)
     assert _run(path, "--lr", 3, "--ditron", "tp", "x", "--ditron-record=/nowhere", "--ditron-policy=bits") == 0
-    said = capsys.readouterr().out
-    assert "RESULT ['--lr', '3', 'x']" in said
-    assert "built no model of Megatron's in this process: --ditron had no effect" in said
-    assert "is no script of Megatron-LM's: --ditron-record had no effect" in said
+    logged = capsys.readouterr().out
+    assert "RESULT ['--lr', '3', 'x']" in logged
+    assert "built no model of Megatron's in this process: --ditron had no effect" in logged
+    assert "is no script of Megatron-LM's: --ditron-record had no effect" in logged
 
 
 def test_a_script_that_is_not_megatron_lm_s(tmp_path, capsys):
@@ -180,5 +181,5 @@ def test_a_script_that_is_not_megatron_lm_s(tmp_path, capsys):
     path = tmp_path / "other.py"
     path.write_text(_BUILDING)
     assert _run(path, "--ditron", "tp", "+model.x=1") == 0
-    said = capsys.readouterr().out
-    assert "RESULT ['+model.x=1'] True" in said and "no effect" not in said
+    logged = capsys.readouterr().out
+    assert "RESULT ['+model.x=1'] True" in logged and "no effect" not in logged

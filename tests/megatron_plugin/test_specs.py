@@ -21,7 +21,7 @@ class _Other:
     pass
 
 
-class _Ours(_Native):
+class _Fused(_Native):
     pass
 
 
@@ -88,29 +88,29 @@ def test_modules_that_are_named_by_where_they_are_imported_from():
 
 
 def test_block_spec_layers_partials_tuples_and_params():
-    classes = {_Native: _Ours}
+    classes = {_Native: _Fused}
     block = _Submodules(
         linear=functools.partial(_Native, 1, kind=_Native), layers=[_Native, (_Native, _Other), {"a": _Native}]
     )
     rewritten = rewrite_spec(block, classes)
-    assert rewritten.linear.func is _Ours
+    assert rewritten.linear.func is _Fused
     assert rewritten.linear.args == (1,)
-    assert rewritten.linear.keywords == {"kind": _Ours}
-    assert rewritten.layers == [_Ours, (_Ours, _Other), {"a": _Ours}]
+    assert rewritten.linear.keywords == {"kind": _Fused}
+    assert rewritten.layers == [_Fused, (_Fused, _Other), {"a": _Fused}]
     assert block.layers == [_Native, (_Native, _Other), {"a": _Native}]
     assert count_replacements(block, classes) == 5
 
 
 def test_a_spec_without_replacements_is_returned_as_it_is():
     block = _Submodules(linear=_Other, layers=None)
-    assert rewrite_spec(block, {_Native: _Ours}) is block
+    assert rewrite_spec(block, {_Native: _Fused}) is block
 
 
-def test_a_class_method_that_builds_is_ours():
+def test_a_class_method_that_builds_is_fused():
     """As specs of newer versions name one: ``partial(MLP.as_mlp_submodule, submodules=...)``."""
     spec = functools.partial(_Native.build)
-    rewritten = rewrite_spec(spec, {_Native: _Ours})
-    assert count_replacements(spec, {_Native: _Ours}) == 1
-    assert isinstance(rewritten(), _Ours) and not isinstance(spec(), _Ours)
-    assert count_replacements(functools.partial(_Native().build), {_Native: _Ours}) == 1
-    assert count_replacements(functools.partial("".join), {_Native: _Ours}) == 0
+    rewritten = rewrite_spec(spec, {_Native: _Fused})
+    assert count_replacements(spec, {_Native: _Fused}) == 1
+    assert isinstance(rewritten(), _Fused) and not isinstance(spec(), _Fused)
+    assert count_replacements(functools.partial(_Native().build), {_Native: _Fused}) == 1
+    assert count_replacements(functools.partial("".join), {_Native: _Fused}) == 0

@@ -171,7 +171,7 @@ def _lines_of_specs(spec):
     return lines
 
 
-def test_names_in_the_place_of_a_spec_are_refused_and_a_spec_without_a_layer_of_ours_is_told():
+def test_names_in_the_place_of_a_spec_are_refused_and_a_spec_without_a_layer_of_fused_is_told():
     assert run_workers(1, _lines_of_specs, [dict, dict])[0] == ["tp: 0 modules of the layer spec replaced"]
     with pytest.raises(SettingError, match=re.escape("'tp' is no layer spec: apply(features='tp')")):
         run_workers(1, _lines_of_specs, "tp")
@@ -259,18 +259,18 @@ def _too_many_shapes():
         with model_parallel(tensor_model_parallel_size=2):
             native = _column()
             plugin.apply()
-            ours = _column()
-            ours.load_state_dict(native.state_dict())
+            fused = _column()
+            fused.load_state_dict(native.state_dict())
             for tokens in (2, 3, 4, 5):
                 x = torch.arange(tokens * 16.0).view(tokens, 1, 16)
-                equal = torch.equal(native(x)[0], ours(x)[0])
+                equal = torch.equal(native(x)[0], fused(x)[0])
                 assert equal or tokens < 4  # beyond the limit it is the native path itself
             assert len(gate.answers("tp")) == 2
             # A rank that is in another group, too, counts as those do that are not: what one group decides its ranks
             # know alike.
             fresh._counts["tp column", None] = 2
             gate.swap(fresh)
-            ours(torch.ones(6, 1, 16))
+            fused(torch.ones(6, 1, 16))
             gate.swap(fresh)
             assert [answer.context is None for answer in fresh.answers()] == [False]
     finally:

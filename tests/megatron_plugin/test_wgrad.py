@@ -209,17 +209,17 @@ def test_the_launchers_job_with_fusion(megatron_training, tmp_path, capsys, nati
     """Natively and with every feature: three microbatches, equal bits, the fused path in each backward."""
     found = {}
     script = None
-    for kind, words in {"native": native, "ours": ["--ditron", "tp,sp,ep,pp,muon"]}.items():
+    for kind, words in {"native": native, "fused": ["--ditron", "tp,sp,ep,pp,muon"]}.items():
         source = SCRIPT.replace("{OUT}", f"{tmp_path}/{kind}")
         if script is None:
             script = megatron_training(source, arguments=ARGUMENTS)
         script.write_text(source)
         outcomes = run_workers_once(2, _launch, [str(script), *words])
         assert not any(outcome.error for outcome in outcomes), [outcome.traceback for outcome in outcomes]
-        name = {"native": "ColumnParallelLinear", "ours": "DitronColumnParallelLinear"}[kind]
+        name = {"native": "ColumnParallelLinear", "fused": "DitronColumnParallelLinear"}[kind]
         assert capsys.readouterr().out.count(f"CALLS {name} 6 6") == 2
         found[kind] = [torch.load(f"{tmp_path}/{kind}{rank}.pt") for rank in range(2)]
-    for one, other in zip(found["native"], found["ours"]):
+    for one, other in zip(found["native"], found["fused"]):
         assert all(torch.equal(a, b) and a.any() for a, b in zip(one, other))
 
 

@@ -119,7 +119,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/tp/all_reduce.py",
         "values = _load(partials, tl.load(order + step), offsets, mask, SKIPS_OWN, WORLD_SIZE)",
         "values = _load(partials, (tl.load(order) + step) % WORLD_SIZE, offsets, mask, SKIPS_OWN, WORLD_SIZE)",
-        ("tests/tp/test_all_reduce.py::test_gemm_ar_equals_matmul_then_the_posed_orders",),
+        ("tests/tp/test_all_reduce.py::test_gemm_ar_equals_matmul_then_the_simulated_orders",),
     ),
     Mutation(
         "all-reduce-slots-without-parity",
@@ -141,8 +141,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ag-gemm-tile-waits-for-one-flag-less",
         "dropped wait in a kernel",
         "ditron_train/tp/ag_gemm.py",
-        "range(first // granule_rows, last // granule_rows + 1)",
-        "range(first // granule_rows, last // granule_rows)",
+        "range(first // flag_block_rows, last // flag_block_rows + 1)",
+        "range(first // flag_block_rows, last // flag_block_rows)",
         (f"{LATE}::test_rows_that_arrive_late_are_waited_for[ag_gemm copy-128]",),
     ),
     Mutation(
@@ -157,8 +157,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "gather-waits-for-one-peer-less",
         "dropped wait in a kernel",
         "ditron_train/tp/gather.py",
-        "        _await_rows((rank + step) % WORLD_SIZE, epoch, channel, row_starts_ptr,",
-        "        _await_rows((rank + 1) % WORLD_SIZE, epoch, channel, row_starts_ptr,",
+        "(rank + step) % WORLD_SIZE, epoch, channel, row_starts_ptr,",
+        "(rank + 1) % WORLD_SIZE, epoch, channel, row_starts_ptr,",
         (f"{LATE}::test_rows_that_arrive_late_are_waited_for[all_gather-40]",),
     ),
     Mutation(
@@ -191,7 +191,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/stream/op_context.py",
         "channel.tickets[1:2].copy_(channel.tickets[:1])",
         "pass",
-        (f"{TP_OPS}::test_an_op_that_all_ranks_give_up_in_the_middle_leaves_the_next_ones_right[wgrad]",),
+        (f"{TP_OPS}::test_an_op_that_all_ranks_abort_in_the_middle_leaves_the_next_ones_right[wgrad]",),
     ),
     Mutation(
         "recorded-though-its-key-says-too-little",
@@ -210,7 +210,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/tp/gather.py",
         "            except BaseException:\n                self.abort()\n",
         "            except BaseException:\n",
-        (f"{TP_OPS}::test_a_copy_of_own_rows_that_fails_leaves_no_open_epoch",),
+        (f"{TP_OPS}::test_a_copy_of_local_shard_that_fails_leaves_no_open_epoch",),
     ),
     Mutation(
         "bias-inside-added-twice",
@@ -331,7 +331,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/symm/exchange.py",
         "self._forget(self._number - 1)  # all have read it: they are here",
         "self._forget(self._number)",
-        ("tests/symm/test_exchange.py::test_groups_that_overlap_exchange_in_turn_and_leave_the_last_values",),
+        ("tests/symm/test_exchange.py::test_groups_that_overlap_exchange_in_sequence_and_leave_the_last_values",),
     ),
     # Streams.
     Mutation(
@@ -387,16 +387,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rows-taken-before-they-arrive",
         "dropped wait in a kernel",
         "ditron_train/sp/transfer.py",
-        "dl.wait_many(flags, flags_per_granule, epoch, channel.control, source, first_flag, FLAGS, TARGET)",
-        "dl.wait_many(flags, flags_per_granule, epoch - 1, channel.control, source, first_flag, FLAGS, TARGET)",
+        "dl.wait_many(flags, flags_per_block, epoch, channel.control, source, first_flag, FLAGS, TARGET)",
+        "dl.wait_many(flags, flags_per_block, epoch - 1, channel.control, source, first_flag, FLAGS, TARGET)",
         (f"{SP_OPS}::test_rows_that_arrive_late_are_waited_for",),
     ),
     Mutation(
         "rows-multiplied-before-they-arrive",
         "dropped wait in a kernel",
         "ditron_train/sp/a2a_gemm.py",
-        "dl.wait_ranks(flags, num_granules, epoch, channel.control, granule, WORLD_SIZE, RANKS_POW2, TARGET)",
-        "dl.wait_ranks(flags, num_granules, epoch - 1, channel.control, granule, WORLD_SIZE, RANKS_POW2, TARGET)",
+        "dl.wait_ranks(flags, num_flag_blocks, epoch, channel.control, flag_block, WORLD_SIZE, RANKS_POW2, TARGET)",
+        "dl.wait_ranks(flags, num_flag_blocks, epoch - 1, channel.control, flag_block, WORLD_SIZE, RANKS_POW2, "
+        "TARGET)",
         (f"{SP_OPS}::test_rows_that_arrive_late_are_waited_for",),
     ),
     Mutation(
@@ -528,7 +529,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/pp/endpoints.py",
         "            self._events.record(self._copied_on).hold(stream)",
         "            pass",
-        ("tests/pp/test_streams.py::test_messages_of_the_ring_are_copied_out_in_turn",),
+        ("tests/pp/test_streams.py::test_messages_of_the_ring_are_copied_out_in_sequence",),
     ),
     Mutation(
         "sizes-of-messages-not-compared",
@@ -616,8 +617,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "other-inputs-not-compared",
         "compared on one input only",
         "ditron_train/policy/probe.py",
-        "for pair in ((native, ours), *also)])",
-        "for pair in ((native, ours),)])",
+        "for pair in ((native, fused), *extra_cases)",
+        "for pair in ((native, fused),)",
         (f"{POLICY}::test_one_wrong_bit_or_one_slow_rank_decides_for_all",),
     ),
     Mutation(
@@ -696,17 +697,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         "an-error-of-one-rank-is-native",
         "error swallowed",
         "ditron_train/policy/gate.py",
-        "if not all(str(one).startswith(_FAILED) for one in said):",
-        "if not any(str(one).startswith(_FAILED) for one in said):",
+        "if not all(str(one).startswith(_FAILED) for one in gathered):",
+        "if not any(str(one).startswith(_FAILED) for one in gathered):",
         ("tests/policy/test_specs.py::test_an_error_of_some_ranks_is_raised_if_the_others_exchange_something_else",),
     ),
     Mutation(
         "order-of-nccl-not-asked",
         "fallback not taken",
         "ditron_train/policy/decide.py",
-        "        elif order is not None and not order.is_ours:",
-        "        elif order is not None and order.reason is None and not order.is_ours:",
-        ("tests/policy/test_order.py::test_an_order_that_is_not_ours_stays_native_unprobed",),
+        "        elif order is not None and not order.is_fused:",
+        "        elif order is not None and order.reason is None and not order.is_fused:",
+        ("tests/policy/test_order.py::test_an_order_that_is_not_fused_stays_native_unprobed",),
     ),
     # Megatron's layers.
     Mutation(
@@ -721,7 +722,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "restore-leaves-names-replaced",
         "restore does not restore",
         "ditron_train/megatron/plugin/patching.py",
-        "        if namespace.get(key) is ours:",
+        "        if namespace.get(key) is fused:",
         "        if namespace.get(key) is native:",
         ("tests/megatron_plugin/test_patching.py",),
     ),

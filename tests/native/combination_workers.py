@@ -1,5 +1,5 @@
 """Bodies of the tests of several features in one job: a small GPT with megatron-core's schedules, wrappers and
-optimizers, trained natively and with ours, evaluated between the steps."""
+optimizers, trained natively and fused, evaluated between the steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case:
         layers: Transformer layers.
         dtype: Of parameters and activations.
         config: More of ``TransformerConfig``.
-        ours: Of it, what only our run has.
+        fused: Of it, what only our run has.
         needed: Features that the native run cannot do without.
         tied: Embedding and output layer share their weight.
         mtp: With a layer that predicts one token more.
@@ -42,7 +42,7 @@ class Case:
     layers: int = 2
     dtype: torch.dtype = torch.float32
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    ours: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fused: dict[str, Any] = dataclasses.field(default_factory=dict)
     needed: str | None = None
     tied: bool = False
     mtp: bool = False
@@ -55,7 +55,7 @@ class Case:
         return self.sizes.get(f"{name}_parallel", 1)
 
 
-def _config(case: Case, ours: bool) -> Any:
+def _config(case: Case, fused: bool) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     from ditron_train.cpu.megatron_shim import CPU_CONFIG
@@ -83,7 +83,7 @@ def _config(case: Case, ours: bool) -> Any:
         "mtp_num_layers": 1 if case.mtp else None,
         **{f"{name}_size": size for name, size in case.sizes.items()},
         **case.config,
-        **(case.ours if ours else {}),
+        **(case.fused if fused else {}),
     }
     return TransformerConfig(**options)
 
@@ -180,7 +180,7 @@ def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return output, loss_function
 
 
-def train(case: Case, ours: bool, steps: int = 2) -> dict[str, torch.Tensor]:
+def train(case: Case, fused: bool, steps: int = 2) -> dict[str, torch.Tensor]:
     """Losses, gradients and norms of every step, losses of evaluations before and between them, and the parameters at
     the end."""
     from megatron.core.distributed import finalize_model_grads
@@ -188,7 +188,7 @@ def train(case: Case, ours: bool, steps: int = 2) -> dict[str, torch.Tensor]:
 
     from ditron_train.cpu import megatron_shim as megatron_cpu
 
-    config = _config(case, ours)
+    config = _config(case, fused)
     models = _models(case, config)
     optimizer = _optimizer(case, config, models)
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
@@ -215,8 +215,8 @@ def train(case: Case, ours: bool, steps: int = 2) -> dict[str, torch.Tensor]:
         for model in models:
             model.eval()
         # Native's tensors that are kept are of the mode that comes first, RoPE's tables among them, which
-        # recomputation saves; ours must not be.
-        with torch.inference_mode() if ours and config.recompute_granularity is None else torch.no_grad():
+        # recomputation saves; the fused path must not be.
+        with torch.inference_mode() if fused and config.recompute_granularity is None else torch.no_grad():
             run(1000 + step, f"evaluation {step}", forward_only=True)
 
     evaluate(0)
@@ -250,21 +250,21 @@ def differences(case: Case) -> tuple[list[str], list[str], bool]:
         stack.enter_context(model_parallel(**{f"{name}_size": size for name, size in case.sizes.items()}))
         if case.needed is not None:
             plugin.apply(features=case.needed)
-        native = train(case, ours=False)
+        native = train(case, fused=False)
         plugin.restore()
         lines = stack.enter_context(_log_lines())
         logs._seen.clear()
         plugin.apply(features=case.features)
-        ours = train(case, ours=True)
-    assert native.keys() == ours.keys()
+        fused = train(case, fused=True)
+    assert native.keys() == fused.keys()
     differ = []
     for name, expected in native.items():
         if expected.isfinite().all():
-            if not torch.equal(expected, ours[name]):
-                differ.append(f"{name}: {expected.flatten()[:3]} and {ours[name].flatten()[:3]}")
-        elif not torch.equal(expected.isfinite(), ours[name].isfinite()):
+            if not torch.equal(expected, fused[name]):
+                differ.append(f"{name}: {expected.flatten()[:3]} and {fused[name].flatten()[:3]}")
+        elif not torch.equal(expected.isfinite(), fused[name].isfinite()):
             differ.append(f"{name}: infinite elsewhere")
-    return differ, lines, any(name.endswith("norm") and value[0] == 0 for name, value in ours.items())
+    return differ, lines, any(name.endswith("norm") and value[0] == 0 for name, value in fused.items())
 
 
 @contextlib.contextmanager

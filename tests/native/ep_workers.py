@@ -76,7 +76,7 @@ def groups_of_layers():
     return found
 
 
-def build(options, ours, through_spec=False):
+def build(options, fused, through_spec=False):
     """A MoE layer, native or with our dispatcher; equal weights either way."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer import TransformerConfig
@@ -91,7 +91,7 @@ def build(options, ours, through_spec=False):
     )
     config.moe_router_padding_for_quantization = padding
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    if not ours:
+    if not fused:
         return build_of(spec, config=config, layer_number=1)
     if through_spec:
         spec = plugin.apply(spec, "ep")
@@ -113,13 +113,13 @@ def run_layer(layer, x, grad):
     return output.detach(), x.grad, gradients
 
 
-def assert_equal(native, ours):
+def assert_equal(native, fused):
     """Bit for bit."""
-    assert torch.equal(native[0], ours[0]), (native[0] - ours[0]).abs().max()
-    assert torch.equal(native[1], ours[1]), (native[1] - ours[1]).abs().max()
-    assert native[2].keys() == ours[2].keys()
+    assert torch.equal(native[0], fused[0]), (native[0] - fused[0]).abs().max()
+    assert torch.equal(native[1], fused[1]), (native[1] - fused[1]).abs().max()
+    assert native[2].keys() == fused[2].keys()
     for name, gradient in native[2].items():
-        other = ours[2][name]
+        other = fused[2][name]
         assert (gradient is None) == (other is None) and (gradient is None or torch.equal(gradient, other)), name
 
 
@@ -159,8 +159,8 @@ def uneven_collectives():
 
 
 def sliced_layers_agree(options, tokens_by_rank, dtype, in_any_place=2):
-    """``layers_agree`` where experts are split over tensor parallel ranks; of more than ``in_any_place`` rows lie as
-    natively."""
+    """``layers_agree`` where experts are split over tensor parallel ranks; of more than ``in_any_place`` rows are
+    stored as natively."""
     from ditron_train.megatron.ep import gather as ep_gather
 
     before, ep_gather._RANKS_IN_ANY_PLACE = ep_gather._RANKS_IN_ANY_PLACE, in_any_place
@@ -190,9 +190,9 @@ def lines_logged():
 
 
 def said_of(options):
-    """What rank 0 logs of a MoE layer with those options, native and ours having agreed."""
+    """What rank 0 logs of a MoE layer with those options, native and fused having agreed."""
     with lines_logged() as lines:
-        layers_agree(options, (8,) * dist.get_world_size(), torch.bfloat16, expect_ours=None)
+        layers_agree(options, (8,) * dist.get_world_size(), torch.bfloat16, expect_fused=None)
     return lines
 
 
@@ -223,36 +223,38 @@ def native_over_two_nodes(function, *arguments):
     return reason, [line for line in lines if "native" in line]
 
 
-def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_ours=True):
-    """Two steps, native and ours; ``expect_ours`` says whether ours moves the tokens (None: whichever does)."""
+def layers_agree(options, tokens_by_rank, dtype, through_spec=False, expect_fused=True):
+    """Two steps, native and fused; ``expect_fused`` says whether the fused path moves the tokens (None: whichever
+    does)."""
     from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 
     options = {**options, "params_dtype": dtype, "bf16": dtype == torch.bfloat16}
     torch.use_deterministic_algorithms(True)
     try:
         with groups(**sizes_of(options)):
-            native, ours = build(options, False), build(options, True, through_spec)
-            assert [n for n, _ in native.named_parameters()] == [n for n, _ in ours.named_parameters()]
-            assert all(torch.equal(a, b) for a, b in zip(native.parameters(), ours.parameters()))
-            if expect_ours is not None:
-                assert isinstance(ours.token_dispatcher, DitronMoEAlltoAllTokenDispatcher)
+            native, fused = build(options, False), build(options, True, through_spec)
+            assert [n for n, _ in native.named_parameters()] == [n for n, _ in fused.named_parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(native.parameters(), fused.parameters()))
+            if expect_fused is not None:
+                assert isinstance(fused.token_dispatcher, DitronMoEAlltoAllTokenDispatcher)
             for step in range(2):
                 generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
                 shape = (tokens_by_rank[dist.get_rank()], 1, BASE["hidden_size"])
                 x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-                assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
-                if expect_ours is not None:
-                    assert (ours.token_dispatcher.ep_context is not None) == expect_ours
+                assert_equal(run_layer(native, x, grad), run_layer(fused, x, grad))
+                if expect_fused is not None:
+                    assert (fused.token_dispatcher.ep_context is not None) == expect_fused
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def inputs_of_shared_experts(options):
-    """Through which steps the gradient of the shared experts comes to the layer's input: natively, by ours."""
+    """Through which steps the gradient of the shared experts comes to the layer's input: natively, by the fused
+    path."""
     found = []
     with groups(**sizes_of(options)):
-        for is_ours in (False, True):
-            layer, steps = build(options, is_ours), []
+        for is_fused in (False, True):
+            layer, steps = build(options, is_fused), []
             begin = layer.shared_experts.pre_forward_comm
 
             def seen(given, begin=begin, steps=steps):
@@ -265,7 +267,7 @@ def inputs_of_shared_experts(options):
             layer.shared_experts.pre_forward_comm = seen
             x = torch.randn(8, 1, BASE["hidden_size"], requires_grad=True)
             layer(x * 2)
-            assert (getattr(layer.token_dispatcher, "ep_context", None) is not None) is is_ours
+            assert (getattr(layer.token_dispatcher, "ep_context", None) is not None) is is_fused
             found.append(steps)
     return found
 
@@ -292,18 +294,18 @@ def falls_back_when_memory_is_capped(options=None, capped_ranks=None):
     if capped_ranks is not None and dist.get_rank() not in capped_ranks:
         os.environ.pop("DITRON_ARENA_BYTES")
     with groups(**sizes_of(options)), uneven_collectives():
-        native, ours = build(options, False), build(options, True)
+        native, fused = build(options, False), build(options, True)
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(2):
             x, grad = (torch.randn(64, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
-            assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
-            assert ours.token_dispatcher.ep_context is None
-    return ours.token_dispatcher._native_because
+            assert_equal(run_layer(native, x, grad), run_layer(fused, x, grad))
+            assert fused.token_dispatcher.ep_context is None
+    return fused.token_dispatcher._native_because
 
 
 def memory_ends_between_two_forwards(capped_ranks):
-    """A forward of few tokens by ours, one of more for which ``capped_ranks`` have no room, then both backward; why
-    ours is native in the end."""
+    """A forward of few tokens by the fused path, one of more for which ``capped_ranks`` have no room, then both
+    backward; why the fused path is native in the end."""
     options = {"params_dtype": torch.float32, "num_moe_experts": 8}
     with groups(**sizes_of(options)):
         layers = [build(options, which) for which in (False, True)]
@@ -311,36 +313,36 @@ def memory_ends_between_two_forwards(capped_ranks):
         inputs = [torch.randn(n, 1, BASE["hidden_size"], requires_grad=True) for n in (4, 64)]
         outputs = []
         try:
-            for x, is_ours in zip(inputs, (True, False)):
+            for x, is_fused in zip(inputs, (True, False)):
                 outputs.append([layer(x)[0] for layer in layers])
-                assert (dispatcher.ep_context is not None) == is_ours
+                assert (dispatcher.ep_context is not None) == is_fused
                 if dist.get_rank() in capped_ranks:
                     os.environ["DITRON_ARENA_BYTES"] = "500"
         finally:
             os.environ.pop("DITRON_ARENA_BYTES", None)
-        for x, (native, ours) in zip(inputs, outputs):
-            assert torch.equal(native, ours)
+        for x, (native, fused) in zip(inputs, outputs):
+            assert torch.equal(native, fused)
             grad = torch.randn_like(native)
-            wanted, got = (torch.autograd.grad(output, x, grad) for output in (native, ours))
+            wanted, got = (torch.autograd.grad(output, x, grad) for output in (native, fused))
             assert torch.equal(*wanted, *got)
         return dispatcher._native_because
 
 
 def routed_wider_than_topk(num_experts=BASE["num_moe_experts"], first=0):
     """A router of the user's that gives a token of the second step all experts from the ``first`` on, more than top-k;
-    why ours is native in the end."""
+    why the fused path is native in the end."""
     options = {"params_dtype": torch.float32, "num_moe_experts": num_experts}
     with groups(**sizes_of({})):
-        native, ours = (build(options, which) for which in (False, True))
+        native, fused = (build(options, which) for which in (False, True))
         generator = torch.Generator().manual_seed(dist.get_rank())
         for step in range(3):
-            for layer in (native, ours):
+            for layer in (native, fused):
                 route = type(layer.router).forward
                 layer.router.forward = functools.partial(_widened, route, layer.router, first if step == 1 else None)
             x, grad = (torch.randn(9, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
-            assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
-            assert (ours.token_dispatcher.ep_context is not None) == (step == 0)
-        return ours.token_dispatcher._native_because
+            assert_equal(run_layer(native, x, grad), run_layer(fused, x, grad))
+            assert (fused.token_dispatcher.ep_context is not None) == (step == 0)
+        return fused.token_dispatcher._native_because
 
 
 def _widened(route, router, first, *given):
@@ -352,18 +354,18 @@ def _widened(route, router, first, *given):
 
 
 def _dispatchers_agree(prepare, steps=2):
-    """Steps of a layer, native and ours, which ``prepare(dispatcher)`` has before each; which contexts ours ran
-    with."""
+    """Steps of a layer, native and fused, which ``prepare(dispatcher)`` has before each; which contexts the fused path
+    ran with."""
     contexts = []
     with groups(**sizes_of({})):
-        native, ours = (build({"params_dtype": torch.bfloat16, "bf16": True}, which) for which in (False, True))
+        native, fused = (build({"params_dtype": torch.bfloat16, "bf16": True}, which) for which in (False, True))
         generator = torch.Generator().manual_seed(dist.get_rank())
         for step in range(steps):
-            prepare(ours.token_dispatcher, step)
+            prepare(fused.token_dispatcher, step)
             x, grad = (torch.randn(16, 1, BASE["hidden_size"], generator=generator).bfloat16() for _ in range(2))
-            assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
-            contexts.append(ours.token_dispatcher.ep_context is not None)
-    return contexts, ours.token_dispatcher
+            assert_equal(run_layer(native, x, grad), run_layer(fused, x, grad))
+            contexts.append(fused.token_dispatcher.ep_context is not None)
+    return contexts, fused.token_dispatcher
 
 
 def experts_wrapped_after_their_capacity():
@@ -402,8 +404,8 @@ def captured_calls():
 
 
 def captured_numbers_of_tokens(options):
-    """Calls of 16 and of 24 tokens, then the same and a third number in a capture, which is pretended; whether ours
-    moved the tokens of each."""
+    """Calls of 16 and of 24 tokens, then the same and a third number in a capture, which is pretended; whether the
+    fused path moved the tokens of each."""
     from ditron_train.ep import context as rooms
     from ditron_train.megatron.ep import dispatcher as ep
 
@@ -413,14 +415,14 @@ def captured_numbers_of_tokens(options):
     try:
         ep.is_capturing = rooms.is_capturing = lambda device: is_capturing
         with groups(**sizes_of({})):
-            native, ours = (build({"params_dtype": torch.float32, **options}, which) for which in (False, True))
-            ours.token_dispatcher.decide_elsewhere()
+            native, fused = (build({"params_dtype": torch.float32, **options}, which) for which in (False, True))
+            fused.token_dispatcher.decide_elsewhere()
             for call, num_tokens in enumerate((16, 24, 16, 20, 24, 20)):
                 is_capturing = 2 <= call < 5
                 generator = torch.Generator().manual_seed(num_tokens + dist.get_rank())
                 x, grad = (torch.randn(num_tokens, 1, BASE["hidden_size"], generator=generator) for _ in range(2))
-                assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
-                moved.append(ours.token_dispatcher.ep_context is not None)
+                assert_equal(run_layer(native, x, grad), run_layer(fused, x, grad))
+                moved.append(fused.token_dispatcher.ep_context is not None)
     finally:
         ep.is_capturing = rooms.is_capturing = before
         torch.use_deterministic_algorithms(False)
@@ -480,15 +482,15 @@ def whole_step(model, device="cpu"):
     return [loss.detach(), *gradients]
 
 
-def with_and_without_plans(native, ours, num_microbatches=3, device="cpu"):
+def with_and_without_plans(native, fused, num_microbatches=3, device="cpu"):
     """Of a whole step, of schedule plans, and of a whole step again: which losses and gradients differ, and whether
-    the dispatchers of the MoE layers ran ours."""
+    the dispatchers of the MoE layers ran the fused path."""
     found = []
     steps = (whole_step, functools.partial(combined_steps, num_microbatches=num_microbatches), whole_step)
     for step in steps:
-        results = [step(model, device=device) for model in (native, ours)]
+        results = [step(model, device=device) for model in (native, fused)]
         wrong = [index for index, (a, b) in enumerate(zip(*results)) if not torch.equal(a, b)]
-        dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
+        dispatchers = [layer.mlp.token_dispatcher for layer in fused.decoder.layers[1:]]
         found.append((wrong, {dispatcher.ep_context is not None for dispatcher in dispatchers}))
     return found
 
@@ -528,10 +530,10 @@ def combined_schedule(num_microbatches, **options):
     """Which losses and gradients differ, and how the dispatchers of the MoE layers ran."""
     import ditron_train.megatron as plugin
 
-    with schedule_models(**options) as (native, ours):
-        plugin.restore()  # layers that were built stay ours
-        results = [combined_steps(model, num_microbatches) for model in (native, ours)]
-        dispatchers = [layer.mlp.token_dispatcher for layer in ours.decoder.layers[1:]]
+    with schedule_models(**options) as (native, fused):
+        plugin.restore()  # layers that were built stay fused
+        results = [combined_steps(model, num_microbatches) for model in (native, fused)]
+        dispatchers = [layer.mlp.token_dispatcher for layer in fused.decoder.layers[1:]]
     wrong = [index for index, (a, b) in enumerate(zip(*results)) if not torch.equal(a, b)]
     return wrong, [(d.ep_context is not None, d._pairs == frozenset()) for d in dispatchers]
 
@@ -557,7 +559,7 @@ def slices_without_room(options, tokens_by_rank):
 
 
 def gathered_layers_agree(options, num_tokens, dtype, steps=2):
-    """Steps of a layer with the allgather dispatcher, native and ours; whether ours moved the tokens."""
+    """Steps of a layer with the allgather dispatcher, native and fused; whether the fused path moved the tokens."""
     from ditron_train.megatron.ep.gathered_dispatcher import DitronMoEAllGatherTokenDispatcher
 
     options = {
@@ -567,15 +569,15 @@ def gathered_layers_agree(options, num_tokens, dtype, steps=2):
     torch.use_deterministic_algorithms(True)
     try:
         with groups(**sizes_of(options)):
-            native, ours = build(options, False), build(options, True)
-            assert type(ours.token_dispatcher) is DitronMoEAllGatherTokenDispatcher
+            native, fused = build(options, False), build(options, True)
+            assert type(fused.token_dispatcher) is DitronMoEAllGatherTokenDispatcher
             moved = []
             for step in range(steps):
                 generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
                 x, grad = (torch.randn(num_tokens, 1, hidden, generator=generator).to(dtype) for _ in range(2))
-                assert_equal(run_layer(native, x, grad), run_layer(ours, x, grad))
-                moved.append(ours.token_dispatcher.ep_context is not None)
-            return moved, ours.token_dispatcher._native_because
+                assert_equal(run_layer(native, x, grad), run_layer(fused, x, grad))
+                moved.append(fused.token_dispatcher.ep_context is not None)
+            return moved, fused.token_dispatcher._native_because
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -38,20 +38,20 @@ def _expected(all_x, all_grads, firsts, seconds, routed, experts):
         z = h[:, : weights[experts].shape[1]] @ weights[experts + expert].t()
         total = total + torch.where(routed[:, expert, None], z, 0.0)
     total.backward(torch.cat(all_grads).double())
-    return total.detach(), x.grad, [one.grad for one in weights]
+    return total.detach(), x.grad, [weight.grad for weight in weights]
 
 
-def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0, calls=3, fewest=0):
+def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0, calls=3, min_rows=0):
     """Several calls with new routings on poisoned memory, a rank that is late in each; whether all was exact.
 
     In all calls but the first, sources are multiplied in groups that are drawn, other ones on each rank.
-    With ``fewest``: and whether experts of fewer rows were multiplied by themselves, in each of the four products.
+    With ``min_rows``: and whether experts of fewer rows were multiplied by themselves, in each of the four products.
     """
     asked = set()
 
     def few_of(layout):
         def few(rows, weights, transpose, out, experts):
-            assert experts == [e for e, have in enumerate(layout.tokens_per_expert.tolist()) if 0 < have < fewest]
+            assert experts == [e for e, have in enumerate(layout.tokens_per_expert.tolist()) if 0 < have < min_rows]
             splits = layout.tokens_per_expert.tolist()
             for expert in experts:
                 part = rows.split(splits)[expert]
@@ -60,11 +60,11 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
                 out.split(splits)[expert].copy_(part @ (weight.t() if transpose else weight))
             asked.add((transpose, tuple(weights[0].shape)))
 
-        return few if fewest else None
+        return few if min_rows else None
 
     world, rank, dtype = dist.get_world_size(), dist.get_rank(), torch.float32
     context, experts = get_tp_context(None, torch.device("cpu")), local_experts * dist.get_world_size()
-    empty, groups_in_turn, draw = torch.empty, ep_gather.groups_in_turn, random.Random(rank)
+    empty, groups_in_sequence, draw = torch.empty, ep_gather.groups_in_sequence, random.Random(rank)
     equal = True
 
     def drawn_groups(order, product_us, transfer_us, lost_us):
@@ -73,7 +73,7 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
         return [list(order[first:end]) for first, end in zip([0, *ends], [*ends, world])]
 
     for turn in range(calls):
-        ep_gather.groups_in_turn = groups_in_turn if turn == 0 else drawn_groups
+        ep_gather.groups_in_sequence = groups_in_sequence if turn == 0 else drawn_groups
         generator = torch.Generator().manual_seed(turn)
         routed = torch.rand(world * num_tokens, experts, generator=generator) < density
         all_x, all_grads = ([_integers(num_tokens, hidden, seed=9 * turn + r + s, dtype=dtype) for r in range(world)]
@@ -84,7 +84,7 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
         x = all_x[rank].clone().requires_grad_()
         first, second = ([w.clone().requires_grad_() for w in ws[own]] for ws in (firsts, seconds))
         layout = GatheredLayout(routed[:, own].contiguous(), world)
-        options = {"few": few_of(layout), "fewest_rows": fewest}
+        options = {"few": few_of(layout), "min_rows": min_rows}
         calls_of_layer = [GatheredCall(layout, context, "ascending", dtype, **options) for _ in range(2)]
         if rank == turn % world:
             time.sleep(late_s)
@@ -105,8 +105,8 @@ def layers_are_exact(num_tokens, hidden, ffn, local_experts, density, late_s=0.0
         pairs += list(zip([w.grad for w in first], grads[own]))
         pairs += list(zip([w.grad for w in second], grads[experts:][own]))
         equal &= all(torch.equal(one.double(), two) for one, two in pairs)
-    ep_gather.groups_in_turn = groups_in_turn
-    return equal and len(asked) == (4 if fewest else 0)
+    ep_gather.groups_in_sequence = groups_in_sequence
+    return equal and len(asked) == (4 if min_rows else 0)
 
 
 def a_gather_that_nobody_consumes(where) -> bool:
@@ -138,9 +138,9 @@ def a_gather_that_nobody_consumes(where) -> bool:
         dist.barrier()
         copy = gather.copy_with_flags
         gather.copy_with_flags = lambda *args: (time.sleep(0.5 * dist.get_rank()), copy(*args))
-        ours, native = fused_results(case.op, second, context), native_results(case.op, second)
+        fused, native = fused_results(case.op, second, context), native_results(case.op, second)
         gather.copy_with_flags = copy
-    return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(native, fused, strict=True))
 
 
 def weight_grads_of_frozen_tokens() -> bool:
@@ -175,10 +175,10 @@ def trials_beside_newer_permutations() -> bool:
         place = RunEnvironment(dist.group.WORLD, torch.device("cpu"), torch.float32)
         with megatron_on_cpu(), case.surroundings(shape):
             call = case.sample(shape, place, 1)
-            native, ours = native_results(case.op, call), fused_results(case.op, call, case.op.make_context(call))
+            native, fused = native_results(case.op, call), fused_results(case.op, call, case.op.make_context(call))
     finally:
         gathered_spec.permute = permute
-    return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(native, fused, strict=True))
 
 
 def trial_of_an_evaluation() -> bool:
@@ -190,12 +190,12 @@ def trial_of_an_evaluation() -> bool:
     with megatron_on_cpu(), case.surroundings(shape), torch.inference_mode():
         call = case.sample(shape, place, 1)
         trial = case.op.trial(call, case.op.make_context(call))
-        native, ours = trial.native(), trial.fused()
-    return all(torch.equal(a, b) for a, b in zip(native, ours, strict=True))
+        native, fused = trial.native(), trial.fused()
+    return all(torch.equal(a, b) for a, b in zip(native, fused, strict=True))
 
 
 def trials_keep_no_memory() -> bool:
-    """Whether what Megatron's path has computed is freed once its results are, without a garbage collection."""
+    """Whether what stock Megatron has computed is freed once its results are, without a garbage collection."""
     shape = moe_layer("test", 12, 16, 8, 2 * dist.get_world_size(), 2)
     shape.options["deterministic"] = True
     case = GatheredExpertsCase(GATHERED_EXPERTS)

@@ -178,12 +178,12 @@ def how_matrices_are_dealt(sharding, tensor_parallel, options):
         native = owned()
         plugin.apply(features="muon")
         try:
-            ours = owned()
+            fused = owned()
         finally:
             plugin.restore()
             logging.getLogger("ditron_train").removeHandler(handler)
             del os.environ["DITRON_MUON_SHARDING"]
-    return [line for line in lines if "dealt out" in line], ours == native
+    return [line for line in lines if "dealt out" in line], fused == native
 
 
 def _muon_class():
@@ -210,9 +210,9 @@ def restore_brings_native_back():
     return during, (_muon_class(), owner.HAVE_EMERGING_OPTIMIZERS) == before
 
 
-def native_and_ours_agree(layer_wise, tensor_parallel, options):
-    """megatron-core's own optimizer on the stand-in of emerging_optimizers, and ours: weights that differ, equal
-    losses."""
+def native_and_fused_agree(layer_wise, tensor_parallel, options):
+    """megatron-core's own optimizer on the stand-in of emerging_optimizers, and the fused path: weights that differ,
+    equal losses."""
     from ditron_train.cpu import emerging_optimizers
     from ditron_train.cpu import megatron_shim as megatron_cpu
 
@@ -232,12 +232,12 @@ def native_and_ours_agree(layer_wise, tensor_parallel, options):
         assert not isinstance(optimizer.chained_optimizers[0].optimizer, DitronTensorParallelMuon)
         plugin.apply(features="muon")
         try:
-            ours, losses, optimizer = _train(layer_wise, **options)
+            fused, losses, optimizer = _train(layer_wise, **options)
         finally:
             plugin.restore()
     is_covered = options.get("muon_tp_mode") != "distributed"
     assert isinstance(optimizer.chained_optimizers[0].optimizer, DitronTensorParallelMuon) == is_covered
-    return _different(native, ours), native_losses == losses
+    return _different(native, fused), native_losses == losses
 
 
 def what_is_refused_runs_natively():
@@ -275,14 +275,14 @@ def what_is_refused_runs_natively():
         muon([matrix], num_ns_steps=0)
     except ValueError as raised:
         error = str(raised)
-    ours = muon([matrix], lr=0.5, weight_decay=0.0)
+    fused = muon([matrix], lr=0.5, weight_decay=0.0)
     matrix.grad = torch.randn(4, 4)
-    ours.step()
-    states = set(ours.state[matrix])
-    again = copy.deepcopy(ours)
+    fused.step()
+    states = set(fused.state[matrix])
+    again = copy.deepcopy(fused)
     (copied,) = again.param_groups[0]["params"]
     copied.grad = matrix.grad.clone()
-    ours.step()
+    fused.step()
     again.step()
     assert torch.equal(copied, matrix)
     generators = [
@@ -291,18 +291,18 @@ def what_is_refused_runs_natively():
     ]
     given = [dict(params=[matrix], lr_mult=2.0)]
     groups = [sorted(muon(given, **case).param_groups[0]) for case in ({mode: "distributed"}, {})]
-    saved, other = ours.state_dict(), {"momentum": "momentum_beta"}.get(momentum, "momentum")
+    saved, other = fused.state_dict(), {"momentum": "momentum_beta"}.get(momentum, "momentum")
     saved["param_groups"][0][other] = 0.5  # as another version of emerging_optimizers called it
     del saved["param_groups"][0][momentum]
-    ours.load_state_dict(saved)
-    assert ours.param_groups[0][momentum] == 0.5
-    groups.append(sorted({**ours.param_groups[0], "lr_mult": 2.0}))
+    fused.load_state_dict(saved)
+    assert fused.param_groups[0][momentum] == 0.5
+    groups.append(sorted({**fused.param_groups[0], "lr_mult": 2.0}))
     plugin.restore()
     return kinds, [line for line in lines if "native" in line], error, states, groups, momentum, generators
 
 
 def resumed_with_other_flags_agree():
-    """One step, its state into an optimizer with other flags, another step: natively and by ours."""
+    """One step, its state into an optimizer with other flags, another step: natively and fused."""
     from ditron_train.cpu import emerging_optimizers
 
     assert emerging_optimizers.install()
@@ -313,8 +313,8 @@ def resumed_with_other_flags_agree():
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(8, 6, generator=generator) for _ in flags]
     found = []
-    for ours in (False, True):
-        if ours:
+    for fused in (False, True):
+        if fused:
             plugin.apply(features="muon")
         matrix, state = torch.nn.Parameter(torch.ones(8, 6)), None
         for options, matrix.grad in zip(flags, gradients):
@@ -328,7 +328,7 @@ def resumed_with_other_flags_agree():
     return torch.equal(*found)
 
 
-def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
+def checkpoints_interchange(folder, layer_wise, from_fused, sharding, options):
     """Two steps by one implementation, a ``torch_dist`` checkpoint, two by the other: weights that differ, equal
     losses."""
     from megatron.core import dist_checkpointing
@@ -345,9 +345,9 @@ def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
         model = wrapped.module.sharded_state_dict(metadata=metadata)
         return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=metadata)}
 
-    def build(ours):
+    def build(fused):
         plugin.restore()
-        if ours:
+        if fused:
             plugin.apply(features="muon")
         return _build(layer_wise, **options)
 
@@ -356,12 +356,12 @@ def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
         gather = Native.allgather_params
         Native.allgather_params = Native.broadcast_params  # gloo has no uneven all-gather
         try:
-            source = build(from_ours)
+            source = build(from_fused)
             losses = _run(*source, range(2))
             dist_checkpointing.save(state(*source, False), folder)
             megatron_cpu.seed(2)  # of dropout
             losses += _run(*source, range(2, 4))
-            target = build(not from_ours)
+            target = build(not from_fused)
             loaded = dist_checkpointing.load(state(*target, True), folder)
             target[0].module.load_state_dict(loaded["model"])
             target[1].load_state_dict(loaded["optimizer"])
@@ -374,7 +374,7 @@ def checkpoints_interchange(folder, layer_wise, from_ours, sharding, options):
     return _different(_weights(source[0]), _weights(target[0])), losses[2:] == resumed
 
 
-def files_of_ranks_interchange(folder, from_ours, job):
+def files_of_ranks_interchange(folder, from_fused, job):
     """Two steps by one implementation, a file of each rank as Megatron's loop with the arguments ``job`` writes it,
     one step by the other: weights that differ, equal losses."""
     import argparse
@@ -389,9 +389,9 @@ def files_of_ranks_interchange(folder, from_ours, job):
     assert emerging_optimizers.install()
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as Native
 
-    def build(ours):
+    def build(fused):
         plugin.restore()
-        if ours:
+        if fused:
             plugin.apply(features="muon")
         return _build(True, bf16=True)
 
@@ -404,13 +404,13 @@ def files_of_ranks_interchange(folder, from_ours, job):
         model_parallel(),
     ):
         try:
-            source = build(from_ours)
+            source = build(from_fused)
             _run(*source, range(2))
             source[1].save_state_dict_to_file(name)
             weights = _weights(source[0])
             megatron_cpu.seed(2)  # of dropout
             losses = _run(*source, range(2, 3))
-            target = build(not from_ours)
+            target = build(not from_fused)
             target[0].module.load_state_dict(weights, strict=False)  # parameters alone
             target[1].load_state_dict_from_file(name)
             megatron_cpu.seed(2)

@@ -170,7 +170,7 @@ def train(case: Case, overlap: bool = False, warmup_flush: bool = False, steps: 
     return seen + [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
 
-def messages_of_ours() -> int:
+def messages_of_fused() -> int:
     """How many messages our contexts have sent from this rank, without what the policy tried: one for each size."""
     from ditron_train.policy import gate
     from ditron_train.pp.context import _contexts
@@ -182,7 +182,8 @@ def messages_of_ours() -> int:
 
 
 def equal_to_native(case: Case, ways: list[tuple[bool, bool]]) -> list[int]:
-    """Trains natively without overlap, then with ours in every way; the messages that ours sent in each."""
+    """Trains natively without overlap, then with the fused path in every way; the messages that the fused path sent in
+    each."""
     import ditron_train.megatron
     from tests.support.model_parallel import model_parallel
 
@@ -192,16 +193,16 @@ def equal_to_native(case: Case, ways: list[tuple[bool, bool]]) -> list[int]:
         pipeline_model_parallel_size=case.pipeline,
         virtual_pipeline_model_parallel_size=case.chunks,
     ):
-        sent = messages_of_ours()  # by what another test has left in this process
+        sent = messages_of_fused()  # by what another test has left in this process
         native = train(case)
-        assert messages_of_ours() == sent
+        assert messages_of_fused() == sent
         for overlap, warmup_flush in ways:
             ditron_train.megatron.apply(features="pp")
-            before = messages_of_ours()
-            ours = train(case, overlap, warmup_flush)
-            counts.append(messages_of_ours() - before)
-            assert len(native) == len(ours)
-            for index, (expected, seen) in enumerate(zip(native, ours)):
+            before = messages_of_fused()
+            fused = train(case, overlap, warmup_flush)
+            counts.append(messages_of_fused() - before)
+            assert len(native) == len(fused)
+            for index, (expected, seen) in enumerate(zip(native, fused)):
                 assert torch.equal(expected, seen), f"entry {index} differs with overlap={overlap}"
             ditron_train.megatron.restore()
         again = train(case)
@@ -243,11 +244,11 @@ def slow_first_step(case: Case, late_s: float, late_stage: int | None = None) ->
         _forward_step = late
         try:
             with torch.set_grad_enabled(not case.forward_only):
-                ours = train(case)
+                fused = train(case)
         finally:
             _forward_step = in_time
             ditron_train.megatron.restore()
-        return all(map(torch.equal, native, ours))
+        return all(map(torch.equal, native, fused))
 
 
 def first_stage_never_comes(across_nodes: bool, newer: list[str]) -> str:
@@ -266,7 +267,7 @@ def first_stage_never_comes(across_nodes: bool, newer: list[str]) -> str:
     from tests.support.model_parallel import model_parallel
 
     os.environ["NCCL_HOSTID"] = str(dist.get_rank() * across_nodes)
-    least, said = agreements._LEAST_TIMEOUT_S, "no error"
+    least, logged = agreements._LEAST_TIMEOUT_S, "no error"
     try:
         with model_parallel(pipeline_model_parallel_size=2), mock.patch.object(room, "newer_libraries", lambda: newer):
             room.forget_self_checks()
@@ -288,7 +289,7 @@ def first_stage_never_comes(across_nodes: bool, newer: list[str]) -> str:
                 if group.rank() == 1:
                     send(8)
             except PeerTimeoutError as error:
-                said = str(error)
+                logged = str(error)
             dist.barrier()
             ditron_train.megatron.restore()
     finally:
@@ -296,11 +297,11 @@ def first_stage_never_comes(across_nodes: bool, newer: list[str]) -> str:
         agreements._LEAST_TIMEOUT_S = least
         del os.environ["NCCL_HOSTID"]
         os.environ.pop("DITRON_TIMEOUT_S", None)
-    return said
+    return logged
 
 
 def falls_back(case: Case, change: dict[str, Any]) -> int:
-    """A configuration that is not covered runs natively; returns the messages that ours sent."""
+    """A configuration that is not covered runs natively; returns the messages that the fused path sent."""
     import ditron_train.megatron
     from tests.support.model_parallel import model_parallel
 
@@ -312,20 +313,20 @@ def falls_back(case: Case, change: dict[str, Any]) -> int:
         from ditron_train.megatron.pp import communicator as pp
 
         reason = change.pop("reason")
-        original = pp.why_not_group
-        pp.why_not_group = lambda group, config: reason
+        original = pp.unsupported_reason_group
+        pp.unsupported_reason_group = lambda group, config: reason
         try:
-            ours = train(case)
+            fused = train(case)
         finally:
-            pp.why_not_group = original
+            pp.unsupported_reason_group = original
         assert type(schedules.P2PCommunicator.__new__(schedules.P2PCommunicator, None)) is pp.DitronP2PCommunicator
-        assert all(torch.equal(expected, seen) for expected, seen in zip(native, ours))
-        return messages_of_ours()
+        assert all(torch.equal(expected, seen) for expected, seen in zip(native, fused))
+        return messages_of_fused()
 
 
 def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
-    """Trains with a plan file that is made, and with one that says native; whether ours sent anything and all was
-    equal."""
+    """Trains with a plan file that is made, and with one that says native; whether the fused path sent anything and
+    all was equal."""
     import json
     import os
 
@@ -341,9 +342,9 @@ def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
             for _ in range(2):
                 gate.forget("pp")
                 ditron_train.megatron.apply(features="pp")
-                before = messages_of_ours()
-                ours = train(case)
-                seen.append((messages_of_ours() > before, all(map(torch.equal, native, ours))))
+                before = messages_of_fused()
+                fused = train(case)
+                seen.append((messages_of_fused() > before, all(map(torch.equal, native, fused))))
                 ditron_train.megatron.restore()  # plans are read again after it
                 dist.barrier()
                 if dist.get_rank() == 0:
@@ -361,8 +362,8 @@ def a_plan_decides(case: Case, path: str) -> list[tuple[bool, bool]]:
 
 
 def self_check_fails(case: Case) -> tuple[int, bool, list[str]]:
-    """Beside a newer library, with which the last stage cannot launch a kernel, training is native: messages of ours,
-    whether a context was made for them, and what is logged."""
+    """Beside a newer library, with which the last stage cannot launch a kernel, training is native: messages of the
+    fused path, whether a context was made for them, and what is logged."""
     from unittest import mock
 
     from megatron.core import parallel_state
@@ -384,19 +385,19 @@ def self_check_fails(case: Case) -> tuple[int, bool, list[str]]:
                 mock.patch.object(room, "_launch_failure", lambda device: failure),
             ):
                 ditron_train.megatron.apply(features="pp")
-                ours = train(case)
+                fused = train(case)
                 ditron_train.megatron.restore()
-            assert all(map(torch.equal, native, ours))
+            assert all(map(torch.equal, native, fused))
             group = parallel_state.get_pipeline_model_parallel_group()
             made = any(context.group is group for context in _contexts.values())
-            return messages_of_ours(), made, [line for line in logs.decisions() if "self-check" in line]
+            return messages_of_fused(), made, [line for line in logs.decisions() if "self-check" in line]
     finally:
         room.forget_self_checks()
 
 
 def context_cannot_be_made(case: Case, name: str) -> tuple[int, list[str]]:
-    """Making a context meets an error that nobody foresees, on every rank: training is native; messages of ours, and
-    what is logged."""
+    """Making a context meets an error that nobody foresees, on every rank: training is native; messages of the fused
+    path, and what is logged."""
     from unittest import mock
 
     import ditron_train.megatron
@@ -408,10 +409,10 @@ def context_cannot_be_made(case: Case, name: str) -> tuple[int, list[str]]:
         native = train(case)
         with mock.patch(f"ditron_train.pp.{name}", side_effect=TypeError("no such argument")):
             ditron_train.megatron.apply(features="pp")
-            ours = train(case)
+            fused = train(case)
             ditron_train.megatron.restore()
-        assert all(map(torch.equal, native, ours))
-        return messages_of_ours(), logs.decisions()
+        assert all(map(torch.equal, native, fused))
+        return messages_of_fused(), logs.decisions()
 
 
 def no_memory(case: Case) -> int:
@@ -426,16 +427,16 @@ def no_memory(case: Case) -> int:
         with model_parallel(pipeline_model_parallel_size=case.pipeline):
             native = train(case)
             ditron_train.megatron.apply(features="pp")
-            ours = train(case)
-            assert all(torch.equal(expected, seen) for expected, seen in zip(native, ours))
-            return messages_of_ours()
+            fused = train(case)
+            assert all(torch.equal(expected, seen) for expected, seen in zip(native, fused))
+            return messages_of_fused()
     finally:
         del os.environ["DITRON_ARENA_BYTES"]
 
 
 def no_memory_on_one_node(case: Case, caps: list[str | None], capped: tuple[int, ...]) -> list[tuple[int, list[str]]]:
     """Two nodes of two ranks, the ``capped`` one with these caps in turn: training goes on, the same on all ranks;
-    messages of ours, and what is logged of those that are native."""
+    messages of the fused path, and what is logged of those that are native."""
     import os
 
     import ditron_train.megatron
@@ -452,9 +453,9 @@ def no_memory_on_one_node(case: Case, caps: list[str | None], capped: tuple[int,
                 if cap is not None and rank in capped:
                     os.environ["DITRON_ARENA_BYTES"] = cap
                 ditron_train.megatron.apply(features="pp")
-                ours = train(case)
-                assert all(map(torch.equal, native, ours))
-                found.append((messages_of_ours(), [line for line in logs.decisions() if ": native, " in line]))
+                fused = train(case)
+                assert all(map(torch.equal, native, fused))
+                found.append((messages_of_fused(), [line for line in logs.decisions() if ": native, " in line]))
                 ditron_train.megatron.restore()
                 os.environ.pop("DITRON_ARENA_BYTES", None)
     finally:
@@ -464,14 +465,14 @@ def no_memory_on_one_node(case: Case, caps: list[str | None], capped: tuple[int,
 
 
 def bad_input() -> list[str]:
-    """What native raises, ours raises."""
+    """What native raises, the fused path raises."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ditron_train.megatron
     from tests.support.model_parallel import model_parallel
 
-    said = []
+    logged = []
     with model_parallel(pipeline_model_parallel_size=2):
         ditron_train.megatron.apply(features="pp")
         case = Case(2, 2)
@@ -484,13 +485,13 @@ def bad_input() -> list[str]:
                     tensor_send_next=None, tensor_send_prev=None, recv_prev=True, recv_next=False, tensor_shape=shape
                 )
             except RuntimeError as error:
-                said.append(str(error))
-    return said
+                logged.append(str(error))
+    return logged
 
 
 def kept_communicator(lengths: list[int], variable: bool = False) -> int:
     """One communicator for several steps, whose messages have other sizes (``variable``: than all say); how many were
-    ours."""
+    fused."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -512,7 +513,7 @@ def kept_communicator(lengths: list[int], variable: bool = False) -> int:
                     received = communicator.recv_forward(shape, is_first_stage=False)
                     communicator.send_backward(expected, is_first_stage=False)
                 assert torch.equal(received, expected)
-        count = messages_of_ours()
+        count = messages_of_fused()
         ditron_train.megatron.restore()
     return count
 
@@ -526,19 +527,19 @@ def deadlines(case: Case, steps: list[bool], kept: bool) -> list[list[int]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     import ditron_train.megatron
-    from ditron_train.megatron.pp import communicator as ours
+    from ditron_train.megatron.pp import communicator as fused
     from tests.support.model_parallel import model_parallel
 
     with model_parallel(pipeline_model_parallel_size=case.pipeline):
         ditron_train.megatron.apply(features="pp")
         group, seen = parallel_state.get_pipeline_model_parallel_group(), []
-        native_exchange = ours.exchange
+        native_exchange = fused.exchange
 
         def watched(context: Any, **messages: Any) -> Any:
             seen[-1].append(context.channel.turns)
             return native_exchange(context, **messages)
 
-        ours.exchange = watched
+        fused.exchange = watched
         try:
             config = _config(case, False, False)
             models = _models(case, config)
@@ -555,13 +556,13 @@ def deadlines(case: Case, steps: list[bool], kept: bool) -> list[list[int]]:
                         forward_only=forward_only, **given,
                     )  # fmt: skip
         finally:
-            ours.exchange = native_exchange
+            fused.exchange = native_exchange
             ditron_train.megatron.restore()
     return [sorted(set(turns)) for turns in seen]
 
 
-def slots_to_lend(change: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
-    """Slots to lend, by lane, under a changed configuration, and whether a message arrived."""
+def slots_to_lease(change: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Slots to lease, by lane, under a changed configuration, and whether a message arrived."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -580,12 +581,12 @@ def slots_to_lend(change: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
         slots = get_pipeline_context(group, torch.device("cpu")).slots
         ditron_train.megatron.restore()
     assert slots is not None
-    return slots.loans, is_first or torch.equal(received, sent)
+    return slots.leases, is_first or torch.equal(received, sent)
 
 
 def several_sizes_in_a_step() -> int:
-    """Lists of shapes and calls of several sizes, behind a small message, natively and then ours; how many messages
-    were ours."""
+    """Lists of shapes and calls of several sizes, behind a small message, natively and then fused; how many messages
+    were fused."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -615,7 +616,7 @@ def several_sizes_in_a_step() -> int:
         native = step()
         ditron_train.megatron.apply(features="pp")
         assert all(map(torch.equal, native, step()))
-        count = messages_of_ours()
+        count = messages_of_fused()
         ditron_train.megatron.restore()
     return count
 
@@ -653,8 +654,8 @@ def lengths_that_nobody_says(case: Case, steps: int, lacks_memory: int | None = 
                 mock.patch.object(PipelineContext, "_has_memory", lambda context, num_bytes: has_memory),
                 mock.patch.dict(train.__globals__, _batches=step_begins),
             ):
-                ours = train(case, steps=steps)
+                fused = train(case, steps=steps)
                 step_begins(case, steps)
             ditron_train.megatron.restore()
-    assert len(native) == len(ours) and all(map(torch.equal, native, ours))
+    assert len(native) == len(fused) and all(map(torch.equal, native, fused))
     return [(after, total - before) for (_, before), (after, total) in zip(seen, seen[1:])]

@@ -1,12 +1,12 @@
-"""Body of the test with batches that bring their own context parallel groups, around a posed attention of Transformer
-Engine."""
+"""Body of the test with batches that bring their own context parallel groups, around a simulated attention of
+Transformer Engine."""
 
 from __future__ import annotations
 
 import copy
 
 import sp_workers
-import te_posed
+import te_simulated
 import torch
 import torch.distributed as dist
 
@@ -51,14 +51,14 @@ def _pose_transformer_engine():
             assert value.shape[-1] == self.hidden_size_per_attention_head_v
             return value.repeat_interleave(query.shape[-2] // value.shape[-2], dim=-2).flatten(-2)
 
-    te_posed.pose_transformer_engine(Attention)
+    te_simulated.pose_transformer_engine(Attention)
     return Attention
 
 
 def batches_of_other_groups(lengths_of_ranks):
     """Batches that differ between ranks, in length and number, are native; so are those after them until the group is
     back."""
-    posed = _pose_transformer_engine()
+    simulated = _pose_transformer_engine()
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.attention import SelfAttention
@@ -75,13 +75,13 @@ def batches_of_other_groups(lengths_of_ranks):
 
     def agrees(length, packed):
         """Results are native's; who attended, with which group."""
-        posed.asked.clear()
+        simulated.asked.clear()
         x = torch.randn(length, 1, 32)
         with torch.no_grad():
-            ours, _ = attention(x, None, packed_seq_params=packed)
-            (asked,) = posed.asked
+            fused, _ = attention(x, None, packed_seq_params=packed)
+            (asked,) = simulated.asked
             native, _ = SelfAttention.forward(attention, x, None, packed_seq_params=packed)
-        assert torch.equal(ours, native)
+        assert torch.equal(fused, native)
         return asked
 
     with sp_workers.groups(world):
@@ -106,7 +106,7 @@ def batches_of_other_groups(lengths_of_ranks):
 def padded_values_of_packed_sequences():
     """Multi-latent attention since 0.18 pads the values of packed sequences to the size of q, says so to its
     attention, and cuts what comes out: the output projection gets what it would without."""
-    posed = _pose_transformer_engine()
+    simulated = _pose_transformer_engine()
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
@@ -143,10 +143,10 @@ def padded_values_of_packed_sequences():
             shape = AttentionShape(heads, heads, head_size, value_size)
             with output_fused(attention, shape, torch.randn(length, 1, 32), packed):
                 assert torch.equal(attend(values), native)
-        assert sp_workers.num_fused_shapes("output") == 1 and {one for one, _ in posed.asked} == {core._whole[0]}
-        posed.asked.clear()
+        assert sp_workers.num_fused_shapes("output") == 1 and {one for one, _ in simulated.asked} == {core._whole[0]}
+        simulated.asked.clear()
         other = torch.randn(2 * length, heads, 1, head_size)[
             ..., 0, :
         ]  # of another sequence, as cross attention has it
         core(query[:, None], other[:, None], other[:, None, :, :value_size], None, AttnMaskType.no_mask)
-        assert posed.asked == [(core, groups.cp)]
+        assert simulated.asked == [(core, groups.cp)]

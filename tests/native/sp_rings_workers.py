@@ -1,4 +1,4 @@
-"""Bodies of the tests of ``a2a+p2p``: exchanges over one level of ranks, rings over the other, around a posed
+"""Bodies of the tests of ``a2a+p2p``: exchanges over one level of ranks, rings over the other, around a simulated
 attention."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import copy
 import sys
 
 import sp_workers
-import te_posed
+import te_simulated
 import torch
 import torch.distributed as dist
 
@@ -41,7 +41,7 @@ def _rows(length, group):
     return torch.cat([torch.from_numpy(global_rows(rank, world, length)) for rank in range(world)])
 
 
-def _posed():
+def _simulated():
     """An attention without softmax, causal over the sequence that its group holds, with sums in fp64: it has the same
     bits however heads and rows are dealt out. It is told of its group as Transformer Engine's is, and ``asked`` how
     often which kind attended with how many heads; ``described`` is what Transformer Engine would choose kernels by.
@@ -87,7 +87,7 @@ def _posed():
                 attended = attended + (attended.round() - attended).detach()
             return attended.to(query.dtype).flatten(-2)
 
-    te_posed.pose_transformer_engine(Attention)
+    te_simulated.pose_transformer_engine(Attention)
     dpa_utils = sys.modules["transformer_engine.pytorch.attention.dot_product_attention.utils"]
     return Attention
 
@@ -113,7 +113,8 @@ def _levels(*sizes):
 
 
 def _attention(ranks, kind, whole_numbers, **options):
-    """A self-attention of Megatron's with the posed one in it; of small whole numbers, whose products are exact."""
+    """A self-attention of Megatron's with the simulated one in it; of small whole numbers, whose products are
+    exact."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -153,7 +154,7 @@ def _results(attention, forward, length, whole_numbers, with_rope):
 def attends_in_rings(sizes, options, projections_fused):
     """Bits of the attention that exchanges by itself, whose inner one is a ring of the second level's ranks with this
     rank's heads: with projections in whole numbers, whose sums are exact; around it with any values and RoPE."""
-    posed = _posed()
+    simulated = _simulated()
     from megatron.core.transformer.attention import SelfAttention
 
     with _levels(*sizes) as ranks:
@@ -161,22 +162,22 @@ def attends_in_rings(sizes, options, projections_fused):
         heads, (exchanged, ring) = attention.config.num_attention_heads, sizes
         without = () if projections_fused else ("projections", "output")
         with sp_workers.without(*without):
-            ours = _results(attention, type(attention).forward, 32, projections_fused, not projections_fused)
+            fused = _results(attention, type(attention).forward, 32, projections_fused, not projections_fused)
         kind = ("p2p", ring) if ring > 1 else ("a2a+p2p", None)
-        assert set(posed.asked) == {(*kind, heads // exchanged)}, posed.asked
+        assert set(simulated.asked) == {(*kind, heads // exchanged)}, simulated.asked
         names = ["projections"] if projections_fused else ["exchange"]
         assert all(sp_workers.num_fused_shapes(name) == 1 for name in names)
-        attention.core_attention.__class__ = posed
+        attention.core_attention.__class__ = simulated
         native = _results(attention, SelfAttention.forward, 32, projections_fused, not projections_fused)
-        assert posed.asked[-1] == ("a2a+p2p", ranks, heads)
-        assert all(described == posed.described[-1] for described in posed.described), posed.described
-        sp_workers.assert_same_bits((ours[0], None, ours[2]), (native[0], None, native[2]))
-        assert torch.equal(ours[1], native[1])
+        assert simulated.asked[-1] == ("a2a+p2p", ranks, heads)
+        assert all(described == simulated.described[-1] for described in simulated.described), simulated.described
+        sp_workers.assert_same_bits((fused[0], None, fused[2]), (native[0], None, native[2]))
+        assert torch.equal(fused[1], native[1])
 
 
 def tables_of_levels():
-    """Of one local table, each group of ranks that exchange has its own rows."""
-    _posed()
+    """Of one local table, each group of ranks that exchange has its own tokens."""
+    _simulated()
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -196,7 +197,7 @@ def tables_of_levels():
 def stays_native(sizes):
     """Packed sequences, which Transformer Engine refuses there, and levels without an exchange or of another number
     are native; returns the reason in the log."""
-    posed = _posed()
+    simulated = _simulated()
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from ditron_train.megatron.sp import te_attention
@@ -213,14 +214,14 @@ def stays_native(sizes):
         else:
             assert not core.can_attend
             core(q.unsqueeze(1), kv.unsqueeze(1), kv.unsqueeze(1), None, None)
-        assert posed.asked == [("a2a+p2p", ranks, 8)]
+        assert simulated.asked == [("a2a+p2p", ranks, 8)]
     return reasons
 
 
 def latents_agree(sizes, kind, q_lora_rank, output_fused):
     """Multi-latent attention, heads of two sizes and RoPE on a part of them: bits of the attention that exchanges by
     itself. Fused with its exchange the output projection gets whole numbers, whose sums are exact."""
-    posed = _posed()
+    simulated = _simulated()
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -251,17 +252,17 @@ def latents_agree(sizes, kind, q_lora_rank, output_fused):
             config, submodules, 1, AttnMaskType.causal, cp_comm_type=kind, pg_collection=groups
         )
         assert type(attention.core_attention) is DitronTEDotProductAttention
-        posed.rounds = output_fused
+        simulated.rounds = output_fused
         generator = torch.Generator().manual_seed(5)
         drawn = torch.randint(-1, 2, attention.linear_proj.weight.shape, generator=generator).float()
         attention.linear_proj.weight.data.copy_(drawn)
         with sp_workers.without(*(() if output_fused else ("output",))):
-            ours = _results(attention, DitronMLASelfAttention.forward, 32, True, False)
+            fused = _results(attention, DitronMLASelfAttention.forward, 32, True, False)
         assert sp_workers.num_fused_shapes("exchange") == 1
         assert sp_workers.num_fused_shapes("output") == int(output_fused)
-        attention.core_attention.__class__ = posed
+        attention.core_attention.__class__ = simulated
         native = _results(attention, MLASelfAttention.forward, 32, True, False)
-        assert posed.asked[-1] == (kind, ranks, 8)
-        sp_workers.assert_same_bits((ours[0], None, ours[2]), (native[0], None, native[2]))
-        assert torch.equal(ours[1], native[1])
+        assert simulated.asked[-1] == (kind, ranks, 8)
+        sp_workers.assert_same_bits((fused[0], None, fused[2]), (native[0], None, native[2]))
+        assert torch.equal(fused[1], native[1])
         assert parallel_state.get_context_parallel_world_size() == ranks

@@ -103,7 +103,7 @@ def build(context_parallel, tensor_parallel=1, spec=None, **options):
 
 
 class OwnNorm(torch.nn.LayerNorm):
-    """A norm of heads that ours do not know: the QKV projection in front of it stays native."""
+    """A norm of heads that the fused ones do not know: the QKV projection in front of it stays native."""
 
 
 def run(model, context_parallel, length):
@@ -140,10 +140,10 @@ def num_fused_shapes(kind):
     return sum(answer.context is not None for answer in gate.answers(SPECS[kind]))
 
 
-def assert_same_bits(ours, native):
-    assert torch.equal(ours[0], native[0])
+def assert_same_bits(fused, native):
+    assert torch.equal(fused[0], native[0])
     for name, gradient in native[2].items():
-        assert torch.equal(ours[2][name], gradient), name
+        assert torch.equal(fused[2][name], gradient), name
 
 
 def gpt_agrees(
@@ -167,12 +167,12 @@ def gpt_agrees(
         with without("projections", "output"):
             assert_same_bits(run(model, world, length), native)
             assert num_fused_shapes("exchange") > 0
-        ours = run(model, world, length)
+        fused = run(model, world, length)
         expected = (
             (int(expect_fused), int(not expect_fused)) if features == "sp" else (0, 0)
         )  # tp overlaps the projections
         assert (num_fused_shapes("projections"), num_fused_shapes("output")) == expected
-        assert_same_bits(ours, native)
+        assert_same_bits(fused, native)
         state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
         rank = dist.get_rank() // tensor_parallel % world
     with groups(1, tensor_parallel):
@@ -223,14 +223,14 @@ def norms_of_heads_agree(options, length):
         with without("projections", "output", "exchange"):
             native = run_once()
         with mock.patch.object(GemmA2APlan, "mixed", autospec=True, side_effect=GemmA2APlan.mixed) as mixed:
-            ours, num_copies = run_once(), mixed.call_count
+            fused, num_copies = run_once(), mixed.call_count
             with torch.no_grad():
-                assert torch.equal(attention(x, None)[0], ours[0]) and mixed.call_count == num_copies > 0
+                assert torch.equal(attention(x, None)[0], fused[0]) and mixed.call_count == num_copies > 0
         assert (num_fused_shapes("projections"), num_fused_shapes("output")) == (1, 0)
-    assert torch.equal(ours[0], native[0])
-    assert len(native[1]) == 3 and all(torch.equal(*pair) for pair in zip(ours[1], native[1], strict=True))
-    assert native[2].keys() == ours[2].keys() and "q_layernorm.weight" in native[2]
-    different = [name for name, gradient in native[2].items() if not torch.equal(ours[2][name], gradient)]
+    assert torch.equal(fused[0], native[0])
+    assert len(native[1]) == 3 and all(torch.equal(*pair) for pair in zip(fused[1], native[1], strict=True))
+    assert native[2].keys() == fused[2].keys() and "q_layernorm.weight" in native[2]
+    different = [name for name, gradient in native[2].items() if not torch.equal(fused[2][name], gradient)]
     # The exchanges are the same permutation: gradients of one rank's norms are sums over its own part of the sequence.
     assert not different and native[2]["q_layernorm.weight"].abs().max() > 0, different
 
@@ -273,7 +273,7 @@ def largest_sums(options, length):
 
 
 @contextlib.contextmanager
-def posed_nodes(ranks_per_node):
+def simulated_nodes(ranks_per_node):
     """Processes of one machine that take themselves for nodes, without memory of one another's peers."""
     from ditron_train.symm.shm_transport import ShmTransport
 
@@ -287,7 +287,7 @@ def posed_nodes(ranks_per_node):
         return dataclasses.replace(segment, addresses=addresses)
 
     ShmTransport.allocate = allocate_on_this_node
-    os.environ["NCCL_HOSTID"] = f"posed{dist.get_rank() // ranks_per_node}"
+    os.environ["NCCL_HOSTID"] = f"simulated{dist.get_rank() // ranks_per_node}"
     try:
         yield
     finally:
@@ -305,7 +305,7 @@ def gpt_across_nodes(ranks_per_node, batch_of_rows):
     from ditron_train.policy import gate
 
     world = dist.get_world_size()
-    with posed_nodes(ranks_per_node), groups(world):
+    with simulated_nodes(ranks_per_node), groups(world):
         model = build(world)
         with without("projections", "output", "exchange"):
             native = run(model, world, batch_of_rows)
@@ -320,7 +320,7 @@ def gpt_across_nodes(ranks_per_node, batch_of_rows):
 
 def memory_missing_on_one_node(ranks_per_node, capped):
     """Reasons for exchanges that all nodes leave to native since the ``capped`` ranks' has no memory: for its context,
-    then for a shape's buffers; with memory again, the next shape is exchanged by ours."""
+    then for a shape's buffers; with memory again, the next shape is exchanged by the fused path."""
     from megatron.core import parallel_state
 
     from ditron_train.megatron.sp.nodes import get_nodes_context
@@ -329,7 +329,7 @@ def memory_missing_on_one_node(ranks_per_node, capped):
     world, log, reasons = dist.get_world_size(), module.log_native, []
     module.log_native = lambda name, reason: reasons.append(reason) if name == "sp exchange" else None
     try:
-        with posed_nodes(ranks_per_node), groups(world):
+        with simulated_nodes(ranks_per_node), groups(world):
             model = build(world, num_layers=1)
             for length, cap in ((16, 4096), (24, None), (8, 0)):
                 if cap is None:
@@ -349,7 +349,7 @@ def memory_missing_on_one_node(ranks_per_node, capped):
 
 
 def packed_across_nodes(context):
-    """Packed sequences by rails: rows come to lie where the table says, and go back."""
+    """Packed sequences by rails: rows come to be where the table says, and go back."""
     from ditron_train.sp import output_layout, packed_rows, qkv_layout
 
     world, rank = context.world_size, context.rank
@@ -497,8 +497,8 @@ def packed_attention_agrees(lengths, options, newer=False):
         )
         leaf = x[rows].requires_grad_()
         out, _ = attention(leaf, None, rotary_pos_emb=table, packed_seq_params=packed)
-        ours = results(attention, leaf, out, grad[rows])
-        for gradient in ours[2].values():
+        fused = results(attention, leaf, out, grad[rows])
+        for gradient in fused[2].values():
             dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
         assert num_fused_shapes("projections") == 1
         state = {name: value for name, value in attention.state_dict().items() if torch.is_tensor(value)}
@@ -511,10 +511,10 @@ def packed_attention_agrees(lengths, options, newer=False):
         whole = [attention(piece, mask, rotary_pos_emb=table[: len(piece)]) for piece, mask in zip(pieces, masks)]
         out = torch.cat([one for one, _ in whole])
         expected = results(attention, leaf, out, grad)
-    assert (ours[0] - expected[0][rows]).abs().max() <= LOSS_BOUND
-    assert (ours[1] - expected[1][rows]).abs().max() <= GRADIENT_BOUND
+    assert (fused[0] - expected[0][rows]).abs().max() <= LOSS_BOUND
+    assert (fused[1] - expected[1][rows]).abs().max() <= GRADIENT_BOUND
     for name, gradient in expected[2].items():
-        assert (ours[2][name] - gradient).abs().max() <= 10 * GRADIENT_BOUND, name
+        assert (fused[2][name] - gradient).abs().max() <= 10 * GRADIENT_BOUND, name
 
 
 def refuses(options, length, tensor_parallel):

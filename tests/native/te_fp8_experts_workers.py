@@ -1,4 +1,4 @@
-"""What the workers of the tests of FP8 experts run: ours in the code of a stand-in for Transformer Engine's
+"""What the workers of the tests of FP8 experts run: the fused path in the code of a stand-in for Transformer Engine's
 ``GroupedLinear``, which calls ``split_quantize`` and ``general_grouped_gemm`` by these names. Operands are integers
 below 4 and scales powers of two: everything is exact."""
 
@@ -162,8 +162,8 @@ STEPS = (([32, 32, 80], True), ([32, 0, 32], True), ([32, 32, 80], False), ([32,
 
 
 def compare_layers(recipe, minor=10):
-    """Native, ours asked for nothing, and with grouped quantization: equal results, gradients and states; the products
-    of each, and how often rows were quantised at once."""
+    """Native, fused asked for nothing, and with grouped quantization: equal results, gradients and states; the
+    products of each, and how often rows were quantised at once."""
     te_quantise = install(minor=minor)
     quantise, quantised = te_quantise.quantise, []
 
@@ -174,12 +174,12 @@ def compare_layers(recipe, minor=10):
 
     te_quantise.quantise = counted
     native = type("Native", (sys.modules["transformer_engine.pytorch.module.grouped_linear"].GroupedLinear,), {})
-    ours = type("Ours", (native, te_quantise.grouped_base()), {})
-    assert te_quantise.why_not_code() is None
+    fused = type("The fused path", (native, te_quantise.grouped_base()), {})
+    assert te_quantise.unsupported_reason_code() is None
     calls, seen = sys.modules["transformer_engine.pytorch.cpp_extensions"].CALLS, []
     shape = (48, 32)
     kinds = frozenset([te_quantise.RowsKind(32, "E4M3", True, 0.0), te_quantise.RowsKind(48, "E5M2", True, 0.0)])
-    for made, asked in ((native, frozenset()), (ours, frozenset()), (ours, kinds)):
+    for made, asked in ((native, frozenset()), (fused, frozenset()), (fused, kinds)):
         layer = made([te_fp8_workers._integers(shape, 7 + index) for index in range(3)], recipe)
         found = []
         calls.clear()
@@ -193,7 +193,10 @@ def compare_layers(recipe, minor=10):
                 found += [x.grad, *(weight.grad.clone() for weight in layer.parameters())]
                 layer.zero_grad()
         quantizers = [*layer.inputs, *layer.weights, *layer.grads]
-        kept = [[getattr(one, name).item() for name in ("amax", "scale") if hasattr(one, name)] for one in quantizers]
+        kept = [
+            [getattr(quantizer, name).item() for name in ("amax", "scale") if hasattr(quantizer, name)]
+            for quantizer in quantizers
+        ]
         used = quantizers if not asked or recipe == "delayed" else layer.weights  # rows by others' casts
         seen.append((found, kept, [one.history for one in used], list(calls)))
     for found, state, *_ in seen[1:]:
@@ -207,7 +210,7 @@ def compare_layers(recipe, minor=10):
 
 def refused_code(change):
     """Why the code of the stand-in, with one string replaced, cannot quantise by another function."""
-    return install(change).why_not_code()
+    return install(change).unsupported_reason_code()
 
 
 def rows_spec_on_cpu():
@@ -220,7 +223,7 @@ def rows_spec_on_cpu():
     from ditron_train.policy.probe import same_bits
     from ditron_train.runtime.errors import NotSupportedError
 
-    said, keys, multiply = [], set(), fp8_rows_spec.grouped_gemm
+    logged, keys, multiply = [], set(), fp8_rows_spec.grouped_gemm
     for kind, width, are_grads, dtype in (
         ((32, "E4M3", True, 0.0), 48, False, torch.bfloat16),
         ((48, "E5M2", False, 0.5), 32, True, torch.bfloat16),
@@ -229,20 +232,20 @@ def rows_spec_on_cpu():
         x = torch.empty(200, kind[0]).to(dtype)
         call = Fp8RowsCall(x, 3, dist.group.WORLD, te_quantise.RowsKind(*kind), width, are_grads)
         keys.add(FP8_ROWS.key(call))
-        said.append(FP8_ROWS.unsupported_reason(call))
-        if said[-1] is not None:
+        logged.append(FP8_ROWS.unsupported_reason(call))
+        if logged[-1] is not None:
             continue
         fp8_rows_spec.grouped_gemm = noted = mock.Mock(side_effect=multiply)
         trial = FP8_ROWS.trial(call, FP8_ROWS.make_context(call))
         first = ("NN", True) if are_grads else (None, None)
         options = [one.kwargs for one in noted.call_args_list]
-        kinds = [(one.get("layout"), one.get("use_split_accumulator")) for one in options]
+        kinds = [(option.get("layout"), option.get("use_split_accumulator")) for option in options]
         assert kinds == [first, ("NT", True)] * 2, kinds
         pairs = [(trial.native, trial.fused), *trial.extra_cases]
-        assert trial.host_counts and all(same_bits(native(), ours()) for native, ours in pairs)
-        said[-1] = trial.description
+        assert trial.host_counts and all(same_bits(native(), fused()) for native, fused in pairs)
+        logged[-1] = trial.description
         with mock.patch.dict(grouped_quantization._LARGEST, {one: 100.0 for one in grouped_quantization._LARGEST}):
-            assert not any(same_bits(native(), ours()) for native, ours in pairs)
+            assert not any(same_bits(native(), fused()) for native, fused in pairs)
             with pytest.raises(NotSupportedError, match="are not multiplied: products differ"):
                 FP8_ROWS.make_context(call)
         if dist.get_rank() == 1:
@@ -254,8 +257,8 @@ def rows_spec_on_cpu():
         with mock.patch.object(type(made), "__init__", lambda self, *args, **options: None):
             lacks = "this version's quantizers have no with_amax_reduction, force_pow"
             assert FP8_ROWS.unsupported_reason(call).startswith(lacks)
-    assert len(keys) == len(said)
-    return said
+    assert len(keys) == len(logged)
+    return logged
 
 
 def rows_in_tools():
@@ -277,8 +280,8 @@ def rows_in_tools():
         assert case.unsupported_shape(shape, 2) is None
         call = case.sample(shape, place, 1)
         context = case.op.make_context(call)
-        native, ours = native_results(case.op, call), fused_results(case.op, call, context)
-        assert case.no_row_reason(call) is None and same_bits(native, ours) and len(native) == len(ours) > 0
+        native, fused = native_results(case.op, call), fused_results(case.op, call, context)
+        assert case.no_row_reason(call) is None and same_bits(native, fused) and len(native) == len(fused) > 0
         with mock.patch.dict(grouped_quantization._LARGEST, {one: 100.0 for one in grouped_quantization._LARGEST}):
             assert not same_bits(native, fused_results(case.op, call, context))
         seen.append((tuple(call.x.shape), call.kind.columns, call.width, call.kind.fp8_format))
@@ -291,11 +294,11 @@ def rows_kept_apart():
     from ditron_train.megatron.ep import te_quantise
     from ditron_train.runtime.logs import decisions
 
-    tex, said, quantised = sys.modules["transformer_engine_torch"], [], []
+    tex, logged, quantised = sys.modules["transformer_engine_torch"], [], []
     make = te_quantise.quantised_rows
     te_quantise.quantised_rows = lambda *args, **options: (quantised.append(args), make(*args, **options))[1]
-    ours = te_quantise.Quantising(frozenset([te_quantise.RowsKind(32, "E4M3", True, 0.0)]))
-    assert ours.DType is tex.DType, "all else is Transformer Engine's"
+    fused = te_quantise.Quantising(frozenset([te_quantise.RowsKind(32, "E4M3", True, 0.0)]))
+    assert fused.DType is tex.DType, "all else is Transformer Engine's"
     rows = te_fp8_workers._integers((48, 32), 3)
 
     def made(**changed):
@@ -315,28 +318,28 @@ def rows_kept_apart():
     ):
         before, seen = len(decisions()), len(quantised)
         for _ in range(2):
-            first, last = ours.split_quantize(given, [16, 32], [made(), second])
+            first, last = fused.split_quantize(given, [16, 32], [made(), second])
             assert len(first._data) == 16 and len(last._data) == 32
-        said.append((len(quantised) == seen + 2, decisions()[before:]))
+        logged.append((len(quantised) == seen + 2, decisions()[before:]))
         assert len(quantised) in (seen, seen + 2)
     before, seen = len(decisions()), len(quantised)
     split, tex.split_quantize = tex.split_quantize, mock.Mock()
-    ours.split_quantize(rows, [16, 32], [made(), made()], disable_bulk_allocation=False)  # as from 2.12 on
+    fused.split_quantize(rows, [16, 32], [made(), made()], disable_bulk_allocation=False)  # as from 2.12 on
     assert len(quantised) == seen + 1 and not tex.split_quantize.called
-    ours.split_quantize(rows, [16, 32], [made(), made()], disable_bulk_allocation=True)
+    fused.split_quantize(rows, [16, 32], [made(), made()], disable_bulk_allocation=True)
     assert len(quantised) == seen + 1 and tex.split_quantize.called
     tex.split_quantize = split
-    said.append((False, decisions()[before:]))
-    return said
+    logged.append((False, decisions()[before:]))
+    return logged
 
 
 def recipes():
     """Which recipes have grouped quantization, by their class."""
     install()
-    from ditron_train.megatron.ep.coverage import why_not_fp8_recipe
+    from ditron_train.megatron.ep.coverage import unsupported_reason_fp8_recipe
 
     owners = {"TEFloat8CurrentScaling": "Float8CurrentScaling"}
     names = ("Float8CurrentScaling", "TEFloat8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
     made = {name: type(name, (type(owners.get(name, "Recipe"), (), {}),), {})() for name in names}
     lines = {name: [one.__name__ for one in type(recipe).__mro__] for name, recipe in made.items()}
-    return [name for name, line in lines.items() if why_not_fp8_recipe(line) is None]
+    return [name for name, line in lines.items() if unsupported_reason_fp8_recipe(line) is None]

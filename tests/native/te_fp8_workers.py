@@ -1,4 +1,5 @@
-"""What the workers of the FP8 tests run: ours in the code of a stand-in for Transformer Engine's linear layer.
+"""What the workers of the FP8 tests run: the fused path in the code of a stand-in for Transformer Engine's linear
+layer.
 
 Operands are integers below 4 by powers of two, and so are scales: everything is exact, and a scale in another's place
 is seen.
@@ -36,7 +37,7 @@ def install(sources: dict[str, str], change: tuple[str, str]) -> types.ModuleTyp
 
 
 def _classes(change: tuple[str, str] = ("", ""), minor: int = 10) -> tuple[type, type]:
-    """A layer as megatron-core derives it from Transformer Engine's, and ours."""
+    """A layer as megatron-core derives it from Transformer Engine's, and the fused path."""
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
     interpreter.install()
@@ -50,10 +51,10 @@ def _derived(linear: type) -> tuple[type, type]:
         def forward(self, x):
             return super().forward(x, is_first_microbatch=True)
 
-    class Ours(Native, overlapped_base(Native)):
+    class Fused(Native, overlapped_base(Native)):
         pass
 
-    return Native, Ours
+    return Native, Fused
 
 
 def _integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -115,7 +116,7 @@ def results_behind_memory_errors() -> list[bool]:
     usage = {"rowwise": True, "columnwise": False}
     of_rows = blocks.Float8BlockQuantizer(dtype.kFloat8E4M3, **usage, block_scaling_dim=1, all_gather_usage=True)
     weight = blocks.Float8BlockQuantizer(dtype.kFloat8E4M3, **usage)(_integers((256, 256), 3))
-    right, copy = [], gather.copy_in_turn
+    right, copy = [], gather.copy_in_sequence
 
     def late(copies: list, stream: None) -> None:
         time.sleep(0.1 * (dist.get_rank() == 0))
@@ -124,7 +125,7 @@ def results_behind_memory_errors() -> list[bool]:
     for seed in range(4):
         rows, products = of_rows(_integers((128, 256), 10 * seed + dist.get_rank())), []
         for one in (te_passes.Pass(context), te_block_passes.ColumnForward(context)):
-            with mock.patch.object(gather, "copy_in_turn", late):  # who does not wait has old rows
+            with mock.patch.object(gather, "copy_in_sequence", late):  # who does not wait has old rows
                 total, _ = one.gather(rows, dist.group.WORLD, quantizer=of_rows)
             if seed == 1 and isinstance(one, te_block_passes.ColumnForward):
                 product = functools.partial(one.multiply, weight, total, out_dtype=torch.bfloat16)
@@ -178,13 +179,17 @@ def keys_of_products() -> list[bool]:
     ]
 
 
-def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products, Products]:
+def _compare(native: type, calls_of_fused: type, mode: str, recipe: str) -> tuple[Products, Products]:
     from ditron_train.megatron.tp import te_blocks, te_passes
-    from ditron_train.megatron.tp.te_fp8 import overlapping, why_not_code
+    from ditron_train.megatron.tp.te_fp8 import overlapping, unsupported_reason_code
     from ditron_train.stream.plan import Exchange
     from ditron_train.tp import get_tp_context
 
-    assert why_not_code(native) is None and why_not_code(ours) is None and te_blocks.why_not_form() is None
+    assert (
+        unsupported_reason_code(native) is None
+        and unsupported_reason_code(calls_of_fused) is None
+        and te_blocks.unsupported_reason_form() is None
+    )
     reduced = mock.Mock(side_effect=te_passes.largest_of_ranks)
     te_passes.largest_of_ranks = reduced
     context = get_tp_context(None, torch.device("cpu"))
@@ -208,7 +213,11 @@ def _compare(native: type, ours: type, mode: str, recipe: str) -> tuple[Products
         replay(self, key, *args, **options)
 
     Exchange.replay = watched
-    for made, run in ((native, lambda layer, x: layer(x)), (ours, lambda layer, x: layer(x)), (ours, overlapped)):
+    for made, run in (
+        (native, lambda layer, x: layer(x)),
+        (calls_of_fused, lambda layer, x: layer(x)),
+        (calls_of_fused, overlapped),
+    ):
         weight = _integers((256 if recipe == "blockwise" else 48, 2 * block), 7 + dist.get_rank())
         bias = (
             _integers((len(weight),), 9 + dist.get_rank()) if mode == "column" else None
@@ -256,18 +265,18 @@ def amax_asked_from_cpp() -> list[float]:
 
 def refused_code(change: tuple[str, str], minor: int) -> str | None:
     """Why the stand-in for 2.``minor``, with one string replaced, cannot be overlapped."""
-    _, ours = _classes(change, minor)
-    from ditron_train.megatron.tp.te_fp8 import why_not_code
+    _, calls_of_fused = _classes(change, minor)
+    from ditron_train.megatron.tp.te_fp8 import unsupported_reason_code
 
-    return why_not_code(ours)
+    return unsupported_reason_code(calls_of_fused)
 
 
 def form_of_blocks(minor: int, change: tuple[str, str]) -> str | None:
-    """Why blocks of the stand-in for 2.``minor``, with one string replaced, do not travel by ours."""
+    """Why blocks of the stand-in for 2.``minor``, with one string replaced, do not travel by the fused path."""
     _classes(change, minor)
-    from ditron_train.megatron.tp.te_blocks import why_not_form
+    from ditron_train.megatron.tp.te_blocks import unsupported_reason_form
 
-    return why_not_form()
+    return unsupported_reason_form()
 
 
 def spec_on_cpu(kind: str, scaling: str, minor: int) -> list[str]:
@@ -275,7 +284,7 @@ def spec_on_cpu(kind: str, scaling: str, minor: int) -> list[str]:
     _classes(minor=minor)
     from ditron_train.megatron.tp.fp8_spec import FP8_COLUMN, FP8_ROW, Fp8Call
 
-    spec, said = {"column": FP8_COLUMN, "row": FP8_ROW}[kind], []
+    spec, logged = {"column": FP8_COLUMN, "row": FP8_ROW}[kind], []
     group, size = dist.group.WORLD, 1 if scaling == "tensor" else 8
     for rows, frozen, bias in ((32, False, False), (32, True, kind == "column"), (8, False, False)):
         rows *= size
@@ -284,7 +293,7 @@ def spec_on_cpu(kind: str, scaling: str, minor: int) -> list[str]:
         call = Fp8Call(x, weight, group, "E5M2", frozen, scaling, recipe, has_bias=bias)
         reason = spec.unsupported_reason(call)
         if reason is not None:
-            said.append(reason)
+            logged.append(reason)
             continue
         trial = spec.trial(call, spec.make_context(call))
         for first, second in [(trial.native, trial.fused), *trial.extra_cases]:
@@ -294,8 +303,8 @@ def spec_on_cpu(kind: str, scaling: str, minor: int) -> list[str]:
             assert all(torch.isfinite(one).all() for one in found)
             # What Transformer Engine multiplies has equal bits on the CPU, too.
             assert all(map(torch.equal, expected[1:], found[1:]))
-        said.append(f"{trial.description}: {[tuple(one.shape) for one in expected]}")
-    return said
+        logged.append(f"{trial.description}: {[tuple(one.shape) for one in expected]}")
+    return logged
 
 
 def different_calls(what: str) -> str:
@@ -342,18 +351,18 @@ def recipes() -> dict[str, object]:
     blocks = "Float8BlockScaling"
     covered = [made("Float8CurrentScaling"), made("TEDelayedScaling", "DelayedScaling"), made(blocks, split=True)]
     covered.append(made("Blocks of any scale", blocks, pow2=False))
-    assert all(te_fp8.why_not_recipe(recipe) is None for recipe in covered)
+    assert all(te_fp8.unsupported_reason_recipe(recipe) is None for recipe in covered)
     others = [made("MXFP8BlockScaling"), made("Precise", "Float8CurrentScaling", split=True)]
     others.append(made("Square", blocks, shape=(2, 1, 1)))
-    said = {type(recipe).__name__: te_fp8.why_not_recipe(recipe) for recipe in others}
+    logged = {type(recipe).__name__: te_fp8.unsupported_reason_recipe(recipe) for recipe in others}
     float8_blockwise_tensor.Float8BlockQuantizer = type("Float8BlockQuantizer", (), {})  # as from 2.12 on
     override = made("Float8CurrentScaling")
     override.backward_override = "high_precision"
     return {
-        **said,
+        **logged,
         "covered": {type(recipe).__name__: te_fp8.scaling_of(recipe) for recipe in covered},
-        "newer": te_fp8.why_not_recipe(covered[2]),
-        "override": te_fp8.why_not_recipe(override),
+        "newer": te_fp8.unsupported_reason_recipe(covered[2]),
+        "override": te_fp8.unsupported_reason_recipe(override),
     }
 
 

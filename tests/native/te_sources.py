@@ -1,8 +1,8 @@
 """Transformer Engine's own code of its linear layers, from a checkout of any version, on the operands of the stand-in.
 
-The modules of the layers, and those that they are written with, are executed as they are. Everything else is posed:
-operands, products and movement are the stand-in's, a norm changes nothing, the rest is names without a content. Blocks
-from 2.12 on lie in the checkout's own tensors, too, and are gathered by its own code.
+The modules of the layers, and those that they are written with, are executed as they are. Everything else is
+simulated: operands, products and movement are the stand-in's, a norm changes nothing, the rest is names without a
+content. Blocks from 2.12 on are in the checkout's own tensors, too, and are gathered by its own code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from te_stand_in import modules
 
 #: What is executed as it stands in the checkout.
 _REAL = ("module.base", "module._common", "module.linear", "module.layernorm_linear", "torch_version", "utils")
-#: Likewise of versions whose blocks lie as GEMMs take them; two of the names stand for modules that are posed, too.
+#: Likewise of versions whose blocks are stored as GEMMs take them; two of the names stand for modules that are
+#: simulated, too.
 _REAL_BLOCKS = {
     "tensor.storage.float8_blockwise_tensor_storage": "tensor.storage.float8_blockwise_tensor_storage",
     "tensor.real_quantizer": "tensor.float8_blockwise_tensor",
@@ -43,7 +44,7 @@ def _named(name):
     return _Names(name, (), {"__init__": lambda *_, **__: None, "__call__": lambda _, function=None, *__: function})
 
 
-class _Posed(types.ModuleType):
+class _Simulated(types.ModuleType):
     __path__: list[str] = []
 
     def __getattr__(self, name):
@@ -55,7 +56,7 @@ class _Posed(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules of Transformer Engine: real ones in the checkout, the others posed."""
+    """Finds modules of Transformer Engine: real ones in the checkout, the others simulated."""
 
     def __init__(self, checkout, minor):
         self._files = pathlib.Path(checkout) / "transformer_engine" / "pytorch"
@@ -71,7 +72,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(fullname, self, is_package=True)
 
     def create_module(self, spec):
-        return _Posed(spec.name)
+        return _Simulated(spec.name)
 
     def exec_module(self, module):
         pass
@@ -108,7 +109,7 @@ def _general_gemm(*operands, quantization_params=None, ub=None, ub_type=None, ex
     for name in ("bulk_overlap", "accumulate"):
         assert not options.pop(name, False)
     assert quantization_params is None and ub is None and extra_output is None
-    return sys.modules[f"{_PACKAGE}.cpp_extensions"].posed_gemm(*operands, **options)
+    return sys.modules[f"{_PACKAGE}.cpp_extensions"].simulated_gemm(*operands, **options)
 
 
 _RESTORED = ("restore_from_func_ctx", "restore_from_saved")
@@ -116,7 +117,7 @@ _STAND_INS = ("tensor.float8_tensor", "tensor.float8_blockwise_tensor", "distrib
 _USERBUFFERS = [f"ub_{name}" for name in ("overlap_rs_fprop", "overlap_ag_fprop", "overlap_ag_dgrad")]
 _USERBUFFERS += [f"ub_{name}" for name in ("overlap_rs_dgrad", "bulk_dgrad", "bulk_wgrad")]
 _OFFLOADS = ("start_offload", "mark_not_offload", "mark_activation_offload")
-_POSED = {
+_SIMULATED = {
     "quantization": {"FP8GlobalStateManager": _States},
     "export": {"is_in_onnx_export_mode": _no},
     "graph": {"is_graph_capturing": _no},
@@ -158,7 +159,7 @@ def _operands(module):
     }
 
 
-class _AtOnce(contextlib.nullcontext):
+class _GroupedQuantization(contextlib.nullcontext):
     """``_coalescing_manager`` of torch where each collective has ended when it returns, as gloo's do."""
 
     def __init__(self, group=None, device=None, async_ops=False):
@@ -168,13 +169,13 @@ class _AtOnce(contextlib.nullcontext):
         pass
 
 
-def _real_blocks(posed):
+def _real_blocks(simulated):
     """Has a version's own code lay blocks out and gather them: values and products alone are the stand-in's."""
 
     def real(name):
         return importlib.import_module(f"{_PACKAGE}.{name}")
 
-    stand_in, distributed = posed["tensor.float8_blockwise_tensor"], posed["distributed"]
+    stand_in, distributed = simulated["tensor.float8_blockwise_tensor"], simulated["distributed"]
     made, others = stand_in.Float8BlockQuantizer, distributed.gather_along_first_dim
     storage = real("tensor.storage.float8_blockwise_tensor_storage").Float8BlockwiseQTensorStorage
     storage.values, storage.is_ready = stand_in.Fields.values, stand_in.BlockStorage.is_ready
@@ -183,8 +184,8 @@ def _real_blocks(posed):
     kept["num_dimensions"] = property(lambda self: self.block_scaling_dim)
     stand_in.Float8BlockQuantizer = type(quantizer.__name__, (quantizer,), kept)
     stand_in.BlockStorage = storage
-    posed["tensor.float8_tensor"].swap_first_dims = lambda first, out: out.copy_(first.transpose(0, 1))
-    torch.distributed._coalescing_manager = _AtOnce
+    simulated["tensor.float8_tensor"].swap_first_dims = lambda first, out: out.copy_(first.transpose(0, 1))
+    torch.distributed._coalescing_manager = _GroupedQuantization
     gather = real("real_distributed").gather_along_first_dim
 
     def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None):
@@ -205,19 +206,19 @@ def pose(checkout, module, layer):
     minor = _minor_of(checkout)
     sys.meta_path.insert(0, _Finder(checkout, minor))
     sources = modules(minor)
-    posed = {
-        name: importlib.import_module(f"{_PACKAGE}.{name}") for name in (*_STAND_INS, *_POSED, "quantized_tensor")
+    simulated = {
+        name: importlib.import_module(f"{_PACKAGE}.{name}") for name in (*_STAND_INS, *_SIMULATED, "quantized_tensor")
     }
     for name in _STAND_INS:
-        exec(sources[f"{_PACKAGE}.{name}"], vars(posed[name]))
-    vars(posed["quantized_tensor"]).update(_operands(posed["tensor.float8_tensor"]))
-    posed["cpp_extensions"].posed_gemm = posed["cpp_extensions"].general_gemm
-    for name, values in _POSED.items():
-        vars(posed[name]).update(values)
-    sys.modules["transformer_engine_torch"] = posed["tensor.float8_tensor"]
+        exec(sources[f"{_PACKAGE}.{name}"], vars(simulated[name]))
+    vars(simulated["quantized_tensor"]).update(_operands(simulated["tensor.float8_tensor"]))
+    simulated["cpp_extensions"].simulated_gemm = simulated["cpp_extensions"].general_gemm
+    for name, values in _SIMULATED.items():
+        vars(simulated[name]).update(values)
+    sys.modules["transformer_engine_torch"] = simulated["tensor.float8_tensor"]
     importlib.import_module(f"{_PACKAGE}.utils")._empty_tensor = lambda: torch.empty(0)
     if minor >= 12:
-        _real_blocks(posed)
+        _real_blocks(simulated)
     base = importlib.import_module(f"{_PACKAGE}.module.base")
     base.quantize_weight = lambda *, tensor, quantizer, **_: (quantizer(tensor), None)
     found = importlib.import_module(f"{_PACKAGE}.module.{module}")
@@ -230,15 +231,15 @@ def _quantizers(minor, gives_group, recipe, mode, group):
     tensors, blocks = (
         sys.modules[f"{_PACKAGE}.tensor.{name}"] for name in ("float8_tensor", "float8_blockwise_tensor")
     )
-    kinds, travels = [tensors.DType.kFloat8E4M3] * 2 + [tensors.DType.kFloat8E5M2], 0 if mode == "column" else 2
+    kinds, payload = [tensors.DType.kFloat8E4M3] * 2 + [tensors.DType.kFloat8E5M2], 0 if mode == "column" else 2
     made = []
     for place, kind in enumerate(kinds):
         if recipe == "blockwise":
             options = dict(rowwise=True, columnwise=True, block_scaling_dim=2 if place == 1 else 1)
-            options.update({"all_gather_usage": place == travels} if minor < 12 else {})
+            options.update({"all_gather_usage": place == payload} if minor < 12 else {})
             made.append(blocks.Float8BlockQuantizer(kind, **options))
         else:
-            of = group if place == travels and not gives_group else None
+            of = group if place == payload and not gives_group else None
             made.append(tensors.Float8CurrentScalingQuantizer(kind, None, group=of))
     return made
 

@@ -2,8 +2,8 @@
 
 It is built as Transformer Engine is: a module whose forward calls an autograd function, whose code calls
 ``gather_along_first_dim``, ``general_gemm`` and ``reduce_scatter_along_first_dim`` by these names, and quantizers with
-one scale a tensor (tensorwise, delayed) or one a block, which remember each use. What they keep, and how operands lie
-and travel, is as in Transformer Engine; scales are powers of two.
+one scale a tensor (tensorwise, delayed) or one a block, which remember each use. What they keep, and how operands are
+stored and sent, is as in Transformer Engine; scales are powers of two.
 
 Its passes are written once, and built as each version builds them (``modules``).
 """
@@ -308,7 +308,7 @@ _GROUPS = {
 
 def _linear(minor: int) -> str:
     """The module of ``Linear`` as 2.``minor`` builds it: its passes are methods, from 2.15 on functions; what backward
-    needs lies in autograd's context, from 2.16 on in an object of its own; quantizers have their group for good, from
+    needs is in autograd's context, from 2.16 on in an object of its own; quantizers have their group for good, from
     2.18 on they are given it in each pass."""
     says = _GROUPS if minor >= 18 else dict.fromkeys(_GROUPS, "pass")
     out = "out.view(-1, *inp.shape[1:-1], weight.shape[0])" if minor >= 17 else "out"

@@ -1,6 +1,6 @@
 """Operands with a scale for each block, and their gathers, of the stand-in for Transformer Engine: as sources.
 
-Until 2.11 what travels lies as the tensor does (COMPACT), from 2.12 on as GEMMs take it: bytes of columns as
+Until 2.11 what is sent is stored as the tensor does (COMPACT), from 2.12 on as GEMMs take it: bytes of columns as
 [K, rows], scales of rows as [K / 128, rows].
 """
 

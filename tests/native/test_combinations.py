@@ -50,7 +50,7 @@ CASES = {
         "tp,pp",
         {"tensor_model_parallel": 2, "pipeline_model_parallel": 2, "virtual_pipeline_model_parallel": 2},
         layers=4,
-        ours={"overlap_p2p_comm": True},
+        fused={"overlap_p2p_comm": True},
     ),
     "sp_ep": Case("sp,ep", {"context_parallel": 2, "expert_model_parallel": 2}, config=EXPERTS, needed="sp"),
     "tp_fused_wgrad": Case(
@@ -74,4 +74,4 @@ def test_as_natively(name):
     for differ, lines, skipped in results:
         assert not differ and skipped == name.endswith("overflow")
         assert not [line for line in lines if ": native, " in line]
-    assert any(": ours, " in line or "symmetric buffers" in line for line in results[0][1])
+    assert any(": fused, " in line or "symmetric buffers" in line for line in results[0][1])

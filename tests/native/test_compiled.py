@@ -1,4 +1,4 @@
-"""Models inside code that is compiled: ours are called as they are, and what lies between them is compiled."""
+"""Models inside code that is compiled: the fused ones are called as they are, and what is between them is compiled."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _linear_layers(backend: CountingBackend) -> None:
     with model_parallel(tensor_model_parallel_size=2):
         config = test_layers._config()
         native = test_layers._run(*test_layers._layers(False, config, bias=True))
-        ours = test_layers._layers(True, config, bias=True)
+        fused = test_layers._layers(True, config, bias=True)
         run = backend.compile(test_layers._run)
         for _ in range(CALLS):
-            for layer in ours:
+            for layer in fused:
                 layer.zero_grad()
-            test_layers._assert_equal(native, run(*ours))
+            test_layers._assert_equal(native, run(*fused))
         test_layers._assert_ran_as_ops()
 
 
@@ -60,7 +60,7 @@ def _context_parallel_gpts(backend: CountingBackend) -> None:
 
 def _experts(backend: CountingBackend) -> None:
     with ep_workers.groups(expert_model_parallel_size=2):
-        layer = ep_workers.build({}, ours=True)
+        layer = ep_workers.build({}, fused=True)
         x, grad = torch.randn(8, 2, 32), torch.randn(8, 2, 32)
         expected = ep_workers.run_layer(layer, x, grad)
         assert layer.token_dispatcher.ep_context is not None

@@ -68,13 +68,13 @@ def test_the_activation_is_that_of_the_native_experts(name: str) -> None:
         experts = _experts(case)
         torch.manual_seed(0)
         rows, probs = torch.randn(6, 32, dtype=torch.bfloat16), torch.rand(6)
-        ours, native = (rows.clone().requires_grad_() for _ in range(2))
+        fused, native = (rows.clone().requires_grad_() for _ in range(2))
         expected, _ = experts(native, torch.tensor([2, 4]), probs)
-        result = activate_experts(experts, ours, probs.unsqueeze(-1))
+        result = activate_experts(experts, fused, probs.unsqueeze(-1))
         weights = torch.randn(expected.shape)
         (expected * weights).sum().backward()
         (result * weights).sum().backward()
-    assert torch.equal(result, expected) and torch.equal(ours.grad, native.grad)
+    assert torch.equal(result, expected) and torch.equal(fused.grad, native.grad)
 
 
 def test_a_clamp_matters_where_megatron_applies_it() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 TOKENS, BATCH, HIDDEN, FFN = 24, 2, 48, 96
 
 
-def _layers(ours, sequence_parallel):
+def _layers(is_fused, sequence_parallel):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
@@ -30,7 +30,9 @@ def _layers(ours, sequence_parallel):
     )  # fmt: skip
     options = dict(config=config, init_method=torch.nn.init.zeros_, bias=False, skip_bias_add=False)
     column, row = (
-        (DitronColumnParallelLinear, DitronRowParallelLinear) if ours else (ColumnParallelLinear, RowParallelLinear)
+        (DitronColumnParallelLinear, DitronRowParallelLinear)
+        if is_fused
+        else (ColumnParallelLinear, RowParallelLinear)
     )
     layers = column(HIDDEN, FFN, **options), row(FFN, HIDDEN, input_is_parallel=True, **options)
     for seed, layer in enumerate(layers):
@@ -53,14 +55,14 @@ def _forward(layers, leaf):
 
 
 def _keeps(sequence_parallel):
-    """Of native and ours: which inputs live behind forward; the gradients; the input's, written to behind forward."""
+    """Of native and fused: which inputs live behind forward; the gradients; the input's, written to behind forward."""
     from ditron_train.policy import gate
     from tests.support.model_parallel import model_parallel
 
     found, shards = [], dist.get_world_size() if sequence_parallel else 1
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
-        for ours in (False, True):
-            layers = _layers(ours, sequence_parallel)
+        for is_fused in (False, True):
+            layers = _layers(is_fused, sequence_parallel)
             generator = torch.Generator().manual_seed(7)
             values = torch.randint(-4, 5, (TOKENS // shards, BATCH, HIDDEN), generator=generator).float()
             leaf = values.clone().requires_grad_()
@@ -72,15 +74,15 @@ def _keeps(sequence_parallel):
             x.mul_(2.0)  # natively nobody needs it any more
             h.sum().backward()
             found.append((alive, leaf.grad.tolist(), other.grad.tolist()))
-        fused = ("column", "row") if sequence_parallel else ("row ar",)  # the column layer is native without it
-        assert all(gate.answers(f"tp {kind}")[0].context is not None for kind in fused)
+        ops = ("column", "row") if sequence_parallel else ("row ar",)  # the column layer is native without it
+        assert all(gate.answers(f"tp {kind}")[0].context is not None for kind in ops)
     return found
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_frozen_layer_keeps_no_input(sequence_parallel):
-    for native, ours in run_workers(2, _keeps, sequence_parallel):
-        assert ours == native and ours[0] == [False, False]
+    for native, is_fused in run_workers(2, _keeps, sequence_parallel):
+        assert is_fused == native and is_fused[0] == [False, False]
 
 
 def test_rows_of_frozen_experts_leave_their_memory():

@@ -112,29 +112,29 @@ def test_slices_that_were_refused_are_not_asked_for_again():
         (3, (4, 16, 8, 1, 1.0)),
         (4, (9, 8, 8, 2, 0.1)),
     ],
-    ids=["small", "several_tiles", "no_rows", "one_expert_each", "few_rows"],
+    ids=["small", "several_tiles", "no_rows", "one_expert_each", "min_rows"],
 )
 def test_products_beside_the_movement_are_exact(ranks, sizes):
     """New routings on memory full of other values, each time with other ranks late, and sources in other groups."""
     assert run_workers(ranks, layers_are_exact, *sizes, 0.2) == [True] * ranks
 
 
-@pytest.mark.parametrize("fewest", [40, 1000], ids=["some", "all"])
-def test_experts_of_few_rows_are_multiplied_by_themselves(fewest):
+@pytest.mark.parametrize("min_rows", [40, 1000], ids=["some", "all"])
+def test_experts_of_min_rows_are_multiplied_by_themselves(min_rows):
     """Of 70 tokens with other routings in each call, an expert has about 35 rows of a rank."""
     sizes = (35, 40, 24, 3, 0.55)
-    assert run_workers(2, layers_are_exact, *sizes, 0.1, 3, fewest) == [True] * 2
+    assert run_workers(2, layers_are_exact, *sizes, 0.1, 3, min_rows) == [True] * 2
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 60), st.booleans(), st.randoms(use_true_random=False))
-def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, last, draw):
+def test_groups_of_sources_share_whole_tiles(sources, experts, min_rows, last, draw):
     """Each row of an expert of many rows once, in tiles from the expert's first row on; a tile is of the last group
     that has a row in it, or of the first."""
     likely = [draw.random() * draw.choice([0.1, 1.0]) for _ in range(experts)]
     local_map = torch.tensor([[draw.random() < one for one in likely] for _ in range(24 * sources)])
     layout = GatheredLayout(local_map, sources)
     rows, ends = layout.tokens_per_expert.tolist(), layout.tokens_per_expert.cumsum(0).tolist()
-    assert layout.experts_below(fewest) == [e for e, have in enumerate(rows) if 0 < have < fewest]
+    assert layout.experts_below(min_rows) == [e for e, have in enumerate(rows) if 0 < have < min_rows]
     order, groups = draw.sample(range(sources), sources), []
     while order:
         number = draw.randint(1, len(order))
@@ -143,7 +143,7 @@ def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, last, dra
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped_gemm, "_LIST_BLOCK", 4)  # several blocks of tiles, as of many experts
         patch.setattr(torch, "empty", lambda *size, **options: torch.full(size, 77, **options))
-        found = layout.tiles_of_groups(groups, last=last, fewest_rows=fewest)
+        found = layout.tiles_of_groups(groups, last=last, min_rows=min_rows)
     assert len(found) == len(groups)
     covered = []
     for number, tiles in enumerate(found):
@@ -159,25 +159,25 @@ def test_groups_of_sources_share_whole_tiles(sources, experts, fewest, last, dra
             owners = {int(owners[row - ends[expert] + rows[expert]]) for row in within}
             of_owners = [at for at, group in enumerate(groups) if owners & set(group)]
             assert number == (max(of_owners) if last else min(of_owners))
-    wanted = [(e, row) for e, have in enumerate(rows) for row in range(ends[e] - have, ends[e]) if have >= fewest]
+    wanted = [(e, row) for e, have in enumerate(rows) for row in range(ends[e] - have, ends[e]) if have >= min_rows]
     assert sorted(covered) == wanted
 
 
 @pytest.mark.parametrize(
-    "rows, fewest, expected",
+    "rows, min_rows, expected",
     [((300, 300, 0), 257, 0), ((300, 600, 150), 257, 257), ((300, 100, 100), 257, None), ((0, 0, 0), 257, 0),
      ((600, 300, 1), 1 << 30, None)],
     ids=["many", "few", "too_many_of_few", "none", "never"],
 )  # fmt: skip
-def test_below_how_many_rows_products_are_native(monkeypatch, rows, fewest, expected):
-    """Where experts of few rows have a quarter of all at most."""
-    monkeypatch.setattr(gathered_dispatcher, "why_not_called", lambda experts: None)
-    monkeypatch.setattr(gathered_dispatcher, "_fewest_rows", lambda experts, like: fewest)
+def test_below_how_many_rows_products_are_native(monkeypatch, rows, min_rows, expected):
+    """Where experts with few rows have a quarter of all at most."""
+    monkeypatch.setattr(gathered_dispatcher, "unsupported_reason_called", lambda experts: None)
+    monkeypatch.setattr(gathered_dispatcher, "_min_rows", lambda experts, like: min_rows)
     local_map = torch.stack([torch.arange(700) < have for have in rows], dim=1)
     layout = GatheredLayout(local_map, 1)
-    assert gathered_dispatcher.fewest_rows_of_call(None, layout, torch.empty(0)) == expected
-    monkeypatch.setattr(gathered_dispatcher, "why_not_called", lambda experts: "an adapter")
-    assert gathered_dispatcher.fewest_rows_of_call(None, layout, torch.empty(0)) is None
+    assert gathered_dispatcher.min_rows_of_call(None, layout, torch.empty(0)) == expected
+    monkeypatch.setattr(gathered_dispatcher, "unsupported_reason_called", lambda experts: "an adapter")
+    assert gathered_dispatcher.min_rows_of_call(None, layout, torch.empty(0)) is None
 
 
 def test_gathered_experts_are_tried_in_an_evaluation_before_training():

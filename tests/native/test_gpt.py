@@ -63,14 +63,14 @@ def _loss_and_gradients(model):
     return loss.item(), gradients
 
 
-def _assert_same_bits(native, ours):
-    assert native[0] == ours[0]
-    assert native[1].keys() == ours[1].keys()
+def _assert_same_bits(native, fused):
+    assert native[0] == fused[0]
+    assert native[1].keys() == fused[1].keys()
     for name, expected in native[1].items():
-        assert torch.equal(expected, ours[1][name]), name
+        assert torch.equal(expected, fused[1][name]), name
 
 
-def _num_ours(model):
+def _num_fused(model):
     return sum(type(module).__qualname__.startswith("Ditron") for module in model.modules())
 
 
@@ -94,11 +94,11 @@ def _train_both_ways(way, share_embeddings, dtype):
             model = _model(
                 _config(**options), ditron_train.megatron.apply(get_gpt_layer_local_spec()), share_embeddings
             )
-            assert _num_ours(model) == 8
+            assert _num_fused(model) == 8
         else:
             assert ditron_train.megatron.apply(features="tp") is None
             model = _model(_config(**options), share_embeddings=share_embeddings)
-            assert _num_ours(model) == 9  # four linear layers a layer, and the output layer
+            assert _num_fused(model) == 9  # four linear layers a layer, and the output layer
             assert type(model.output_layer).__qualname__ == "DitronColumnParallelLinear"
         _assert_same_bits(native, _loss_and_gradients(model))
         assert _num_op_shapes() == (4 if way == "spec" else 5)
@@ -123,9 +123,9 @@ def _train_without_sequence_parallelism():
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _loss_and_gradients(_model(_config(sequence_parallel=False)))
         ditron_train.megatron.apply()
-        ours = _loss_and_gradients(_model(_config(sequence_parallel=False)))
-        assert native[0] == ours[0]
-        assert all(torch.equal(native[1][name], ours[1][name]) for name in native[1])
+        fused = _loss_and_gradients(_model(_config(sequence_parallel=False)))
+        assert native[0] == fused[0]
+        assert all(torch.equal(native[1][name], fused[1][name]) for name in native[1])
         return _num_op_shapes()
 
 
@@ -141,9 +141,9 @@ def _train_natively_when_not_covered(options):
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _loss_and_gradients(_model(_config(**options)))
         ditron_train.megatron.apply()
-        ours = _loss_and_gradients(_model(_config(**options)))
-        assert native[0] == ours[0]
-        assert all(torch.equal(native[1][name], ours[1][name]) for name in native[1])
+        fused = _loss_and_gradients(_model(_config(**options)))
+        assert native[0] == fused[0]
+        assert all(torch.equal(native[1][name], fused[1][name]) for name in native[1])
         assert _num_op_shapes() == 0
 
 
@@ -173,10 +173,10 @@ def _exchange_state_dicts():
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _model(_config())
         ditron_train.megatron.apply()
-        ours = _model(_config())
+        fused = _model(_config())
         metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        assert _shards(native, metadata) == _shards(ours, metadata) and _shards(native, metadata)
-        for source, target in ((native, ours), (ours, native)):
+        assert _shards(native, metadata) == _shards(fused, metadata) and _shards(native, metadata)
+        for source, target in ((native, fused), (fused, native)):
             with torch.no_grad():
                 for index, parameter in enumerate(source.parameters()):
                     parameter.add_(0.25 + index)
@@ -196,9 +196,9 @@ def _exchange_distributed_checkpoints(directory):
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         native = _model(_config())
         ditron_train.megatron.apply()
-        ours = _model(_config())
+        fused = _model(_config())
         metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        for source, target, name in ((native, ours, "from_native"), (ours, native, "from_ours")):
+        for source, target, name in ((native, fused, "from_native"), (fused, native, "from_fused")):
             with torch.no_grad():
                 for parameter in source.parameters():
                     parameter.mul_(-0.5)

@@ -1,5 +1,5 @@
-"""Gradients and inputs with strides: the products of our linear layers get operands that lie as megatron-core's own
-layers hand them over, since cuBLAS chooses its kernel by how they lie."""
+"""Gradients and inputs with strides: the products of our linear layers get operands that are stored as megatron-core's
+own layers hand them over, since cuBLAS chooses its kernel by how they are."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _integers(*shape, seed):
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def _layer(kind, ours, frozen, sequence_parallel=False):
+def _layer(kind, fused, frozen, sequence_parallel=False):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
@@ -65,7 +65,7 @@ def _layer(kind, ours, frozen, sequence_parallel=False):
         tensor_model_parallel_size=dist.get_world_size(), **settings,
     )  # fmt: skip
     options = {"input_is_parallel": True} if kind == "row" else {}
-    layer = classes[kind][ours](
+    layer = classes[kind][fused](
         HIDDEN, FFN, config=config, init_method=torch.nn.init.zeros_, bias=False, skip_bias_add=False, **options
     )
     layer.weight.data.copy_(_integers(*layer.weight.shape, seed=dist.get_rank()))
@@ -95,36 +95,36 @@ def _compare(kind, frozen, batch, sequence_parallel=False):
     gemm_ar = importlib.import_module("ditron_train.tp.gemm_ar")
     # Else cuBLAS multiplies in front of so small an all-reduce.
     with mock.patch.object(gemm_ar, "PUSH_BYTES", 0), model_parallel(tensor_model_parallel_size=world_size):
-        native, ours = (_layer(kind, is_ours, frozen, sequence_parallel) for is_ours in (False, True))
+        native, fused = (_layer(kind, is_fused, frozen, sequence_parallel) for is_fused in (False, True))
         inputs = HIDDEN // (world_size if kind == "row" else 1)
         x = _integers(TOKENS // (world_size if sequence_parallel else 1), batch, inputs, seed=7)
         for layout in LAYOUTS:
-            (expected, _, of_native), (results, _, of_ours) = (_passes(one, x, layout) for one in (native, ours))
+            (expected, _, of_native), (results, _, of_fused) = (_passes(one, x, layout) for one in (native, fused))
             assert len(expected) == len(results) and all(map(torch.equal, expected, results)), layout
             assert of_native, "something is multiplied"
-            found[layout] = of_native == of_ours
-            native.weight.grad = ours.weight.grad = None
+            found[layout] = of_native == of_fused
+            native.weight.grad = fused.weight.grad = None
         (answer,) = gate.answers(f"tp {kind}" + " ar" * (not sequence_parallel))
         assert answer.context is not None
     return found, decisions()
 
 
 def _compare_inputs(batch):
-    """A row layer's forward on each layout: what native and ours multiply."""
+    """A row layer's forward on each layout: what native and fused multiply."""
     from tests.support.model_parallel import model_parallel
 
     found = {}
     forget_decisions()
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
-        native, ours = (_layer("row", is_ours, False) for is_ours in (False, True))
+        native, fused = (_layer("row", is_fused, False) for is_fused in (False, True))
         for layout, laid in LAYOUTS.items():
             x = laid(_integers(TOKENS, batch, HIDDEN // dist.get_world_size(), seed=7 + dist.get_rank()))
             with torch.no_grad(), _Operands() as of_native:
                 expected, _ = native(x)
-            with torch.no_grad(), _Operands() as of_ours:
-                y, _ = ours(x)
+            with torch.no_grad(), _Operands() as of_fused:
+                y, _ = fused(x)
             assert torch.equal(y, expected) and of_native.found, layout
-            found[layout] = of_native.found == of_ours.found
+            found[layout] = of_native.found == of_fused.found
     return found, decisions()
 
 
@@ -139,10 +139,10 @@ def test_products_of_gradients_get_them_as_they_lie_natively(kind, batch):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_frozen_layer_multiplies_gradients_with_strides_as_natively(batch):
-    """One whose gradient lies whole, or is made so, has a kernel of its own, which the policy has compared."""
-    ours = {"whole", "sequences"} if multiplies_rows_of_frozen() else {"whole"}
+    """One whose gradient is stored whole, or is made so, has a kernel of its own, which the policy has compared."""
+    fused = {"whole", "sequences"} if multiplies_rows_of_frozen() else {"whole"}
     for found, lines in run_workers(2, _compare, "column", True, batch, True):
-        assert found == {layout: layout not in ours for layout in LAYOUTS}
+        assert found == {layout: layout not in fused for layout in LAYOUTS}
         assert len([line for line in lines if line.startswith("tp column: native, a gradient with strides")]) == 1
 
 
@@ -154,7 +154,7 @@ def _without_copy_engines(batch):
 
 
 def test_without_copy_engines_gradients_with_strides_are_multiplied_as_natively():
-    """The kernel that takes their place was compared on gradients that lie whole."""
+    """The kernel that takes their place was compared on gradients that are stored whole."""
     for found, lines in run_workers(2, _without_copy_engines, 2):
         assert not found["whole"] and found["columns"] and found["features first"] and found["one number"]
         assert len([line for line in lines if line.endswith("without copy engines, which need cuda-bindings")]) == 1

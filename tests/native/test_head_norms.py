@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from ditron_train.megatron.sp.norms import key_of, twins_of, why_not_norms, words_of
+from ditron_train.megatron.sp.norms import key_of, twins_of, unsupported_reason_norms, words_of
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
@@ -28,12 +28,12 @@ class _Adapted(torch.nn.RMSNorm):
     pass
 
 
-def test_norms_that_ours_do_not_know_are_native():
-    assert why_not_norms(()) is None and why_not_norms((torch.nn.RMSNorm(8), None, None)) is None
+def test_norms_that_fused_do_not_know_are_native():
+    assert unsupported_reason_norms(()) is None and unsupported_reason_norms((torch.nn.RMSNorm(8), None, None)) is None
     changed = torch.nn.RMSNorm(8)
     changed.forward = lambda x: x
     for norm, word in ((_Adapted(8), "_Adapted"), (changed, "RMSNorm"), (torch.nn.RMSNorm([2, 8]), "several heads")):
-        assert word in why_not_norms((None, norm, None))
+        assert word in unsupported_reason_norms((None, norm, None))
 
 
 def test_a_plan_tells_norms_of_heads_apart():

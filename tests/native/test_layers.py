@@ -43,14 +43,14 @@ def _integer_init(weight):
         weight.copy_(_integers(*weight.shape, seed=weight.shape[0]))
 
 
-def _layers(ours, config, *, bias=False, skip_bias_add=False, ffn=FFN, **column_options):
-    """One column and one row layer; rank-dependent integer weights and biases, the same for native and ours."""
+def _layers(fused, config, *, bias=False, skip_bias_add=False, ffn=FFN, **column_options):
+    """One column and one row layer; rank-dependent integer weights and biases, the same for native and fused."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from ditron_train.megatron.tp.layers import DitronColumnParallelLinear, DitronRowParallelLinear
 
     column_class, row_class = ColumnParallelLinear, RowParallelLinear
-    if ours:
+    if fused:
         column_class, row_class = DitronColumnParallelLinear, DitronRowParallelLinear
     column = column_class(
         HIDDEN, ffn, config=config, init_method=_integer_init, bias=bias, skip_bias_add=skip_bias_add, **column_options
@@ -84,13 +84,13 @@ def _run(column, row, tokens=TOKENS, batch=BATCH):
     return {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in found.items()}
 
 
-def _assert_equal(native, ours):
-    assert native.keys() == ours.keys()
+def _assert_equal(native, fused):
+    assert native.keys() == fused.keys()
     for key, expected in native.items():
         if expected is None:
-            assert ours[key] is None, key
+            assert fused[key] is None, key
         else:
-            assert torch.equal(ours[key], expected), key
+            assert torch.equal(fused[key], expected), key
 
 
 def _assert_ran_as_ops():
@@ -107,8 +107,8 @@ def _compare(options, sizes):
         config = _config()
         ffn = sizes.pop("ffn", FFN)
         native = _run(*_layers(False, config, ffn=ffn, **options), **sizes)
-        ours = _run(*_layers(True, config, ffn=ffn, **options), **sizes)
-        _assert_equal(native, ours)
+        fused = _run(*_layers(True, config, ffn=ffn, **options), **sizes)
+        _assert_equal(native, fused)
         _assert_ran_as_ops()
 
 
@@ -133,8 +133,8 @@ def _frozen():
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
-        for ours in (False, True):
-            column, row = _layers(ours, _config(), bias=True)
+        for fused in (False, True):
+            column, row = _layers(fused, _config(), bias=True)
             column.weight.requires_grad_(False)
             row.weight.requires_grad_(False)
             found.append(_run(column, row))
@@ -161,9 +161,9 @@ def _what_runs(frozen):
         setattr(module, name, lambda *a, name=name, function=function, **k: (ran.append(name), function(*a, **k))[1])
     probe = sys.modules["ditron_train.policy.decide"].probe
 
-    def comparing(native, ours, **options):  # as on a GPU
+    def comparing(native, fused, **options):  # as on a GPU
         native()
-        return probe(native, ours, **options)
+        return probe(native, fused, **options)
 
     sys.modules["ditron_train.policy.decide"].probe = comparing
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
@@ -201,8 +201,8 @@ def _fused(flags):
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         config = _config(gradient_accumulation_fusion=True)
         found = []
-        for ours in (False, True):
-            column, row = _layers(ours, config)
+        for fused in (False, True):
+            column, row = _layers(fused, config)
             for weight in (column.weight, row.weight):
                 weight.main_grad = buffer = torch.full(weight.shape, 3.0)
                 if "fsdp" in flags:  # Megatron-FSDP has a buffer for it from backward on
@@ -242,11 +242,11 @@ def _deferred():
     plugin.apply(features="wgrad")
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
-        for ours in (False, True):
+        for fused in (False, True):
             config = _config(gradient_accumulation_fusion=True)
             config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 1
             inputs, grads = [], []
-            column, row = _layers(ours, config, embedding_activation_buffer=inputs, grad_output_buffer=grads)
+            column, row = _layers(fused, config, embedding_activation_buffer=inputs, grad_output_buffer=grads)
             for weight in (column.weight, row.weight):
                 weight.main_grad = torch.zeros_like(weight)
             first = _run(column, row)
@@ -270,8 +270,8 @@ def _recomputed():
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
-        for ours in (False, True):
-            column, row = _layers(ours, _config())
+        for fused in (False, True):
+            column, row = _layers(fused, _config())
             x = _integers(TOKENS // 2, BATCH, HIDDEN, seed=dist.get_rank()).requires_grad_()
             y = tensor_parallel.checkpoint(lambda t: row(column(t)[0])[0], False, x)  # noqa: B023
             y.square().sum().backward()
@@ -303,8 +303,8 @@ def _first_called_where_saved_tensors_are_hooked(hooked):
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
-        for ours in (False, True):
-            layers = _layers(ours, _config())
+        for fused in (False, True):
+            layers = _layers(fused, _config())
             x = _integers(TOKENS // 2, BATCH, HIDDEN, seed=dist.get_rank()).requires_grad_()
             saved.clear()
             y = both(layers, x)
@@ -326,8 +326,8 @@ def _weight_argument_and_gathered_output():
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
-        for ours in (False, True):
-            column, _ = _layers(ours, _config(), skip_weight_param_allocation=True)
+        for fused in (False, True):
+            column, _ = _layers(fused, _config(), skip_weight_param_allocation=True)
             weight = _integers(FFN // 2, HIDDEN, seed=dist.get_rank()).requires_grad_()
             x = _integers(TOKENS // 2, BATCH, HIDDEN, seed=3).requires_grad_()
             y, bias = column(x, weight=weight, runtime_gather_output=True)
@@ -348,8 +348,8 @@ def _pipelined_microbatches():
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
-        for ours in (False, True):
-            column, row = _layers(ours, _config())
+        for fused in (False, True):
+            column, row = _layers(fused, _config())
             inputs = [_integers(TOKENS // 2, BATCH, HIDDEN, seed=s).requires_grad_() for s in range(3)]
             outputs = [row(column(x)[0])[0] for x in inputs]
             for y in reversed(outputs):
@@ -377,8 +377,8 @@ def _kept_over_microbatches():
     plugin.apply(features="wgrad")
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         found = []
-        for ours in (False, True):
-            column, row = _layers(ours, _config(gradient_accumulation_fusion=True), bias=True)
+        for fused in (False, True):
+            column, row = _layers(fused, _config(gradient_accumulation_fusion=True), bias=True)
             for weight in (column.weight, row.weight):
                 weight.main_grad = torch.zeros_like(weight)
             result = {}
@@ -411,8 +411,8 @@ def _made_in_inference_mode():
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()), torch.inference_mode():
         found = []
-        for ours in (False, True):
-            column, row = _layers(ours, _config())
+        for fused in (False, True):
+            column, row = _layers(fused, _config())
             assert column.weight.is_inference() and row.weight.is_inference()
             hidden, _ = column(_integers(TOKENS // 2, BATCH, HIDDEN, seed=dist.get_rank()))
             found.append({"hidden": hidden, "y": row(hidden)[0]})
@@ -431,8 +431,8 @@ def _reduced(options, frozen):
 
     with model_parallel(tensor_model_parallel_size=dist.get_world_size()):
         config, found = _config(sequence_parallel=False), []
-        for ours in (False, True):
-            column, row = _layers(ours, config, **options)
+        for fused in (False, True):
+            column, row = _layers(fused, config, **options)
             column.weight.requires_grad_(not frozen)
             x = _integers(TOKENS, BATCH, HIDDEN, seed=7).requires_grad_()
             hidden, column_bias = column(x)

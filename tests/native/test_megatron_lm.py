@@ -44,7 +44,7 @@ ON_CPU = (
         ),
         # Triton's interpreter rounds a GEMM's sums in another order than torch does on the CPU.
         ("tp", "--tensor-model-parallel-size 2 --sequence-parallel", 1, "DIFFERENT: "),
-        # No layer is ours, but the numbers of a microbatch go from host to host.
+        # No layer is fused, but the numbers of a microbatch go from host to host.
         ("ep", "--tensor-model-parallel-size 2 --sequence-parallel", 0, "equal: all 28 figures of 6 steps on 2 ranks"),
     ],
     ids=["pp", "tp", "batches"],
@@ -71,5 +71,5 @@ def test_compare(tmp_path, feature, options, status, says):
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stdout
     assert "rank 0 in step 5, ms" in done.stdout and "all_reduce" in done.stdout
-    log = (tmp_path / "out" / "ditron.log").read_text()
+    log = (tmp_path / "out" / "fused.log").read_text()
     assert f"ditron_train: {feature}: on for models built from now on" in log and "iteration        6/       6" in log

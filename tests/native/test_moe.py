@@ -94,8 +94,8 @@ def test_four_ranks_through_a_spec():
 
 
 def test_layers_have_the_callers_groups():
-    for native, *ours in run_workers(2, groups_of_layers):
-        assert native == ("MoELayer", True, 2) and ours == [("DitronMoELayer", True, 2)] * 2
+    for native, *fused in run_workers(2, groups_of_layers):
+        assert native == ("MoELayer", True, 2) and fused == [("DitronMoELayer", True, 2)] * 2
 
 
 def test_eight_ranks():
@@ -180,13 +180,13 @@ def test_split_experts_go_over_to_native_together(options, capped):
         )
 
 
-def test_few_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
+def test_min_rows_of_a_fixed_capacity_are_warned_of(monkeypatch, caplog):
     from ditron_train.megatron.ep import spec as ep_policy
 
     monkeypatch.setattr(logs, "_seen", {})
     seen = iter([None, 385, 384])
-    monkeypatch.setattr(ep_policy, "fewest_rows_before", lambda context: next(seen))
-    assert [ep_policy.warns_of_few_rows(None, 385) for _ in range(3)] == [False, False, True]
+    monkeypatch.setattr(ep_policy, "min_rows_before", lambda context: next(seen))
+    assert [ep_policy.warns_of_min_rows(None, 385) for _ in range(3)] == [False, False, True]
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "an expert had 384 rows" in record.message and "DITRON_EP_CAPACITY" in record.message
 
@@ -197,9 +197,9 @@ def test_a_capacity_whose_products_never_have_native_bits(monkeypatch, caplog):
     from ditron_train.megatron.ep import dispatcher
 
     monkeypatch.setattr(logs, "_seen", {})
-    monkeypatch.setattr(dispatcher, "fewest_rows_of_layer", lambda *_: NEVER)
+    monkeypatch.setattr(dispatcher, "min_rows_of_layer", lambda *_: NEVER)
     monkeypatch.setattr(dispatcher, "exchange", lambda group, mine: [mine])
-    monkeypatch.setattr("ditron_train.megatron.ep.spec.fewest_rows_before", lambda context: None)
+    monkeypatch.setattr("ditron_train.megatron.ep.spec.min_rows_before", lambda context: None)
     caplog.set_level(logging.INFO, logger="ditron_train")
     for policy, factor in (("strict", None), ("bits", None), ("fast", 2.0), ("force", 2.0)):
         room = dispatcher.FixedCapacity(2.0)
@@ -224,26 +224,26 @@ def _limits_of_pairs():
         asked.append(tuple(product))
         return (100, 300)[rank] if product.weight == (16, 24) else (NEVER, 1)[rank]
 
-    plan.fewest_rows_here = measured
+    plan.min_rows_here = measured
     layers = [SimpleNamespace(weight0=torch.empty(shape)) for shape in ((48, 16), (16, 24))]
     experts = SimpleNamespace(num_local_experts=2, linear_fc1=layers[0], linear_fc2=layers[1])
     like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cpu"))
-    pairs = frozenset(["gemm_combine", "beside_wgrad"])
+    pairs = frozenset(["gemm_combine", "overlap_wgrad"])
     found = [pair_spec.with_limit(pairs, experts, like, torch.distributed.group.WORLD) for _ in range(2)]
     assert found[0] == found[1] and asked == [((16, 24), 2, True)], "once"
     again = torch.distributed.new_group([0, 1])  # another group is asked anew
-    assert pair_spec.fewest_rows_of_layer(experts, like, again) == NEVER and len(asked) == 5
+    assert pair_spec.min_rows_of_layer(experts, like, again) == NEVER and len(asked) == 5
     layers.reverse()  # whose product never adds up so, on one rank
     experts = SimpleNamespace(num_local_experts=2, linear_fc1=layers[0], linear_fc2=layers[1])
     never = pair_spec.with_limit(pairs, experts, like, torch.distributed.group.WORLD)
     return found[0], never
 
 
-def test_ranks_agree_from_how_many_rows_on_products_are_ours():
+def test_ranks_agree_from_how_many_rows_on_products_are_fused():
     from ditron_train.ep.plan import NEVER
 
     for found, never in run_workers(2, _limits_of_pairs):
-        assert found == ({"gemm_combine", "beside_wgrad"}, 300) and never == ({"beside_wgrad"}, NEVER)
+        assert found == ({"gemm_combine", "overlap_wgrad"}, 300) and never == ({"overlap_wgrad"}, NEVER)
 
 
 def test_rows_of_split_experts_in_the_places_of_native():
@@ -293,8 +293,8 @@ def test_the_policy_is_asked_by_all_slices_together():
 )
 def test_what_is_not_covered_runs_natively_and_says_so(options, policy, words):
     every = run_workers(2, said_of, options, env={"DITRON_POLICY": policy})[0]
-    said = [line for line in every if "native" in line or "fused" in line]
-    assert not said if words is None else len(said) == 1 and said[0].startswith(f"ep: {words}")
+    logged = [line for line in every if "native" in line or "fused" in line]
+    assert not logged if words is None else len(logged) == 1 and logged[0].startswith(f"ep: {words}")
 
 
 def test_the_policy_is_asked_once_whatever_tokens_the_ranks_hold():
@@ -316,7 +316,7 @@ def test_experts_that_were_wrapped_after_their_capacity_get_exact_sizes():
     assert run_workers(2, experts_wrapped_after_their_capacity) == [([True, True], None)] * 2
 
 
-def test_calls_in_a_capture_are_native_where_ours_would_sync():
+def test_calls_in_a_capture_are_native_where_fused_would_sync():
     assert run_workers(2, captured_calls) == [[False, True, False]] * 2
 
 
@@ -335,13 +335,13 @@ def test_numbers_of_tokens_that_come_first_in_a_capture_are_native():
     ],
 )
 def test_what_can_be_captured(is_decided, is_sized, slices, words):
-    from ditron_train.megatron.ep.coverage import why_not_captured
+    from ditron_train.megatron.ep.coverage import unsupported_reason_captured
 
-    reason = why_not_captured(is_decided=is_decided, is_sized=is_sized, slices=slices)
+    reason = unsupported_reason_captured(is_decided=is_decided, is_sized=is_sized, slices=slices)
     assert reason is None if words is None else words in reason
 
 
-def test_the_combined_schedule_runs_ours_method_by_method():
+def test_the_combined_schedule_runs_fused_method_by_method():
     """overlap_moe_expert_parallel_comm: a forward pass beside the backward pass of another microbatch; nothing is
     fused."""
     assert run_workers(2, combined_schedule, 3, env={"DITRON_POLICY": "bits"}) == [([], [(True, True)] * 2)] * 2
@@ -349,8 +349,8 @@ def test_the_combined_schedule_runs_ours_method_by_method():
 
 @pytest.mark.parametrize("policy", ["strict", "bits", "force"])
 def test_a_schedule_plan_without_its_flag_runs_natively(policy):
-    """Plans that are built with overlap_moe_expert_parallel_comm off: their nodes free what ours would still send or
-    keep."""
+    """Plans that are built with overlap_moe_expert_parallel_comm off: their nodes free what the fused path would still
+    send or keep."""
     plain, in_pieces = ([], {True}), ([], {False})
     assert run_workers(2, schedule_without_its_flag, env={"DITRON_POLICY": policy}) == [[plain, in_pieces, plain]] * 2
 
@@ -396,8 +396,8 @@ def test_tokens_of_more_experts_than_topk_go_over_to_native_on_all_nodes(num_exp
 def test_gradients_of_shared_experts_meet_those_of_the_routed_where_they_do_natively():
     """Sums of three or more gradients depend on who meets whom first: both paths take the same view of the tokens."""
     options = {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True}
-    for native, ours in run_workers(2, inputs_of_shared_experts, options):
-        assert native == ours == ["ViewBackward0", "ViewBackward0"]
+    for native, fused in run_workers(2, inputs_of_shared_experts, options):
+        assert native == fused == ["ViewBackward0", "ViewBackward0"]
 
 
 @pytest.mark.parametrize("over_nodes", [False, True], ids=["one_node", "rails"])

@@ -51,7 +51,7 @@ def test_weights_equal_those_of_the_native_optimizer(case, fresh_workers):
     if layer_wise and not options.get("bf16") and is_newer_than_0_17():
         pytest.skip("since 0.18 fp32 is not sharded layer-wise, natively neither")
     results = [r.value if r.ok else (r.error, r.traceback) for r in
-               fresh_workers.run(workers.native_and_ours_agree, NATIVE_CASES[case], 200.0)]  # fmt: skip
+               fresh_workers.run(workers.native_and_fused_agree, NATIVE_CASES[case], 200.0)]  # fmt: skip
     assert results == [([], True), ([], True)]
 
 
@@ -92,23 +92,23 @@ def test_layer_wise_sharding_sends_the_data_that_parameters_have():
 
 
 @pytest.mark.parametrize(
-    "layer_wise, from_ours, sharding",
+    "layer_wise, from_fused, sharding",
     [(False, True, "auto"), (True, True, "native"), (True, False, "native"), (True, False, "cost")],
 )
-def test_checkpoints_interchange_with_native(layer_wise, from_ours, sharding, fresh_workers, tmp_path):
+def test_checkpoints_interchange_with_native(layer_wise, from_fused, sharding, fresh_workers, tmp_path):
     options = dict(muon_use_nesterov=True, bf16=layer_wise)  # native saves the sharded optimizer only in bf16
-    call = (str(tmp_path), layer_wise, from_ours, sharding, options)
+    call = (str(tmp_path), layer_wise, from_fused, sharding, options)
     results = [r.value if r.ok else (r.error, r.traceback) for r in
                fresh_workers.run(workers.checkpoints_interchange, call, 200.0)]  # fmt: skip
     assert results == [([], True), ([], True)]
 
 
-@pytest.mark.parametrize("from_ours", [True, False])
+@pytest.mark.parametrize("from_fused", [True, False])
 @pytest.mark.parametrize(
     "job", [dict(ckpt_format="torch"), dict(ckpt_format="torch_dist", ckpt_convert_format="torch")], ids=str
 )
-def test_files_of_ranks_interchange_with_native(job, from_ours, fresh_workers, tmp_path):
-    call = (str(tmp_path), from_ours, job)
+def test_files_of_ranks_interchange_with_native(job, from_fused, fresh_workers, tmp_path):
+    call = (str(tmp_path), from_fused, job)
     results = [r.value if r.ok else (r.error, r.traceback) for r in
                fresh_workers.run(workers.files_of_ranks_interchange, call, 200.0)]  # fmt: skip
     assert results == [([], True), ([], True)]
@@ -130,8 +130,8 @@ def test_what_is_not_supported_builds_the_native_optimizer():
     assert len(lines) == len(kinds) - 1 and "muon: native, --muon-tp-mode distributed is another algorithm" in lines
     assert error == "num_ns_steps must be at least 1, got 0"
     assert states == {"momentum_buffer"}
-    assert groups == [["lr", "lr_mult", momentum, "params", "weight_decay"]] * 3  # natively, ours, ours loaded
-    assert generators == [2, 2]  # natively, ours
+    assert groups == [["lr", "lr_mult", momentum, "params", "weight_decay"]] * 3  # natively, fused, fused loaded
+    assert generators == [2, 2]  # natively, fused
 
 
 @pytest.mark.timeout(400)

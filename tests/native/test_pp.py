@@ -121,13 +121,13 @@ def test_an_unforeseen_failure_of_all_stages_to_make_a_context_is_native(name, v
 @pytest.mark.parametrize("capped", [(0, 1), (2, 3)], ids=["first_node", "last_node"])
 def test_memory_that_is_missing_on_one_node_sends_all_ranks_natively(capped):
     arguments = (Case(4, 2, batched=True), ["4096", "1", None], capped)
-    *without, ours = zip(*run_workers(4, workers.no_memory_on_one_node, *arguments))
+    *without, fused = zip(*run_workers(4, workers.no_memory_on_one_node, *arguments))
     steps = ("making room for messages of", "making a pipeline's context")  # no slots, no flags
     for found, step in zip(without, steps, strict=True):
         assert found == found[:1] * 4
         ((count, (line,)), *_) = found
         assert count == 0 and line.startswith(f"pp: native, {step}") and "failed on 2 of 4 ranks" in line
-    counts = [count for count, _ in ours]
+    counts = [count for count, _ in fused]
     assert counts[0] > 0 and counts[2] > 0  # they send to the next stage within their node
 
 
@@ -137,8 +137,8 @@ def test_the_plan_says_how_messages_of_a_size_go(tmp_path):
 
 
 def test_bad_input_is_refused_as_native_does():
-    for said in run_workers(2, workers.bad_input):
-        assert "pipeline_dtype" in said[0] and "tensor_shape" in said[1]
+    for logged in run_workers(2, workers.bad_input):
+        assert "pipeline_dtype" in logged[0] and "tensor_shape" in logged[1]
 
 
 def test_a_communicator_may_be_kept_for_steps_of_other_sizes():
@@ -160,7 +160,7 @@ def test_a_communicator_may_be_kept_for_steps_of_other_sizes():
 )
 def test_slots_grow_to_lengths_that_nobody_says(case, path):
     """They begin with the first message; longer ones go by the network for two steps, then none does."""
-    lengths = sorted(len(one[1][0]) for one in workers._batches(case, 0))
+    lengths = sorted(len(batch[1][0]) for batch in workers._batches(case, 0))
     assert lengths[0] < lengths[-1]
     env = {"DITRON_PP_PATH": path}
     of_ranks = run_workers(case.pipeline, workers.lengths_that_nobody_says, case, 4, env=env)
@@ -200,11 +200,11 @@ def test_stages_that_are_late_in_the_first_step_one_after_another():
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [(True, None)] * 3
 
 
-@pytest.mark.parametrize("case, loans", [(Case(2, 6, forward_only=True), None), (Case(4, 6), "0")], ids=str)
-def test_a_stage_waits_for_slots_as_long_as_the_next_one_compiles(case, loans):
+@pytest.mark.parametrize("case, leases", [(Case(2, 6, forward_only=True), None), (Case(4, 6), "0")], ids=str)
+def test_a_stage_waits_for_slots_as_long_as_the_next_one_compiles(case, leases):
     """It has none left when the second stage is later than a deadline: natively nothing happens. Of an evaluation the
     first stage may be calls ahead."""
-    env = {"DITRON_TIMEOUT_S": "15"} | ({"DITRON_PP_LOANS": loans} if loans is not None else {})
+    env = {"DITRON_TIMEOUT_S": "15"} | ({"DITRON_PP_LEASES": leases} if leases is not None else {})
     outcomes = run_workers_once(case.pipeline, workers.slow_first_step, case, 18.0, 1, env=env)
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [(True, None)] * case.pipeline
 
@@ -216,8 +216,8 @@ def test_a_stage_waits_for_slots_as_long_as_the_next_one_compiles(case, loans):
 )
 def test_stages_that_meet_on_the_host_wait_two_deadlines_a_stage(across_nodes, newer):
     """The first one comes when it has compiled its whole forward."""
-    _, said = run_workers(2, workers.first_stage_never_comes, across_nodes, newer)
-    assert "an agreement of all ranks" in said and "rank 1 waited 2 s for rank 0" in said
+    _, logged = run_workers(2, workers.first_stage_never_comes, across_nodes, newer)
+    assert "an agreement of all ranks" in logged and "rank 1 waited 2 s for rank 0" in logged
 
 
 def test_a_kept_communicator_waits_for_long_in_its_first_step_only():
@@ -238,8 +238,8 @@ def test_the_first_step_with_gradients_and_the_first_without_wait_for_long():
     assert run_workers(3, workers.deadlines, Case(3, 5), [True, False, False], False) == [[[6], [6], [1]]] * 3
 
 
-def test_slots_are_kept_for_loans_only_where_something_is_lent():
-    """Else as many messages would lie idle, beside torch's memory that they are copied out into."""
-    assert run_workers(2, workers.slots_to_lend, {}) == [((4, 3), True)] * 2
+def test_slots_are_kept_for_leases_only_where_something_is_leased():
+    """Else as many messages would be idle, beside torch's memory that they are copied out into."""
+    assert run_workers(2, workers.slots_to_lease, {}) == [((4, 3), True)] * 2
     for change in ({"cuda_graph_impl": "local"}, {"fine_grained_activation_offloading": True}):
-        assert run_workers(2, workers.slots_to_lend, change) == [((0, 0), True)] * 2
+        assert run_workers(2, workers.slots_to_lease, change) == [((0, 0), True)] * 2

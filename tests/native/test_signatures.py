@@ -21,12 +21,16 @@ _TE_MODULES = ("tp/te_layers.py", "ep/te_experts.py", "sp/te_attention.py")
 
 def _form(function):
     """Names, kinds and defaults of parameters; not what they are annotated with."""
-    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+    return [
+        (parameter.name, parameter.kind, parameter.default)
+        for parameter in inspect.signature(function).parameters.values()
+    ]
 
 
-def _overrides(ours, native):
-    """(name, our function, native's) of every function of ``native`` that ``ours``, or a mixin of it, defines anew."""
-    for owner in ours.__mro__:
+def _overrides(fused, native):
+    """(name, our function, native's) of every function of ``native`` that ``fused``, or a mixin of it, defines
+    anew."""
+    for owner in fused.__mro__:
         if not owner.__module__.startswith("ditron_train."):
             continue
         for name, member in vars(owner).items():
@@ -37,13 +41,13 @@ def _overrides(ours, native):
 
 def _compare_overrides(feature):
     module, seen = importlib.import_module(FEATURE_MODULES[feature]), 0
-    for native, ours in module.class_map().items():
-        for name, member, inherited in _overrides(ours, native):
+    for native, fused in module.class_map().items():
+        for name, member, inherited in _overrides(fused, native):
             own, expected = _form(member), _form(inherited)
             for kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
                 if own[-1][1] is kind and expected[-1][1] is not kind:
                     own = own[:-1]  # what newer versions pass besides
-            assert own == expected, f"{ours.__qualname__}.{name}"
+            assert own == expected, f"{fused.__qualname__}.{name}"
             seen += 1
     assert seen
 
@@ -53,10 +57,10 @@ def _compare_what_is_replaced_by_name():
     from megatron.core.parallel_state import initialize_model_parallel
 
     from ditron_train.megatron.muon.optimizer import DitronTensorParallelMuon
-    from ditron_train.megatron.plugin.job_start import _make_groups_and_meet
+    from ditron_train.megatron.plugin.job_start import _make_groups_and_rendezvous
 
     assert _form(DitronTensorParallelMuon.__init__) == _form(TensorParallelMuon.__init__)
-    assert _form(_make_groups_and_meet) == _form(initialize_model_parallel)
+    assert _form(_make_groups_and_rendezvous) == _form(initialize_model_parallel)
 
 
 @pytest.mark.parametrize("feature", sorted(FEATURE_MODULES.keys() - {"wgrad"}))  # which overrides nothing
@@ -100,12 +104,12 @@ def test_overrides_beside_transformer_engine_are_written_as_what_they_override(n
     core = pathlib.Path(megatron.__path__[0])
     native = _classes(core / "extensions/transformer_engine.py", core / "transformer/moe/experts.py")
     package = pathlib.Path(importlib.import_module("ditron_train.megatron").__path__[0])
-    ours, seen = _classes(package / name), 0
-    for kind, node in ours.items():
+    fused, seen = _classes(package / name), 0
+    for kind, node in fused.items():
         natives = [base for base in map(ast.unparse, node.bases) if base in native]
         for base in natives:
             inherited = _functions(base, native)
-            for method, function in _functions(kind, ours).items():
+            for method, function in _functions(kind, fused).items():
                 if method in inherited:
                     assert _written_form(function) == _written_form(inherited[method]), f"{kind}.{method}"
                     seen += 1

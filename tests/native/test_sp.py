@@ -85,7 +85,7 @@ def test_rope_of_packed_sequences_is_told_the_longest():
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_gpt_across_posed_nodes(ranks_per_node):
+def test_gpt_across_simulated_nodes(ranks_per_node):
     run_workers(2 * ranks_per_node, sp_workers.gpt_across_nodes, ranks_per_node, 24)
 
 

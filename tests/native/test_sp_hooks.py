@@ -53,7 +53,7 @@ def _fused():
 def _tensors(given):
     if torch.is_tensor(given):
         return [given.detach().clone()]
-    return [one for part in given or () for one in _tensors(part)] if isinstance(given, tuple) else []
+    return [tensor for part in given or () for tensor in _tensors(part)] if isinstance(given, tuple) else []
 
 
 def _changed(result):
@@ -79,13 +79,13 @@ def _seen_and_changed(layer_name, kind):
             native, seen_natively = sp_workers.run(model, 2, LENGTH), seen[:]
         seen.clear()
         with _fused() as fused:
-            ours = sp_workers.run(model, 2, LENGTH)
+            changed = sp_workers.run(model, 2, LENGTH)
         handle.remove()
         with _fused() as fused_later:
             again = sp_workers.run(model, 2, LENGTH)
     assert seen and all(torch.equal(*pair) for pair in zip(seen, seen_natively, strict=True))
-    sp_workers.assert_same_bits(ours, native)
-    assert any(not torch.equal(ours[2][name], one) for name, one in plain[2].items())
+    sp_workers.assert_same_bits(changed, native)
+    assert any(not torch.equal(changed[2][name], one) for name, one in plain[2].items())
     sp_workers.assert_same_bits(again, plain)
     return fused, fused_later
 

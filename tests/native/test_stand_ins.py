@@ -1,5 +1,5 @@
-"""Layers whose forward ours stands in for: their hooks run, and what adapters and quantizers have put there is
-called."""
+"""Layers whose forward the fused path stands in for: their hooks run, and what adapters and quantizers have put there
+is called."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Grouped(torch.nn.Module):
         self.register_forward_pre_hook(_gather)
 
     def forward(self, x, splits):
-        raise AssertionError("ours stands in for it")
+        raise AssertionError("the fused path stands in for it")
 
     forward.__module__ = "transformer_engine.pytorch.module.grouped_linear"
 
@@ -121,14 +121,14 @@ def test_our_grouped_gemm_adds_to_main_grad_as_the_layer_would(counts_microbatch
     """Three microbatches of exact sums; the first is written over what is there, where the layer counts them."""
     from ditron_train.cpu import interpreter
     from ditron_train.ep.grouped_gemm import row_tiles
-    from ditron_train.megatron.ep.experts import own_wgrad_into
+    from ditron_train.megatron.ep.experts import triton_wgrad_into
     from ditron_train.runtime.device import is_interpreter
 
     if not is_interpreter():
         pytest.skip("runs in Triton's interpreter")
     interpreter.install()
     linear = _Grouped(24, 40, 1)
-    assert own_wgrad_into(linear) is None  # without fusion: tensors of their own
+    assert triton_wgrad_into(linear) is None  # without fusion: tensors of their own
     linear.fuse_wgrad_accumulation, linear.disable_parameter_transpose_cache = True, not counts_microbatches
     linear.is_first_microbatch = True
     memory = torch.full((EXPERTS, 24 * 40 + 4), 5.0)
@@ -138,7 +138,7 @@ def test_our_grouped_gemm_adds_to_main_grad_as_the_layer_would(counts_microbatch
     tiles, generator = row_tiles(torch.tensor([3, 4]), 7), torch.Generator().manual_seed(1)
     for _ in range(3):
         grad, rows = (torch.randint(-4, 5, (7, width), generator=generator).bfloat16() for width in (24, 40))
-        dummies = own_wgrad_into(linear)(grad, rows, tiles)
+        dummies = triton_wgrad_into(linear)(grad, rows, tiles)
         for total, g, part in zip(expected, grad.split([3, 4]), rows.split([3, 4])):
             total += g.float().t() @ part.float()
     for weight, total, dummy in zip(linear.parameters(), expected, dummies):
@@ -148,23 +148,23 @@ def test_our_grouped_gemm_adds_to_main_grad_as_the_layer_would(counts_microbatch
 
 
 def test_experts_with_adapters_are_not_fused():
-    from ditron_train.megatron.ep.experts import why_not_fused
+    from ditron_train.megatron.ep.experts import unsupported_reason_fused
 
     cpu = torch.device("cpu")
-    assert why_not_fused(_experts(), cpu).startswith("measured on Hopper")
+    assert unsupported_reason_fused(_experts(), cpu).startswith("measured on Hopper")
     for name in ("linear_fc1", "linear_fc2"):
         wrapped, replaced = _experts(), _experts()
         setattr(wrapped, name, torch.nn.Sequential(getattr(wrapped, name)))
-        assert why_not_fused(wrapped, cpu) == "Sequential has a forward of its own"
+        assert unsupported_reason_fused(wrapped, cpu) == "Sequential has a forward of its own"
         getattr(replaced, name).forward = lambda x: x
-        assert why_not_fused(replaced, cpu) == "_Grouped has a forward of its own"
+        assert unsupported_reason_fused(replaced, cpu) == "_Grouped has a forward of its own"
     experts = _experts()
     experts.forward = lambda *args: None
-    assert why_not_fused(experts, cpu) == "DitronTEGroupedMLP has a forward of its own"
+    assert unsupported_reason_fused(experts, cpu) == "DitronTEGroupedMLP has a forward of its own"
 
 
-@pytest.mark.parametrize("rows, fewest", [((257, 300), 0), ((20, 4000), 257), ((200, 300), None)])
-def test_experts_of_few_rows_keep_their_native_product_alone(monkeypatch, rows, fewest):
+@pytest.mark.parametrize("rows, min_rows", [((257, 300), 0), ((20, 4000), 257), ((200, 300), None)])
+def test_experts_of_min_rows_keep_their_native_product_alone(monkeypatch, rows, min_rows):
     """``rows`` of this rank's two experts; None: more than a quarter of them are too few, so no pair is one kernel."""
     from ditron_train.megatron.ep import experts as ep_experts
     from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher, FixedCapacity
@@ -184,13 +184,13 @@ def test_experts_of_few_rows_keep_their_native_product_alone(monkeypatch, rows, 
         tokens_per_expert=torch.tensor(rows), expert_rows=torch.tensor(rows).numpy()
     )
     call = dispatcher._expert_call(torch.zeros(1))
-    if fewest is None:
+    if min_rows is None:
         assert call is None
         return
-    assert call.fewest_rows == fewest and (call.few is None) == (fewest == 0)
+    assert call.min_rows == min_rows and (call.few is None) == (min_rows == 0)
     x, weights = torch.randn(sum(rows), HIDDEN), [torch.randn(HIDDEN, HIDDEN) for _ in range(2)]
     out = torch.full_like(x, 7.0)
-    if fewest:
+    if min_rows:
         for transpose in (True, False):
             call.few(x, weights, transpose, out, [0])
             weight = weights[0].t() if transpose else weights[0]
@@ -262,7 +262,7 @@ def test_experts_are_fused_again_behind_a_step_with_hooks(monkeypatch, caplog):
     assert dispatcher._capacity.factor is None and dispatcher._expert_call(torch.zeros(1)) is None
     handle.remove()
     for _ in range(2):
-        assert dispatcher._expert_call(torch.zeros(1)).fewest_rows == 257
+        assert dispatcher._expert_call(torch.zeros(1)).min_rows == 257
         layer.experts.linear_fc1.register_forward_hook(lambda *given: None)
     assert [record.message for record in caplog.records if "see tokens" in record.message]
 
@@ -275,14 +275,14 @@ def _wrapped_on_one_rank():
     from ditron_train.megatron.ep.dispatcher import FixedCapacity
 
     experts, capacity = _experts(), FixedCapacity(2.0)
-    ep_experts.why_not_fused = lambda experts, device: ep_experts.why_not_called(experts)
-    said = [ep_experts.why_not_fused_on_ranks(experts, torch.device("cpu"), dist.group.WORLD)]
+    ep_experts.unsupported_reason_fused = lambda experts, device: ep_experts.unsupported_reason_called(experts)
+    logged = [ep_experts.unsupported_reason_fused_on_ranks(experts, torch.device("cpu"), dist.group.WORLD)]
     if dist.get_rank() == 1:
         experts.linear_fc1.register_forward_hook(print)
         capacity.look_at(experts)
-    said.append(ep_experts.why_not_fused_on_ranks(experts, torch.device("cpu"), dist.group.WORLD))
+    logged.append(ep_experts.unsupported_reason_fused_on_ranks(experts, torch.device("cpu"), dist.group.WORLD))
     capacity.measure(experts, torch.zeros(1), dist.group.WORLD)
-    return said, capacity.factor
+    return logged, capacity.factor
 
 
 def test_experts_that_one_rank_has_wrapped_are_fused_on_no_rank():
@@ -303,10 +303,10 @@ def _adapters(kind):
                 _adapt(getattr(layer.self_attention, name), by_class=index == 0)
         with sp_workers.without("projections", "output"):
             native = sp_workers.run(model, world, 16)
-        ours = sp_workers.run(model, world, 16)
-        sp_workers.assert_same_bits(ours, native)
+        fused = sp_workers.run(model, world, 16)
+        sp_workers.assert_same_bits(fused, native)
         assert sp_workers.num_fused_shapes("exchange") > 0, "around layers with adapters the exchange is fused"
-        assert not torch.equal(ours[0], plain)
+        assert not torch.equal(fused[0], plain)
 
 
 def _hooks_of_the_attention(recompute):
@@ -326,9 +326,9 @@ def _hooks_of_the_attention(recompute):
         with sp_workers.without("projections", "output"):
             native = sp_workers.run(model, world, 16)
         num_calls = len(calls)
-        ours = sp_workers.run(model, world, 16)
-        sp_workers.assert_same_bits(ours, native)
-        assert not torch.equal(ours[0], plain)
+        fused = sp_workers.run(model, world, 16)
+        sp_workers.assert_same_bits(fused, native)
+        assert not torch.equal(fused[0], plain)
         assert num_calls == (4 if recompute else 2) and len(calls) == 2 * num_calls
         assert sp_workers.num_fused_shapes("projections") == 1
 
@@ -423,13 +423,13 @@ from ditron_train.megatron.sp.te_linears import TELinears
 
 layer = native.TERowParallelLinear()
 layer.sequence_parallel = False
-assert TELinears().why_not_out(layer, 1) is None
+assert TELinears().unsupported_reason_out(layer, 1) is None
 layer.symmetric_ar_type = "two_shot"
-assert TELinears().why_not_out(layer, 1).startswith("symmetric_ar_type is two_shot")
+assert TELinears().unsupported_reason_out(layer, 1).startswith("symmetric_ar_type is two_shot")
 layer.tp_size = 1
-assert TELinears().why_not_out(layer, 1) is None, "nothing is added up"
+assert TELinears().unsupported_reason_out(layer, 1) is None, "nothing is added up"
 layer.tp_size, layer.sequence_parallel = 2, True
-assert TELinears().why_not_out(layer, 1) is None, "a reduce-scatter adds up"
+assert TELinears().unsupported_reason_out(layer, 1) is None, "a reduce-scatter adds up"
 """
 
 
@@ -441,7 +441,7 @@ tensors = (tensor, f"{tensor}.float8_tensor", f"{tensor}.float8_blockwise_tensor
 for name in ("_torch", *tensors, ".pytorch.module.grouped_linear"):
     sys.modules["transformer_engine" + name] = MagicMock()
 grouped = sys.modules["transformer_engine.pytorch.module.grouped_linear"]
-grouped.GroupedLinear = type("Layer", (), {"__module__": "posed"})
+grouped.GroupedLinear = type("Layer", (), {"__module__": "simulated"})
 from ditron_train.megatron.ep import te_experts
 from ditron_train.runtime.logs import decisions
 
@@ -467,10 +467,11 @@ class DelayedScaling:
 x = torch.zeros(4, 4)
 layer.weight0, layer.single_grouped_weight, layer.num_gemms = torch.zeros(6, 4), False, 2
 states.fp8_graph_capturing, states.get_fp8_recipe = lambda: False, Float8CurrentScaling
-te_experts.why_not_grouped_layer, te_experts.why_not_code = lambda *args: None, lambda: "they are quantised elsewhere"
+te_experts.unsupported_reason_grouped_layer = lambda *args: None
+te_experts.unsupported_reason_code = lambda: "they are quantised elsewhere"
 assert te_experts._grouped_kinds(layer, x) == frozenset()
 assert decisions()[-1] == "ep rows (FP8): native, they are quantised elsewhere"
-te_experts.why_not_code = lambda: None
+te_experts.unsupported_reason_code = lambda: None
 asked = []
 te_experts.gate.is_fused = lambda op, call: asked.append(call) or not call.are_grads
 kinds = te_experts.RowsKind(4, "E4M3", False, 0.0), te_experts.RowsKind(6, "E5M2", True, 0.5)
@@ -498,7 +499,7 @@ class CustomRecipe:  # until 2.15 it has no fp8_format
 layer.single_grouped_weight = False
 states.fp8_graph_capturing = lambda: False
 states.get_fp8_recipe = CustomRecipe
-te_experts.why_not_grouped_layer = te_experts.why_not_code = lambda *args: None
+te_experts.unsupported_reason_grouped_layer = te_experts.unsupported_reason_code = lambda *args: None
 assert te_experts._grouped_kinds(layer, torch.zeros(4, 4)) == frozenset()
 words = "native, only tensorwise scaling has grouped quantization, the recipe is CustomRecipe"
 assert any(line.endswith(words) for line in decisions()), decisions()
@@ -517,7 +518,8 @@ column = tp_te.DitronTEColumnParallelLinear()
 assert tp_te._run(column, "column", torch.zeros(4, 4), lambda x: "Transformer Engine's") == "Transformer Engine's"
 assert sum(line.endswith(words) for line in decisions()) == 2, decisions()
 linears.HAVE_TE = True
-assert linears.linears_of(column)._why_not_layer(column, torch.zeros(4, 4)) == words.removeprefix("native, ")
+reason = linears.linears_of(column)._unsupported_reason_layer(column, torch.zeros(4, 4))
+assert reason == words.removeprefix("native, ")
 """
 
 _ULYSSES_IN_FP8 = """
@@ -527,7 +529,7 @@ from ditron_train.megatron.sp import linears
 linears.HAVE_TE = True
 states.is_fp8_enabled = lambda: True
 column, x = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4)
-assert linears.linears_of(column)._why_not_layer(column, x) == "the layer computes in FP8"
+assert linears.linears_of(column)._unsupported_reason_layer(column, x) == "the layer computes in FP8"
 """
 
 _NORM_OF_ANOTHER = """
@@ -546,10 +548,10 @@ _RENAMED = """
 import torch
 
 layer, x = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4)
-assert routes.why_not_covered(layer, x) is None
+assert routes.unsupported_reason_covered(layer, x) is None
 states.is_fp8_calibration = None  # called, it is a TypeError
 words = "this version of Transformer Engine is built otherwise (TypeError: 'NoneType' object is not callable)"
-assert routes.why_not_covered(layer, x) == words
+assert routes.unsupported_reason_covered(layer, x) == words
 assert routes.answer_in_fp8(layer, "column", x) is None
 """
 
@@ -558,10 +560,10 @@ import torch
 
 layer, x = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4)
 states.fp8_graph_capturing = lambda: False  # of graphs that Transformer Engine makes; Megatron's own say nothing
-routes.why_not_recipe = routes.why_not_code = lambda *args: None
-assert routes.why_not_fp8(layer, x) is None
+routes.unsupported_reason_recipe = routes.unsupported_reason_code = lambda *args: None
+assert routes.unsupported_reason_fp8(layer, x) is None
 routes.is_capturing = lambda device: True
-assert routes.why_not_fp8(layer, x) == "FP8 is calibrated or captured"
+assert routes.unsupported_reason_fp8(layer, x) == "FP8 is calibrated or captured"
 """
 
 _FP8_ASKED_ONCE = """
@@ -575,7 +577,8 @@ layer.weight = torch.nn.Parameter(torch.zeros(4, 4))
 layer._parameters = {"weight": layer.weight, "bias": None}
 reason, recipe = None, types.SimpleNamespace(fp8_format="HYBRID", backward_override=None)
 states.get_fp8_recipe = lambda: recipe
-routes.why_not_recipe, routes.why_not_code = lambda *args: asked.append(args) or reason, lambda *args: None
+routes.unsupported_reason_recipe = lambda *args: asked.append(args) or reason
+routes.unsupported_reason_code = lambda *args: None
 
 
 def route(layer, kind, x, state):
@@ -591,9 +594,9 @@ routes._route, routes.gate = route, types.SimpleNamespace(recall=kept.get)
 for one in (x, x, x + 1):
     assert routes.answer_in_fp8(layer, "column", one).context == "context"
 assert len(asked) == len(gated) == 1, "what was answered is looked up"
-kept["column", x.shape] = Answer(None, "the host is late")
+kept["column", x.shape] = Answer(None, "the job is CPU-bound")
 assert routes.answer_in_fp8(layer, "column", x) is None and len(asked) == 1
-kept.clear()  # the gate has forgotten it, or a late host may still change it
+kept.clear()  # the gate has forgotten it, or a CPU-bound window may still change it
 assert routes.answer_in_fp8(layer, "column", x).context == "context" and len(asked) == len(gated) == 2
 changes = [
     lambda: setattr(recipe, "backward_override", "high_precision"),  # in place
@@ -651,7 +654,7 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         "fp8_once",
     ],
 )
-def test_what_transformer_engine_does_that_ours_do_not_runs_natively(body):
+def test_what_transformer_engine_does_that_fused_do_not_runs_natively(body):
     """Of its layers, only what is asked here stands for them."""
     _run_beside_transformer_engine(body)
 
@@ -762,7 +765,7 @@ def test_subclasses_whose_forwards_do_more_are_called():
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 
-    from ditron_train.megatron.shared.forward_override import why_not_stand_in
+    from ditron_train.megatron.shared.forward_override import unsupported_reason_stand_in
     from ditron_train.megatron.tp.layers import DitronColumnParallelLinear
 
     def forward(self, x):
@@ -771,9 +774,9 @@ def test_subclasses_whose_forwards_do_more_are_called():
 
     forward.__module__ = "megatron.core.tensor_parallel.inference_layers"
     for kind in (ColumnParallelLinearGathered, type("ForInference", (ColumnParallelLinear,), {"forward": forward})):
-        assert why_not_stand_in(kind.__new__(kind)) == f"{kind.__name__} has a forward of its own"
+        assert unsupported_reason_stand_in(kind.__new__(kind)) == f"{kind.__name__} has a forward of its own"
     for kind in (ColumnParallelLinear, DitronColumnParallelLinear):
-        assert why_not_stand_in(kind.__new__(kind)) is None
+        assert unsupported_reason_stand_in(kind.__new__(kind)) is None
 
 
 def _qkv(**options):
@@ -791,7 +794,10 @@ def _qkv(**options):
 def test_a_gradient_that_is_added_up_elsewhere_is_not_added_up():
     from ditron_train.megatron.sp.linears import LocalLinears
 
-    asked = [LocalLinears().why_not(_qkv(disable_grad_reduce=flag), None, torch.zeros(1)) for flag in (False, True)]
+    asked = [
+        LocalLinears().unsupported_reason(_qkv(disable_grad_reduce=flag), None, torch.zeros(1))
+        for flag in (False, True)
+    ]
     assert asked == [
         "the output projection is NoneType",
         "the gradient of their input is added up elsewhere (disable_grad_reduce)",

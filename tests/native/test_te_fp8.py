@@ -1,4 +1,5 @@
-"""Transformer Engine's layers in FP8 with ours in their code, on the CPU with a stand-in for Transformer Engine."""
+"""Transformer Engine's layers in FP8 with the fused path in their code, on the CPU with a stand-in for Transformer
+Engine."""
 
 from __future__ import annotations
 
@@ -48,17 +49,17 @@ def test_the_same_with_transformer_engines_own_code(mode, recipe, module, name):
 
 
 def _check_products(native, overlapped, mode, recipe, rows=128):
-    forwards, ours = ([call for call in calls if call[0] == "TN"] for calls in (native, overlapped))
+    forwards, fused = ([call for call in calls if call[0] == "TN"] for calls in (native, overlapped))
     if recipe == "blockwise":  # the rows of each rank by themselves
-        assert len(forwards) == 4 and [call[1][0] for call in ours] == [rows, rows] * 4
+        assert len(forwards) == 4 and [call[1][0] for call in fused] == [rows, rows] * 4
     else:
-        assert len(forwards) == 4 and not ours, "forward is ours"
+        assert len(forwards) == 4 and not fused, "forward is fused"
     assert [call for call in native if call[0] == "NT"] == [call for call in overlapped if call[0] == "NT"]
-    dgrads, ours = ([call for call in calls if call[0] == "NN"] for calls in (native, overlapped))
+    dgrads, fused = ([call for call in calls if call[0] == "NN"] for calls in (native, overlapped))
     if mode == "row":  # the rows of each rank by themselves
-        assert len(ours) == 4 and {call[1] for call in ours} == {(whole // 2, k) for _, (whole, k), _ in dgrads}
+        assert len(fused) == 4 and {call[1] for call in fused} == {(whole // 2, k) for _, (whole, k), _ in dgrads}
     else:
-        assert ours == dgrads
+        assert fused == dgrads
 
 
 def test_a_gather_whose_product_finds_no_memory_is_waited_for():
@@ -111,7 +112,7 @@ def test_what_the_policy_compares(kind, scaling, minor):
         (12, ("return (shape[-1], *shape[:-1])", "return tuple(shape)"), False),
         (12, ("def get_scale_shape(self, shape, columnwise)", "def get_scale_shape(self, shape)"), False),
     ],
-    ids=["2.11", "2.12", "columns as the tensor lies", "another interface"],
+    ids=["2.11", "2.12", "columns as the tensor is", "another interface"],
 )
 def test_blocks_that_lie_otherwise_are_left_alone(minor, change, is_known):
     (reason,) = workers.run(workers.form_of_blocks, minor, change, num_workers=1)
@@ -125,13 +126,13 @@ def test_ranks_that_differ_raise_the_same(what):
 
 
 def test_recipes():
-    said = workers.run(workers.recipes, num_workers=1)[0]
+    logged = workers.run(workers.recipes, num_workers=1)[0]
     tensors, blocks = {"Float8CurrentScaling": "tensor", "TEDelayedScaling": "tensor"}, {"Float8BlockScaling": "block"}
-    assert said["covered"] == {**tensors, **blocks, "Blocks of any scale": "block fp32"}
-    assert "the recipe MXFP8BlockScaling" in said["MXFP8BlockScaling"]
+    assert logged["covered"] == {**tensors, **blocks, "Blocks of any scale": "block fp32"}
+    assert "the recipe MXFP8BlockScaling" in logged["MXFP8BlockScaling"]
     assert (
-        "split accumulator" in said["Precise"]
-        and "another shape" in said["Square"]
-        and "another form" in said["newer"]
-        and "backward_override" in said["override"]
+        "split accumulator" in logged["Precise"]
+        and "another shape" in logged["Square"]
+        and "another form" in logged["newer"]
+        and "backward_override" in logged["override"]
     )

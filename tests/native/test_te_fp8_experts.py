@@ -1,4 +1,5 @@
-"""Transformer Engine's experts in FP8 with ours in their code, on the CPU with a stand-in for Transformer Engine."""
+"""Transformer Engine's experts in FP8 with the fused path in their code, on the CPU with a stand-in for Transformer
+Engine."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def test_code_that_calls_others_is_left_alone(change, words):
 
 
 def test_recipes():
-    (said,) = run(workers.recipes, num_workers=1)
-    assert said == ["Float8CurrentScaling", "TEFloat8CurrentScaling"]
+    (logged,) = run(workers.recipes, num_workers=1)
+    assert logged == ["Float8CurrentScaling", "TEFloat8CurrentScaling"]
 
 
 def test_rows_that_transformer_engine_quantises_are_logged_once():
@@ -45,8 +46,8 @@ def test_rows_that_transformer_engine_quantises_are_logged_once():
     assert found[0] == (True, [])
     expected = ["in 3 dimensions", "of another kind", "that differ", "from elsewhere", "without their transposes"]
     expected.append("options: disable_bulk_allocation")
-    for (is_ours, lines), words in zip(found[1:], expected, strict=True):
-        assert not is_ours and len(lines) == 1 and words in lines[0], (words, lines)
+    for (is_fused, lines), words in zip(found[1:], expected, strict=True):
+        assert not is_fused and len(lines) == 1 and words in lines[0], (words, lines)
         assert lines[0].startswith("ep rows (FP8): native, ")
 
 

@@ -1,8 +1,8 @@
 """Benchmark of every package over nodes: simulated ones, or real ones under torchrun.
 
-    python scripts/posed_nodes.py --rate-mbit 1400 -m tests.nodes.bench_nodes
+    python scripts/simulated_nodes.py --rate-mbit 1400 -m tests.nodes.bench_nodes
 
-Each row has Megatron's path, the fused path (``peer``), and what ``strict`` runs here after its own comparison of bits
+Each row has stock Megatron, the fused path (``peer``), and what ``strict`` runs here after its own comparison of bits
 and times, which on the CPU takes place, too. Rows say how often one call of the fused path sent something.
 """
 
@@ -45,7 +45,7 @@ class _Case(NamedTuple):
         op, call: As the gate is asked.
         shape: Of the row.
         native, fused: What is compared and timed.
-        strict: Makes what runs from the context of an answer, which may leave a part to Megatron's path; None:
+        strict: Makes what runs from the context of an answer, which may leave a part to stock Megatron; None:
             ``fused``.
         exchanges: What the measured pass moves, ``gather`` or ``sums``: a pass that an answer leaves all of it to the
             process group makes Megatron's calls. Both: of forward and backward.
@@ -68,7 +68,7 @@ class _Case(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add_common_arguments(parser, model_option=False)
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this room (may be repeated)")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this subpackage (may be repeated)")
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="tokens and layers, for slow links")
 
 
@@ -76,14 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for, shows and writes it; returns 1 where bits differ.
 
     Raises:
-        SettingError: All ranks lie on one node.
+        SettingError: All ranks are on one node.
         NotSupportedError: Nodes are no equal blocks of ranks.
     """
     with bench_session("nodes", arguments) as session, comparing_on_cpu(), under_policy("strict"):
         nodes = node_groups(world_group())
         if nodes is None:
             raise SettingError(
-                "this takes ranks of several nodes: python scripts/posed_nodes.py -m tests.nodes.bench_nodes"
+                "this takes ranks of several nodes: python scripts/simulated_nodes.py -m tests.nodes.bench_nodes"
             )
         session.notes["summary"] = f"{nodes.num_nodes} nodes of {nodes.local_size} ranks; {_rates(session, nodes)}"
         session.notes["divide"] = str(arguments.divide)
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
                         _add_row(session, case, sends)
                         session.save()
                 except NotSupportedError as error:  # on every rank alike: nodes of one rank have no rails to share
-                    session.notes["summary"] += f"; {part}: Megatron's path, {error}"
+                    session.notes["summary"] += f"; {part}: native, {error}"
         return session.finish()
 
 
@@ -192,7 +192,11 @@ def _linear(session: BenchSession, op: LinearOp, sizes: dict[str, int]) -> Itera
     from ditron_train.tools.cases.tp_linear import LinearCase
     from ditron_train.tp.nodes import NodesTPContext
 
-    group, shape, row = parallel_state.get_tensor_model_parallel_group(), Shape("posed", sizes), f"{op.kind}_linear"
+    group, shape, row = (
+        parallel_state.get_tensor_model_parallel_group(),
+        Shape("simulated", sizes),
+        f"{op.kind}_linear",
+    )
     call = LinearCase(op).sample(shape, _place(session), 0)._replace(group=group)
     context: Any = op.make_context(call)
 
@@ -235,7 +239,7 @@ def _exchanges(session: BenchSession, divide: int) -> Iterator[_Case]:
     world, rows = session.world_size, (4096 if session.device.type == "cuda" else 256) // divide
     like = torch.empty(rows, 1, 1, dtype=session.dtype, device=session.device)
     call = UlyssesCall(world_group(), AttentionShape(8 * world, 2 * world, 128, 128), (rows, 1), like)
-    shape = Shape("posed", {"rows": rows, "heads": 8 * world, "groups": 2 * world, "channels": 128})
+    shape = Shape("simulated", {"rows": rows, "heads": 8 * world, "groups": 2 * world, "channels": 128})
     yield _case(EXCHANGE, "attention_exchange", call, shape, "forward_backward")
 
 
@@ -246,7 +250,7 @@ def _experts(session: BenchSession, divide: int) -> Iterator[_Case]:
 
     tokens, hidden, topk = (8192, 7168, 8) if session.device.type == "cuda" else (64, 4096, 8)
     tokens //= divide
-    layer = moe_layer("posed", tokens, hidden, 64, 4 * session.world_size, topk)
+    layer = moe_layer("simulated", tokens, hidden, 64, 4 * session.world_size, topk)
     config = moe_config(
         hidden=hidden, ffn_hidden=64, num_experts=4 * session.world_size, topk=topk, dtype=session.dtype
     )
@@ -255,8 +259,8 @@ def _experts(session: BenchSession, divide: int) -> Iterator[_Case]:
 
     def make(native: bool) -> Any:
         pair = DispatcherPair(config)
-        pair.ditron.decide_elsewhere()
-        return pair["native" if native else "ditron"]
+        pair.fused.decide_elsewhere()
+        return pair["native" if native else "fused"]
 
     call = MovementCall(make, x, routed, probs, topk, config.moe_permute_fusion, world_group())
     trial = MOVEMENT.trial(call, None)
@@ -280,7 +284,7 @@ def _matrices(session: BenchSession, divide: int) -> Iterator[_Case]:
 
     on_gpu = session.device.type == "cuda"
     layer = ((1536, 512), (512, 512), (2048, 512), (512, 1024))
-    shape = MUON_STEP.shapes(session.world_size, True)[0] if on_gpu else step_shape("posed", layer, 2)
+    shape = MUON_STEP.shapes(session.world_size, True)[0] if on_gpu else step_shape("simulated", layer, 2)
     if divide > 1:
         shape = step_shape(shape.model, shape.options["layer"], max(shape.sizes["num_layers"] // divide, 1))
     call = MUON_STEP.sample(shape, _place(session), 0)
@@ -296,12 +300,12 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
     with surroundings:
         native = list(case.native())
         del sends[:]
-        ours = list(case.fused())
-        count, equal = len(sends), session.equal(ours, native)
+        fused = list(case.fused())
+        count, equal = len(sends), session.equal(fused, native)
         plan, strict = "sent as soon as they are stepped, under every policy", case.fused
         if case.is_asked:
             answer = gate.answer_for(case.op, case.call)
-            plan, strict = f"strict: Megatron's path, {answer.reason}", case.native
+            plan, strict = f"strict: native, {answer.reason}", case.native
             if answer.is_fused:
                 left = [name for name in _EXCHANGES if getattr(answer.context, f"leaves_{name}", False)]
                 words = f", {' and '.join(left)} by the process group" if left else ""
@@ -310,12 +314,12 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
                 if case.exchanges and case.exchanges <= set(left):
                     plan, strict = f"strict: Megatron's calls{words}", case.native
         # In turn: a link of sockets is slower from one second to the next. Not so a dispatch on GPUs: the fused one
-        # took a third longer between calls of Megatron's path, which no job has.
-        in_turn = session.device.type != "cuda" or case.op.name != "ep movement"
+        # took a third longer between calls of stock Megatron, which no job has.
+        interleaved = session.device.type != "cuda" or case.op.name != "ep movement"
         paths = {"native": case.native, "fused": case.fused, "strict": strict}
         names = {path: name for name, path in reversed(paths.items())}
-        found = session.measure({names[path]: lambda _, path=path: path() for path in names}, in_turn=in_turn)
-        timings = {"native": found["native"], "ditron": found[names[strict]]}
+        found = session.measure({names[path]: lambda _, path=path: path() for path in names}, interleaved=interleaved)
+        timings = {"native": found["native"], "fused": found[names[strict]]}
     fields: dict[str, Any] = dict(peer="fused path", peer_us=found["fused"].median_us, plan=[plan], fused_sends=count)
     sizes = dict(case.shape.sizes)
     session.add(session.row(case.row, case.measured, case.shape.model, sizes, timings, equal, **fields))

@@ -1,4 +1,4 @@
-"""What ranks of posed nodes run of which one has too little symmetric memory."""
+"""What ranks of simulated nodes run of which one has too little symmetric memory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def _everybody(name):
     return make_group(dist.group.WORLD, list(range(dist.get_world_size())), name)
 
 
-def _held_bytes(group):
+def _peak_bytes(group):
     """Of symmetric memory that this rank's node has for a group over nodes, whose context is made where it is not."""
     return get_nodes_tp_context(group, _CPU).inner.arena.num_bytes
 
 
 def linear_of_a_node_without_memory(kind, lacking, capped):
     """Why a layer is native where the ``capped`` ranks, a node, have no memory for the ``lacking`` part of it, and
-    what is logged; with memory again, the next shape is by ours, with the bits of Megatron's path."""
+    what is logged; with memory again, the next shape is by the fused path, with the bits of stock Megatron."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
     import ep_workers as workers
 
@@ -68,19 +68,19 @@ def linear_of_a_node_without_memory(kind, lacking, capped):
             if lacking == "backward":  # the forward pass has what it needs
                 op = ag_gemm_over_nodes if kind == "column" else gemm_rs_over_nodes
                 op(call.x, weight, context=context)
-            num_bytes = _held_bytes(group)
+            num_bytes = _peak_bytes(group)
         logs.forget_decisions()
         with _capped(capped, num_bytes):
             answer = gate.answer_for(spec, call)
-        said = logs.decisions()
+        logged = logs.decisions()
         assert answer.context is None
         native_results(spec, call)  # all ranks come to it
         call = call_of(_ROWS + 1)
-        ours = gate.answer_for(spec, call).context
-        assert ours.inner is get_nodes_tp_context(group, _CPU).inner
-        for expected, found in zip(native_results(spec, call), fused_results(spec, call, ours), strict=True):
+        fused = gate.answer_for(spec, call).context
+        assert fused.inner is get_nodes_tp_context(group, _CPU).inner
+        for expected, found in zip(native_results(spec, call), fused_results(spec, call, fused), strict=True):
             assert torch.equal(expected, found)
-    return answer.reason, said
+    return answer.reason, logged
 
 
 def ops_of_a_node_without_memory(capped, given_back):
@@ -99,7 +99,7 @@ def ops_of_a_node_without_memory(capped, given_back):
         context = get_nodes_tp_context(group, _CPU)
         small, large = (torch.randn(rows * lead, _K) for rows in (2, 64))
         before = op(small, weight, context=context)
-        lacking = _without_allocations(capped, context) if given_back else _capped(capped, _held_bytes(group))
+        lacking = _without_allocations(capped, context) if given_back else _capped(capped, _peak_bytes(group))
         with lacking:
             for x in (large, small if given_back else large):
                 try:

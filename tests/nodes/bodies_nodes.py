@@ -1,4 +1,4 @@
-"""What ranks of posed nodes run."""
+"""What ranks of simulated nodes run."""
 
 from __future__ import annotations
 
@@ -173,11 +173,11 @@ def moe_layer(rails, link_mbit=None):
     torch.use_deterministic_algorithms(True)
     try:
         with workers.groups(**workers.sizes_of(options)), comparing_on_cpu(), _clock_of_link(link_mbit):
-            native, ours = workers.build(options, False), workers.build(options, True)
+            native, fused = workers.build(options, False), workers.build(options, True)
             generator = torch.Generator().manual_seed(dist.get_rank())
             x, grad = (torch.randn(16, 1, options["hidden_size"], generator=generator) for _ in range(2))
-            workers.assert_equal(workers.run_layer(native, x, grad), workers.run_layer(ours, x, grad))
-            dispatcher = ours.token_dispatcher
+            workers.assert_equal(workers.run_layer(native, x, grad), workers.run_layer(fused, x, grad))
+            dispatcher = fused.token_dispatcher
             return dispatcher.ep_context is not None, dispatcher._native_because
     finally:
         torch.use_deterministic_algorithms(False)
@@ -240,8 +240,8 @@ def tp_linears(ranks, batch, dtype):
             context = gate.answer_for(spec, call).context
             assert type(context).__name__ == "NodesTPContext"
             del found[:]
-            for expected, ours in zip(native_results(spec, call), fused_results(spec, call, context), strict=True):
-                assert torch.equal(expected, ours)
+            for expected, fused in zip(native_results(spec, call), fused_results(spec, call, context), strict=True):
+                assert torch.equal(expected, fused)
             assert found.count("_parts") == 1  # forward of the column layer, backward of the row layer
     return found.count("send")
 
@@ -262,17 +262,17 @@ def tp_trials(kind, slower):
 
     tried, found, calls = [], [], []
 
-    def decide(words, native, ours, **_):
+    def decide(words, native, fused, **_):
         tried.append(words.split(" nodes, ")[1])
         is_slower = any(re.fullmatch(one, tried[-1]) for one in slower)
         with _counting(tp_nodes, "_parts", calls), _counting(linear, "gemm_rs_over_nodes", calls):
             del calls[:]
             expected, in_its_place = native(), sorted(calls)
-            is_equal = all(map(torch.equal, expected, ours()))
-        # The forward that was chosen, the backward being the process group's; else Megatron's path.
+            is_equal = all(map(torch.equal, expected, fused()))
+        # The forward that was chosen, the backward being the process group's; else stock Megatron.
         by_rails = ["_parts" if kind == "column" else "gemm_rs_over_nodes"] if "instead of" in words else []
         assert in_its_place == by_rails and len(calls) > len(by_rails)
-        return Decision(is_equal and not is_slower, "posed", True, None, None)
+        return Decision(is_equal and not is_slower, "simulated", True, None, None)
 
     world, generator = dist.get_world_size(), torch.Generator().manual_seed(dist.get_rank())
     spec, rows, rows_out = (COLUMN, 6, 6 * world) if kind == "column" else (ROW, 6 * world, 6)
@@ -343,9 +343,9 @@ def tp_answers():
     from ditron_train.policy.probe import comparing_on_cpu
     from ditron_train.runtime.settings import under_policy
 
-    def decide(words, native, ours, **_):
+    def decide(words, native, fused, **_):
         is_slower = words.startswith("tp row") and "forward" in words
-        return Decision(not is_slower, "posed", True, None, None)
+        return Decision(not is_slower, "simulated", True, None, None)
 
     world, weights = dist.get_world_size(), (torch.ones(24, 16), torch.ones(16, 24))
     with workers.groups(), comparing_on_cpu():
@@ -355,7 +355,7 @@ def tp_answers():
         summed, found = (6 * world, 16, torch.float32), []
         with mock.patch.object(policy_op, "decide", decide):
             answers = [gate.answer_for(spec, call).context for spec, call in ((COLUMN, column), (ROW, row))]
-            found += [one.sums_by_rails(*summed) for one in answers]
+            found += [answer.sums_by_rails(*summed) for answer in answers]
         gate.forget("tp")
         with under_policy("force"):
             found.append(gate.answer_for(ROW, row).context.sums_by_rails(*summed))
@@ -418,8 +418,8 @@ def sums_along_rings(cases):
         expected = torch.empty(rows, n, dtype=dtype)
         reduce_scatter(expected, x @ weight, group)
         with mock.patch.object(dist, "reduce_scatter_tensor", reduce_scatter):
-            ours = weight if layout == "nn" else weight.t().contiguous()
-            assert torch.equal(gemm_rs_over_nodes(x, ours, context=context, layout=layout), expected)
+            fused = weight if layout == "nn" else weight.t().contiguous()
+            assert torch.equal(gemm_rs_over_nodes(x, fused, context=context, layout=layout), expected)
             found.append(context.ring_step(len(x), n, dtype))
     return found
 

@@ -1,4 +1,4 @@
-"""Whether tokens move by rails over posed nodes: what the policy finds by bits and times, and what is told."""
+"""Whether tokens move by rails over simulated nodes: what the policy finds by bits and times, and what is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The scripts of ``examples/megatron`` for several nodes, on posed ones: a pair of torchrun agents, Slurm's job."""
+"""The scripts of ``examples/megatron`` for several nodes, on simulated ones: a pair of torchrun agents, Slurm's
+job."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nodes import why_no_nodes
+from tests.support.nodes import unsupported_reason_nodes
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +32,15 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def nodes():
-    if why_no_nodes() is not None:
-        pytest.skip(why_no_nodes())
-    spec = importlib.util.spec_from_file_location("posed_nodes_of_examples", ROOT / "scripts" / "posed_nodes.py")
+    if unsupported_reason_nodes() is not None:
+        pytest.skip(unsupported_reason_nodes())
+    spec = importlib.util.spec_from_file_location(
+        "simulated_nodes_of_examples", ROOT / "scripts" / "simulated_nodes.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with module.PosedNodes(2, 1000) as posed:
-        yield posed
+    with module.SimulatedNodes(2, 1000) as simulated:
+        yield simulated
 
 
 def _environment(tmp_path, **more):
@@ -48,7 +51,7 @@ def _environment(tmp_path, **more):
 
 def _check(tmp_path):
     shared = [str(tmp_path / "shared" / "plan.json"), str(tmp_path / "shared" / "postmortem"), "strict", "Ring"]
-    places = [(f"posed{node}", str(node)) for node in (0, 0, 1, 1)]
+    places = [(f"simulated{node}", str(node)) for node in (0, 0, 1, 1)]
     assert (tmp_path / "told").read_text() == repr([(*place, shared, True, ["--steps", "2"]) for place in places])
 
 
@@ -56,7 +59,7 @@ def test_pair_of_agents(nodes, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     agents = []
     for node in range(2):
-        more = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "posed0", **nodes.environment(node)}
+        more = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "simulated0", **nodes.environment(node)}
         command = ["bash", str(ROOT / "examples/megatron/node.sh"), str(tmp_path / "script.py"), "--steps", "2"]
         agents.append(subprocess.Popen([*nodes.command(node), *command], env=_environment(tmp_path, **more)))
     assert [agent.wait(timeout=HANG_S) for agent in agents] == [0, 0]
@@ -64,11 +67,11 @@ def test_pair_of_agents(nodes, tmp_path):
 
 
 def test_job_of_slurm(nodes, tmp_path, monkeypatch):
-    """Slurm's two commands are posed: ``scontrol`` names the nodes, ``srun`` starts its command on each."""
+    """Slurm's two commands are simulated: ``scontrol`` names the nodes, ``srun`` starts its command on each."""
     (tmp_path / "script.py").write_text(SCRIPT)
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "scontrol").write_text("#!/bin/sh\nprintf 'posed0\\nposed1\\n'\n")
+    (tools / "scontrol").write_text("#!/bin/sh\nprintf 'simulated0\\nsimulated1\\n'\n")
     lines = ["#!/bin/bash", "shift"]  # its option
     for node in range(2):
         named = [f"{name}={value}" for name, value in {**nodes.environment(node), "SLURM_NODEID": node}.items()]
@@ -77,7 +80,7 @@ def test_job_of_slurm(nodes, tmp_path, monkeypatch):
     (tools / "srun").write_text("\n".join(lines) + "\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "posed[0-1]", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/"}
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "simulated[0-1]", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/"}
     monkeypatch.chdir(ROOT)  # where nodes run what they are told
     environment = _environment(tmp_path, **slurm, PATH=f"{tools}:{os.environ['PATH']}")
     command = ["bash", "examples/megatron/several_nodes.slurm", str(tmp_path / "script.py"), "--steps", "2"]

@@ -1,4 +1,4 @@
-"""Tensor parallel linear layers over posed nodes: bits of megatron-core's, gathers and sums by rails."""
+"""Tensor parallel linear layers over simulated nodes: bits of megatron-core's, gathers and sums by rails."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_is_not_faster_by_rails_is_left_to_the_process_group(kind, slower, 
     "layout, frozen, by_rails",
     [
         ("whole", True, 1),
-        ("sequences", True, 0),  # Megatron's path multiplies sequence by sequence there
+        ("sequences", True, 0),  # stock Megatron multiplies sequence by sequence there
         ("columns", True, 0),
         ("whole", False, 1),
         ("sequences", False, 1),  # it copies them
@@ -117,7 +117,7 @@ def test_memory_that_one_node_lacks_leaves_every_node_native(kind, lacking, capp
     (reason,) = {reason for reason, _ in found}
     assert reason.startswith(f"{words} failed on 2 of 4 ranks: rank {capped[0]}: ArenaError: symmetric buffer")
     assert "DITRON_ARENA_BYTES" in reason
-    assert [said for _, said in found] == [[f"tp {kind}: native, {reason}"]] * 4
+    assert [logged for _, logged in found] == [[f"tp {kind}: native, {reason}"]] * 4
 
 
 @pytest.mark.parametrize("capped", NODES.values(), ids=NODES)

@@ -46,8 +46,8 @@ def copies_have_the_same_process_group():
     optimizer = Muon(params, lr=0.05, shard_group=dist.group.WORLD)
     optimizer.step()
     theirs, again = copy.deepcopy((params, optimizer))
-    for ours, their in zip(params, theirs):
-        their.grad = ours.grad.clone()
+    for fused, their in zip(params, theirs):
+        their.grad = fused.grad.clone()
     optimizer.step()
     again.step()
     return again.shard_group is dist.group.WORLD and all(torch.equal(a, b) for a, b in zip(params, theirs))
@@ -67,8 +67,8 @@ def resumed_from(rank):
     if rank is not None:
         dist.broadcast_object_list(box, rank)
     theirs = copy.deepcopy(params)
-    for ours, their, other in zip(params, theirs, _parameters(2)):
-        ours.grad, their.grad = other.grad.clone(), other.grad.clone()
+    for fused, their, other in zip(params, theirs, _parameters(2)):
+        fused.grad, their.grad = other.grad.clone(), other.grad.clone()
     resumed = Muon(theirs, lr=0.05, shard_group=dist.group.WORLD)
     resumed.load_state_dict(box[0])
     num_states = len(resumed.state)

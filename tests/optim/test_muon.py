@@ -162,18 +162,18 @@ def test_training_learns_and_schedulers_and_closures_work():
 
 def test_parameters_that_are_not_matrices_take_torch_adamw():
     shapes = [(5,), (), (2, 3, 4)]
-    ours = [parameter(*shape, seed=i) for i, shape in enumerate(shapes)]
+    fused = [parameter(*shape, seed=i) for i, shape in enumerate(shapes)]
     marked = parameter(6, 4, seed=9)
     marked.is_embedding_or_output_parameter = True
-    theirs = [copy.deepcopy(p) for p in (*ours, marked)]
-    for ours_p, theirs_p in zip((*ours, marked), theirs):
-        theirs_p.grad = ours_p.grad.clone()
-    optimizer = Muon([*ours, marked], lr=0.01, weight_decay=0.1)
+    theirs = [copy.deepcopy(p) for p in (*fused, marked)]
+    for fused_p, theirs_p in zip((*fused, marked), theirs):
+        theirs_p.grad = fused_p.grad.clone()
+    optimizer = Muon([*fused, marked], lr=0.01, weight_decay=0.1)
     torch_adamw = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
     for _ in range(3):
         optimizer.step()
         torch_adamw.step()
-    assert all(torch.equal(a, b) for a, b in zip((*ours, marked), theirs))
+    assert all(torch.equal(a, b) for a, b in zip((*fused, marked), theirs))
 
 
 def test_state_dict_round_trip_continues_bit_for_bit():
@@ -212,8 +212,8 @@ def test_copies_go_on_bit_for_bit(copied):
     optimizer.step()
     theirs = again.param_groups[0]["params"]
     assert all(torch.equal(a, b) for a, b in zip(theirs, before)) and again.after_matrix is None
-    for ours, their in zip(params, theirs):
-        their.grad = ours.grad.clone()
+    for fused, their in zip(params, theirs):
+        their.grad = fused.grad.clone()
     again.step()
     assert all(torch.equal(a, b) for a, b in zip(theirs, params))
 
@@ -236,16 +236,16 @@ def test_state_of_the_native_optimizer_is_taken_over():
     param = parameter(12, 20, seed=1)
     native = native_muon(param)
     native.step()
-    ours_param, native_param = copy.deepcopy(param), copy.deepcopy(param)
-    ours, back = Muon([ours_param], lr=1.0), native_muon(native_param)
-    ours_param.grad = param.grad.clone()
-    ours.load_state_dict(native.state_dict())
-    ours.step()
+    fused_param, native_param = copy.deepcopy(param), copy.deepcopy(param)
+    fused, back = Muon([fused_param], lr=1.0), native_muon(native_param)
+    fused_param.grad = param.grad.clone()
+    fused.load_state_dict(native.state_dict())
+    fused.step()
     native.step()
-    assert torch.equal(ours_param, param)
-    native_param.data.copy_(ours_param)
+    assert torch.equal(fused_param, param)
+    native_param.data.copy_(fused_param)
     native_param.grad = param.grad.clone()
-    back.load_state_dict(ours.state_dict())
+    back.load_state_dict(fused.state_dict())
     back.step()
     native.step()
     assert torch.equal(native_param, param)

@@ -225,5 +225,5 @@ def test_products_that_were_chosen_stand_among_a_jobs_decisions(monkeypatch, use
     forget_decisions()
     call = plans.StepCall(64, 256, torch.bfloat16, torch.device("cpu"), False)
     assert plans.NewtonSchulzOp().make_context(call) is chosen
-    path = "ours" if uses_gram else "native"
+    path = "fused" if uses_gram else "native"
     assert decisions() == [f"Newton-Schulz 64 x 256: {path}, gram: 1.80x"]

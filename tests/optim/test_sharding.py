@@ -76,6 +76,6 @@ def test_duplicated_mode_gives_the_shard_of_the_whole_step(dim):
 
 
 def test_parameters_that_fsdp_shards_take_adamw_alone():
-    """Kernels cannot read them: their data lies in a tensor inside."""
+    """Kernels cannot read them: their data is in a tensor inside."""
     words = "a parameter is a DTensor, as fully_shard makes them"
     assert run_workers(2, workers.sharded_parameters_are_refused) == [(words, True)] * 2

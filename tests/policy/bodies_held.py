@@ -22,7 +22,7 @@ class _Held(TorchDispatchMode):
         self._lives: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {self._key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        given = {self._key(leave) for leave in tree_leaves((args, kwargs)) if isinstance(leave, torch.Tensor)}
         found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
             if isinstance(tensor, torch.Tensor) and self._key(tensor) not in given:

@@ -15,7 +15,7 @@ from ditron_train.runtime import launch, versions
 from ditron_train.runtime.groups import world_group
 from ditron_train.symm import check_all
 from ditron_train.symm.arena import SymmetricArena
-from ditron_train.symm.exchange import _Meeting
+from ditron_train.symm.exchange import _Rendezvous
 from ditron_train.tp import get_tp_context
 
 CPU = torch.device("cpu")
@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
 class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.printed: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.printed.append(record.getMessage())
 
 
 def _without_launches(kernel_name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -61,7 +61,7 @@ def _without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _with_a_store_that_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the hand-over's first buffer on, a look at the store ends with an error, once."""
-    tensor, is_settled, failures = SymmetricArena.tensor, _Meeting._is_settled, []
+    tensor, is_settled, failures = SymmetricArena.tensor, _Rendezvous._is_settled, []
 
     def armed(self, name, shape, dtype):
         if name == "self-check":
@@ -74,7 +74,7 @@ def _with_a_store_that_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return is_settled(self)
 
     monkeypatch.setattr(SymmetricArena, "tensor", armed)
-    monkeypatch.setattr(_Meeting, "_is_settled", look)
+    monkeypatch.setattr(_Rendezvous, "_is_settled", look)
 
 
 def _without_channel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def gate_beside(triton: str, fault: str, broken_ranks: tuple[int, ...]) -> tuple
             gate = Gate()
             answers = [gate.answer_for(DoubledGather(), call) for call in calls]
             check_all()  # what the self-check provoked stops nobody's optimizer step
-            return [(answer.context is not None, answer.reason) for answer in answers], lines.said
+            return [(answer.context is not None, answer.reason) for answer in answers], lines.printed
     finally:
         room.forget_self_checks()
         logger.removeHandler(lines)
@@ -158,15 +158,15 @@ def gate_beside(triton: str, fault: str, broken_ranks: tuple[int, ...]) -> tuple
 
 def gate_of_one_process(fault: str) -> list[str | None]:
     """The verdict without a group, for a matrix optimizer, and in a job whose WORLD has been checked."""
-    found, said = versions.find_versions(), []
+    found, logged = versions.find_versions(), []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(versions, "find_versions", lambda: {**found, "torch": "2.99.0"})
         with monkeypatch.context() as broken:
             FAULTS[fault](broken)
             room.forget_self_checks()
-            said.append(room.self_check(None, CPU))
+            logged.append(room.self_check(None, CPU))
             room.forget_self_checks()
-            said.append(room.self_check(world_group(), CPU))
-        said.append(room.self_check(None, CPU))  # WORLD's
+            logged.append(room.self_check(world_group(), CPU))
+        logged.append(room.self_check(None, CPU))  # WORLD's
     room.forget_self_checks()
-    return said
+    return logged

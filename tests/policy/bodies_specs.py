@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy import Op, fused_results, gate, native_results
-from ditron_train.policy.gate import why_all_failed
+from ditron_train.policy.gate import reason_all_failed
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.logs import forget_decisions
 from ditron_train.runtime.values import have_same_bits, make_values
 from ditron_train.symm.exchange import exchange
 from ditron_train.tools.bench.megatron_ep import expert_parallel_world
 from ditron_train.tools.cases import BenchCase, RunEnvironment, Shape
-from ditron_train.tools.catalog import ROOMS, add_case, cases_of, remove_case
+from ditron_train.tools.catalog import PACKAGES, add_case, cases_of, remove_case
 from ditron_train.tools.postmortem.files import read_folder
 from ditron_train.tools.tune.space import SearchSpace
 from ditron_train.tp import all_gather, get_tp_context
@@ -185,7 +185,7 @@ def fail_during_an_exchange(on_ranks: tuple[int, ...]) -> str:
         exchange(dist.group.WORLD, "of something else")
         return ""
     try:
-        return why_all_failed("tp test", TypeError("of one rank"), dist.group.WORLD)
+        return reason_all_failed("tp test", TypeError("of one rank"), dist.group.WORLD)
     except TypeError as error:
         return f"raised: {error}"
 
@@ -199,7 +199,7 @@ def asked_and_recorded(on_ranks: tuple[int, ...]) -> tuple[str, object]:
 
 def names_of_cases() -> list[str]:
     """Those that make up calls of their own."""
-    return [case.op.name for room in ROOMS for case in cases_of(room) if case.shapes(2, False)]
+    return [case.op.name for room in PACKAGES for case in cases_of(room) if case.shapes(2, False)]
 
 
 def _case(name: str) -> BenchCase:

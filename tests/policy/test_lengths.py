@@ -205,7 +205,7 @@ def _ask(family_rows: list[int]) -> list[tuple[str, bool]]:
     lengths.compares = lambda device: True
     gate, group = Gate(), dist.group.WORLD
     answers = [gate.answer_for(Stand(), SimpleNamespace(x=torch.ones(rows, 4), group=group)) for rows in family_rows]
-    return [*asked, *((one.reason or "fused") for one in answers)]
+    return [*asked, *((answer.reason or "fused") for answer in answers)]
 
 
 def test_bits_are_proven_once_for_each_number_of_rows() -> None:

@@ -1,4 +1,4 @@
-"""The order of a reduce-scatter is read from its values: rings, other folds, trees, roundings, what varies."""
+"""The order of a reduce-scatter is read from its values: rings, other reduces, trees, roundings, what varies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ditron_train.policy import order as order_module
 from ditron_train.policy.decide import decide
-from ditron_train.policy.order import ReductionOrder, reveal_order
+from ditron_train.policy.order import ReductionOrder, probe_order
 from ditron_train.policy.probe import Observation
 from tests.support.processes import run_workers
 
@@ -24,7 +24,7 @@ def _gathered(x: torch.Tensor) -> list[torch.Tensor]:
     return [part[dist.get_rank()] for part in parts]
 
 
-def _fold(parts: list[torch.Tensor], order: list[int]) -> torch.Tensor:
+def _ring_reduce(parts: list[torch.Tensor], order: list[int]) -> torch.Tensor:
     total = parts[order[0]]
     for rank in order[1:]:
         total = total + parts[rank]
@@ -39,27 +39,27 @@ def _reduce_scatter(kind: str):
         parts, world, rank = _gathered(x), dist.get_world_size(), dist.get_rank()
         ring = [(rank + 1 + hop) % world for hop in range(world)]
         if kind == "ring":
-            out.copy_(_fold(parts, ring))
+            out.copy_(_ring_reduce(parts, ring))
         elif kind == "reversed":
-            out.copy_(_fold(parts, ring[-2::-1] + ring[-1:]))
+            out.copy_(_ring_reduce(parts, ring[-2::-1] + ring[-1:]))
         elif kind == "ascending":
-            out.copy_(_fold(parts, list(range(world))))
+            out.copy_(_ring_reduce(parts, list(range(world))))
         elif kind == "tree":
             out.copy_((parts[0] + parts[1]) + (parts[2] + parts[3]))
         elif kind == "unrounded":
-            out.copy_(_fold([part.float() for part in parts], ring))
+            out.copy_(_ring_reduce([part.float() for part in parts], ring))
         elif kind == "by place":
-            out.copy_(_fold(parts, ring))
-            out[500:] = _fold(parts, list(range(world)))[500:]
+            out.copy_(_ring_reduce(parts, ring))
+            out[500:] = _ring_reduce(parts, list(range(world)))[500:]
         elif kind == "by call":
-            out.copy_(_fold(parts, ring if len(calls) % 2 else list(range(world))))
+            out.copy_(_ring_reduce(parts, ring if len(calls) % 2 else list(range(world))))
 
     return reduce_scatter
 
 
 def _reveal(kind: str, dtype: torch.dtype = torch.bfloat16) -> ReductionOrder:
     order_module._ELEMENTS = (1 << 10, 1 << 12)
-    return reveal_order(_reduce_scatter(kind), group=dist.group.WORLD, device=CPU, dtype=dtype)
+    return probe_order(_reduce_scatter(kind), group=dist.group.WORLD, device=CPU, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def _reveal(kind: str, dtype: torch.dtype = torch.bfloat16) -> ReductionOrder:
     [
         ("ring", "ring", None),
         ("reversed", "ring-descending", "along ranks in descending order"),
-        ("ascending", "fold-0-1-2-3", "in the order 0 1 2 3"),
+        ("ascending", "order-0-1-2-3", "in the order 0 1 2 3"),
         ("tree", "tree", "along a tree"),
         ("unrounded", "ring-unrounded", "does not round"),
         ("by place", "varying", "depends on the place"),
@@ -87,7 +87,7 @@ def test_two_ranks_have_one_order() -> None:
     assert run_workers(2, _reveal, "ascending") == [ReductionOrder("ring", None)] * 2
 
 
-def test_an_order_that_is_not_ours_stays_native_unprobed(monkeypatch) -> None:
+def test_an_order_that_is_not_fused_stays_native_unprobed(monkeypatch) -> None:
     module = sys.modules["ditron_train.policy.decide"]
 
     class Gpu:

@@ -50,40 +50,40 @@ def test_judgement(mode, seen, expected, words):
 
 
 class _FakeDevice:
-    """A device that is measured like a GPU while its tensors lie on the CPU."""
+    """A device that is measured like a GPU while its tensors are on the CPU."""
 
     type = "cuda"
 
 
 def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True, host_counts=False):
     """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is
-    slow; ``times``: of each turn, over and over. The host takes 80 us longer for ours, and so does a device that is
-    idle."""
+    slow; ``times``: of each turn, over and over. The host takes 80 us longer for the fused path, and so does a device
+    that is idle."""
     rank = dist.get_rank()
     exact = torch.arange(6.0)
     wrong = exact.clone()
     wrong[3] = torch.nextafter(wrong[3], torch.tensor(9.0))
-    ours = (wrong if rank == wrong_on else exact,)
+    fused = (wrong if rank == wrong_on else exact,)
     native = (exact,)
-    also = (lambda: (exact,), lambda: (wrong if rank == also_wrong_on else exact,))
-    names = {id(native): "native", id(ours): "ours"}
-    ours_us = 150.0 if rank == slow_on else 50.0
-    turns = times or {"native": [[90.0, 91.0], [109.0, 120.0]], "ours": [[ours_us, ours_us], [ours_us, 900.0]]}
+    extra_cases = (lambda: (exact,), lambda: (wrong if rank == also_wrong_on else exact,))
+    names = {id(native): "native", id(fused): "fused"}
+    fused_us = 150.0 if rank == slow_on else 50.0
+    turns = times or {"native": [[90.0, 91.0], [109.0, 120.0]], "fused": [[fused_us, fused_us], [fused_us, 900.0]]}
     times = {name: itertools.cycle(one) for name, one in turns.items()}
     saved = probe_module.times_us, torch.cuda.synchronize, torch.tensor
 
     def times_us(run, device, group, launches_us, is_ahead):
         name = names[id(run())]
-        launches_us.append({"native": 20.0, "ours": 100.0}[name])
-        return [one + 80.0 * (name == "ours" and not is_ahead) for one in next(times[name])]
+        launches_us.append({"native": 20.0, "fused": 100.0}[name])
+        return [one + 80.0 * (name == "fused" and not is_ahead) for one in next(times[name])]
 
     probe_module.times_us = times_us
     torch.cuda.synchronize = lambda device=None: None
     torch.tensor = lambda data, device=None, **options: saved[2](data, **options)
     try:
-        options = dict(group=dist.group.WORLD, device=_FakeDevice(), also=[also], needs_bits=needs_bits)
+        options = dict(group=dist.group.WORLD, device=_FakeDevice(), extra_cases=[extra_cases], needs_bits=needs_bits)
         options["host_counts"] = host_counts
-        return probe_module.probe(lambda: native, lambda: ours, **options)
+        return probe_module.probe(lambda: native, lambda: fused, **options)
     finally:
         probe_module.times_us, torch.cuda.synchronize, torch.tensor = saved
 
@@ -104,7 +104,7 @@ def test_the_host_counts_where_it_is_not_ahead():
     assert not _judge("strict", seen[0]).use_ditron
     slow = run_workers(2, _observe, None, 0, None, None, True, True)
     assert slow == [Observation(True, 100.0, 150.0)] * 2
-    quick = {"native": [[110.0, 111.0]], "ours": [[10.0, 11.0]]}
+    quick = {"native": [[110.0, 111.0]], "fused": [[10.0, 11.0]]}
     assert run_workers(2, _observe, None, None, None, quick, True, True) == [Observation(True, 110.5, 90.5)] * 2
 
 
@@ -179,16 +179,16 @@ def test_times_of_the_device_and_of_launches(monkeypatch):
 
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_the_device_is_held_or_idle_where_a_call_begins(monkeypatch, is_ahead):
-    said: list[str] = []
+    logged: list[str] = []
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(_Event, "record", lambda self: said.append("event"))
+    monkeypatch.setattr(_Event, "record", lambda self: logged.append("event"))
     for name in ("_sleep", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *arguments, name=name: said.append(name))
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments, name=name: logged.append(name))
     monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
-    monkeypatch.setattr(probe_module.dist, "all_reduce", lambda *tensors, group: said.append("barrier"))
-    calls = len(probe_module.times_us(lambda: said.append("run"), _FakeDevice(), None, None, is_ahead))
+    monkeypatch.setattr(probe_module.dist, "all_reduce", lambda *tensors, group: logged.append("barrier"))
+    calls = len(probe_module.times_us(lambda: logged.append("run"), _FakeDevice(), None, None, is_ahead))
     begun = ["_sleep", "barrier"] if is_ahead else ["barrier", "synchronize"]
-    assert said == [*begun, "event", "run", "event", "synchronize"] * (calls + probe_module._WARM_UPS)
+    assert logged == [*begun, "event", "run", "event", "synchronize"] * (calls + probe_module._WARM_UPS)
 
 
 # Of rounds of two turns; natively 20 to 40 us in all of them.
@@ -206,8 +206,8 @@ _NOISE = {
 
 @pytest.mark.parametrize("name", _NOISE)
 def test_native_stays_where_times_differ_by_no_more_than_calls_do(name):
-    ours, is_faster = _NOISE[name]
-    seen = run_workers(2, _observe, None, None, None, {"native": _NATIVE, "ours": ours})
+    fused, is_faster = _NOISE[name]
+    seen = run_workers(2, _observe, None, None, None, {"native": _NATIVE, "fused": fused})
     assert [_judge("strict", one).use_ditron for one in seen] == [is_faster] * 2
     assert seen[0].is_clear is (is_faster or name == "slower")
 
@@ -228,26 +228,28 @@ def test_ratios_of_rounds_by_chance():
 
 
 @pytest.mark.parametrize("ratio, of_call_us, rounds", [(0.99, 30.0, 12), (1.01, 30.0, 6), (0.99, 30_000.0, 6)])
-def test_more_rounds_where_ours_seems_faster_and_calls_are_short(monkeypatch, ratio, of_call_us, rounds):
+def test_more_rounds_where_fused_seems_faster_and_calls_are_short(monkeypatch, ratio, of_call_us, rounds):
     """Of rounds that differ by more than the two do, and never say anything for sure."""
     asked = []
 
     def times_us(run, device, group, launches_us, is_ahead):
         asked.append(run)
         swing = 0.7 if (len(asked) - 1) // 4 % 2 else 1.3
-        return [of_call_us * swing * spread * (ratio if run == "ours" else 1.0) for spread in (0.9, 1.0, 1.1)]
+        return [of_call_us * swing * spread * (ratio if run == "fused" else 1.0) for spread in (0.9, 1.0, 1.1)]
 
     monkeypatch.setattr(probe_module, "times_us", times_us)
     monkeypatch.setattr(probe_module, "_most_of_ranks", lambda mine, device, group: list(mine))
     monkeypatch.setattr(probe_module, "_faster_by_round", lambda ratios: False)
-    equal, native_us, ours_us, is_clear, _ = probe_module._compared_us("native", "ours", None, None, True, True, True)
-    assert equal and not is_clear and (ours_us < native_us) is (ratio < 1) and len(asked) == 4 * rounds
+    equal, native_us, fused_us, is_clear, _ = probe_module._compared_us(
+        "native", "fused", None, None, True, True, True
+    )
+    assert equal and not is_clear and (fused_us < native_us) is (ratio < 1) and len(asked) == 4 * rounds
 
 
 def test_fast_asks_as_often_where_bits_differ():
-    """Of times that lie apart by the last round alone: the first has late calls on both sides."""
-    ours = [[12.0, 90.0], [14.0, 80.0], *([[10.0, 12.0]] * 6)]
-    times = {"native": _NATIVE, "ours": ours}
+    """Of times that are apart by the last round alone: the first has late calls on both sides."""
+    fused = [[12.0, 90.0], [14.0, 80.0], *([[10.0, 12.0]] * 6)]
+    times = {"native": _NATIVE, "fused": fused}
     once, often = (run_workers(2, _observe, 1, None, None, times, needs)[0] for needs in (True, False))
     assert not once.bits_equal and not _judge("fast", once).use_ditron
     assert not often.bits_equal and _judge("fast", often).use_ditron
@@ -265,7 +267,8 @@ def _never():
 
 
 def _decide_with_plan(folder, mode, broken_rank):
-    """Returns the decision and what of ours ran; the plan of `broken_rank` says the opposite of the others'."""
+    """Returns the decision and what of the fused path ran; the plan of `broken_rank` says the opposite of the
+    others'."""
     rank, calls = dist.get_rank(), []
     path = os.path.join(folder, "plan.json")
     os.environ.update(DITRON_PLAN=path, DITRON_POLICY=mode)
@@ -281,10 +284,10 @@ def _decide_with_plan(folder, mode, broken_rank):
         decision = decide(
             "tp op 1x2",
             _never,
-            lambda: calls.append("ours") or [],
+            lambda: calls.append("fused") or [],
             group=dist.group.WORLD,
             device=torch.device("cpu"),
-            also=[(_never, lambda: calls.append("also") or [])],
+            extra_cases=[(_never, lambda: calls.append("also") or [])],
         )
         dist.barrier()
         return decision, calls
@@ -306,11 +309,11 @@ def test_plan_is_written_read_and_overruled_where_ranks_disagree(tmp_path):
     second = run_workers(2, _decide_with_plan, str(tmp_path), "strict", None)
     assert all((decision.reason, calls) == ("from the plan", []) for decision, calls in second)
     third = run_workers(2, _decide_with_plan, str(tmp_path), "strict", 1)
-    assert all("interpreter" in decision.reason and calls == ["ours"] for decision, calls in third)
+    assert all("interpreter" in decision.reason and calls == ["fused"] for decision, calls in third)
     content["decisions"]["tp op 1x2 on 2 ranks (strict)"].update(use_ditron=True)
     path.write_text(json.dumps(content))
     fourth = run_workers(2, _decide_with_plan, str(tmp_path), "strict", None)
-    assert all((decision.reason, calls) == ("from the plan", ["ours", "also"]) for decision, calls in fourth)
+    assert all((decision.reason, calls) == ("from the plan", ["fused", "also"]) for decision, calls in fourth)
 
 
 def test_a_decision_is_of_the_policy_that_it_was_made_under(tmp_path):
@@ -462,7 +465,7 @@ def test_a_plan_knows_the_environment_that_its_job_began_with(tmp_path, monkeypa
     "place, read, suits",
     [
         ("4 ranks", "4 ranks", True),
-        ("4 ranks", "4 ranks, ring", True),  # of a layer over nodes, or another dispatcher of the room
+        ("4 ranks", "4 ranks, ring", True),  # of a layer over nodes, or another dispatcher of the subpackage
         ("4 ranks, ring", "4 ranks", True),
         ("4 ranks, ring", "4 ranks, tree", False),
         ("4 ranks", "8 ranks", False),
@@ -473,9 +476,9 @@ def test_which_groups_a_plan_is_for(place, read, suits):
     assert _suits(place, read) is suits
 
 
-def test_force_runs_ours_once_and_is_not_planned(tmp_path):
+def test_force_runs_fused_once_and_is_not_planned(tmp_path):
     found = run_workers(2, _decide_with_plan, str(tmp_path), "force", None)
-    forced = (True, "forced", ["ours", "also"])
+    forced = (True, "forced", ["fused", "also"])
     assert all((decision.use_ditron, decision.reason, calls) == forced for decision, calls in found)
     assert not (tmp_path / "plan.json").exists()
 
@@ -588,7 +591,7 @@ def test_damaged_decisions_and_unwritable_paths(tmp_path):
         load_plan(path)
     for wrong in ({**entry, "use_ditron": "no"}, {**entry, "reason": None}):
         path.write_text(json.dumps({**content, "decisions": {"tp op on 2 ranks (strict)": wrong}}))
-        with pytest.raises(SettingError, match="does not say whether to use ours"):
+        with pytest.raises(SettingError, match="does not say whether to use the fused path"):
             load_plan(path)
     for wrong in ({"native_us": "2"}, {"ditron_us": [1.0]}, {"host_longer_us": None}, {"native_us": True}):
         path.write_text(json.dumps({**content, "decisions": {"tp op on 2 ranks (strict)": {**entry, **wrong}}}))
@@ -640,8 +643,8 @@ def _lines_of_two_decisions():
     return lines
 
 
-def test_what_becomes_ours_is_said_once_on_the_first_rank():
-    assert run_workers(2, _lines_of_two_decisions) == [["tp an op 8x8 on 2 ranks (force): ours, forced"], []]
+def test_what_becomes_fused_is_said_once_on_the_first_rank():
+    assert run_workers(2, _lines_of_two_decisions) == [["tp an op 8x8 on 2 ranks (force): fused, forced"], []]
 
 
 def test_groups_write_into_one_plan(tmp_path):

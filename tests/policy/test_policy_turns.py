@@ -36,12 +36,12 @@ def _modes() -> tuple[dict[str, list[float]], dict[str, int], list[str], int, st
     x, weight = torch.randint(-3, 4, (16, 32)).float(), torch.randint(-3, 4, (16, 32)).float()
     seen: list[str] = []
 
-    def ours(index: int) -> None:
+    def fused(index: int) -> None:
         known = next((answer.context for answer in gate.answers("tp")), "nothing")
         context = route("column", x, weight, group=dist.group.WORLD, sequence_parallel=True).context
         seen.append("decides" if known == "nothing" else "knows" if known is context else "other")
 
-    times, natively = compare_policies(session, ours, lambda index: None, rounds=3, calls=2)
+    times, natively = compare_policies(session, fused, lambda index: None, rounds=3, calls=2)
     return times, natively, seen, len(gate.answers("tp")), os.environ.get("DITRON_POLICY")
 
 

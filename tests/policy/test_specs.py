@@ -85,7 +85,7 @@ def test_code_for_another_version_of_a_library_is_native() -> None:
 
 
 def test_an_unforeseen_error_is_raised_in_tests() -> None:
-    """Else a fault of this package would pass as Megatron's path."""
+    """Else a fault of this package would pass as stock Megatron."""
     with pytest.raises(TypeError, match="a_new_name"):
         run_workers(2, ask_gate_of_another_version, (0, 1))
 
@@ -142,7 +142,7 @@ def _verify_wrong(*words: str) -> int:
 
 
 def test_verify_compares_it(tmp_path: Path) -> None:
-    words = ("--rooms", "tp", "--row", "8", "8", "8")
+    words = ("--packages", "tp", "--row", "8", "8", "8")
     model = "-- --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 --swiglu".split()
     output = ("--output", str(tmp_path))
     assert run_workers(2, run_tool, "verify.verifier", *words, *QUICK, *output, *model) == [0, 0]
@@ -163,7 +163,7 @@ def test_trace_records_it(tmp_path: Path) -> None:
     words = ("--op", "doubled_gather", "--output", str(tmp_path))
     assert run_workers(2, run_tool, "trace.tracer", *words) == [0, 0]
     files = sorted(path.name for path in tmp_path.iterdir())
-    assert files == [f"doubled_gather{end}" for end in ("-ditron.json", "-native.json", ".png")]
+    assert files == [f"doubled_gather{end}" for end in ("-fused.json", "-native.json", ".png")]
 
 
 def test_doctor_names_it() -> None:

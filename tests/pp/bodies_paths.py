@@ -65,7 +65,7 @@ def on_path(path: str, body: str, *arguments: Any) -> Any:
 
 
 def ends() -> tuple[list[str], bool]:
-    """Kinds of this rank's channels, then of its ends, and whether anything is lent."""
+    """Kinds of this rank's channels, then of its ends, and whether anything is leased."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
@@ -74,7 +74,7 @@ def ends() -> tuple[list[str], bool]:
     dist.barrier()
     parts = (context.channel, context._nvshmem_channel, *context.local_senders, *context.local_receivers)
     names = [type(part).__name__ for part in parts]
-    return names, any(sender is not None and sender.lent for sender in context.local_senders)
+    return names, any(sender is not None and sender.leased for sender in context.local_senders)
 
 
 def every_size() -> bool:
@@ -117,7 +117,7 @@ def mixed_nodes(near: str) -> tuple[bool, list[str]]:
 
     rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = str(rank // 2)
-    inter_node_path, paths.inter_node_path = paths.inter_node_path, lambda asked, transport: paths.NVSHMEM
+    inter_node_path, paths.inter_node_path = paths.inter_node_path, lambda requested, transport: paths.NVSHMEM
     os.environ["DITRON_PP_PATH"] = near
     try:
         with _nvshmem_on_cpu():

@@ -91,7 +91,7 @@ def random_program(seed: int, num_slots: int) -> bool:
         send = {("send_next", "send_prev")[lane]: payload(rank, lane, index, shape, dtype)}
         if own.random() < 0.2:
             time.sleep(own.random() * 0.005)
-        handles = exchange(context, **send, **{name: Header(shape, dtype)}, lend=own.random() < 0.7)
+        handles = exchange(context, **send, **{name: Header(shape, dtype)}, may_lease=own.random() < 0.7)
         waiting.append((handles[name], payload(source, lane, index, shape, dtype)))
         while len(waiting) > prefetch:
             handle, expected = waiting.pop(0)
@@ -111,7 +111,7 @@ def slow_neighbour(num_slots: int) -> tuple[int, bool]:
 
     rank = dist.get_rank()
     header = Header((1000,), torch.float32)
-    context = make_context(4000, num_slots, num_loans=0)
+    context = make_context(4000, num_slots, num_leases=0)
     ahead, right = 0, True
     for index in range(12):
         if rank == 0:
@@ -130,15 +130,15 @@ def slow_neighbour(num_slots: int) -> tuple[int, bool]:
     return ahead, right
 
 
-def received_tensors_are_kept(seed: int, num_slots: int, num_loans: int) -> tuple[bool, int]:
+def received_tensors_are_kept(seed: int, num_slots: int, num_leases: int) -> tuple[bool, int]:
     """Received tensors are used in place and let go of in any order, also after the slots have grown; returns whether
-    their contents stood, and how many messages were lent."""
+    their contents stood, and how many messages were leased."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
     rank, world = dist.get_rank(), dist.get_world_size()
     draw = random.Random(seed * 31 + rank)
-    context = make_context(1 << 10, num_slots, num_loans=num_loans)
+    context = make_context(1 << 10, num_slots, num_leases=num_leases)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     right = True
     for index in range(60):
@@ -164,7 +164,7 @@ def received_tensors_are_kept(seed: int, num_slots: int, num_loans: int) -> tupl
             del tensor
     right &= all(same_bits(tensor.detach(), expected) for tensor, expected in kept)
     dist.barrier()
-    return right, sum(sender.lent for sender in context.local_senders)
+    return right, sum(sender.leased for sender in context.local_senders)
 
 
 def _of(header):
@@ -172,7 +172,7 @@ def _of(header):
 
 
 def _own_flag(context, index: int) -> torch.Tensor:
-    """This rank's flag, one int32, wherever it lies; of NVSHMEM's 64-bit signals the lower half."""
+    """This rank's flag, one int32, wherever it is; of NVSHMEM's 64-bit signals the lower half."""
     channel = context.channel
     if channel is None:
         return context._nvshmem_channel.signals.local[2 * index]
@@ -272,7 +272,7 @@ def late_neighbour(turns: int, for_slots: bool) -> tuple[float, float]:
     from ditron_train.runtime.errors import PeerTimeoutError
 
     header = Header((64,), torch.float32)
-    context = make_context(256, 2, num_loans=0)
+    context = make_context(256, 2, num_leases=0)
     assert context.channel is not None
     context.channel.turns = turns
     begin_s = time.monotonic()  # on rank 1, which may leave the barrier long after rank 0
@@ -358,14 +358,14 @@ def failure_of_rank_1() -> tuple[bool, bool, str]:
     return before, context.channel.failed, "no error"
 
 
-def another_shape(num_loans: int) -> bool:
+def another_shape(num_leases: int) -> bool:
     """Neighbours expect as many elements in other shapes than are sent, which messages without elements have, too;
     whether they get those shapes and the sender's values."""
     from ditron_train.pp import exchange
     from ditron_train.pp.messages import Header
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    context, right = make_context(4096, num_loans=num_loans), True
+    context, right = make_context(4096, num_leases=num_leases), True
     for index, (sent, expected) in enumerate([((8, 4), (4, 2, 4)), ((8, 4), (32,)), ((0, 4), (7, 0, 3))] * 3):
         handles = exchange(
             context, send_next=payload(rank, 0, index, sent, torch.float32), recv_prev=Header(expected, torch.float32)
@@ -433,18 +433,18 @@ def reserve_cases() -> list[str]:
     from ditron_train.pp.messages import Header
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    said = []
+    logged = []
     alone = [dist.new_group([member]) for member in range(world)][rank]
     try:
         PipelineContext(alone, CPU)
     except Exception as error:
-        said.append(f"{type(error).__name__}: {error}")
+        logged.append(f"{type(error).__name__}: {error}")
     context = make_context(100 + rank)
     assert context.slot_bytes == 256
     try:
         exchange(context, send_next=torch.zeros(65))
     except Exception as error:
-        said.append(f"{type(error).__name__}: {error}")
+        logged.append(f"{type(error).__name__}: {error}")
     context.reserve(260)
     handles = exchange(context, send_next=torch.full((65,), float(rank)), recv_prev=Header((65,), torch.float32))
     handles["recv_prev"].wait()
@@ -452,9 +452,9 @@ def reserve_cases() -> list[str]:
     try:
         exchange(context, send_next=torch.zeros(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1))
     except Exception as error:
-        said.append(f"{type(error).__name__}: {error}")
+        logged.append(f"{type(error).__name__}: {error}")
     dist.barrier()
-    return said
+    return logged
 
 
 def reserve_alone() -> str:

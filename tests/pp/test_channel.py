@@ -64,12 +64,12 @@ def test_random_programs_with_prefetched_receives(num_slots):
         assert run_workers(3, bodies.random_program, seed, num_slots) == [True] * 3
 
 
-@pytest.mark.parametrize("num_slots, num_loans", [(1, 0), (2, 1), (1, 6)])
-def test_received_tensors_lie_in_their_slots_until_let_go_of(num_slots, num_loans):
-    for right, lent in run_workers(2, bodies.received_tensors_are_kept, 3, num_slots, num_loans):
+@pytest.mark.parametrize("num_slots, num_leases", [(1, 0), (2, 1), (1, 6)])
+def test_received_tensors_lie_in_their_slots_until_let_go_of(num_slots, num_leases):
+    for right, leased in run_workers(2, bodies.received_tensors_are_kept, 3, num_slots, num_leases):
         assert right
-        assert (lent > 0) == (num_loans > 0)
-        assert lent < 120  # some had to be copied
+        assert (leased > 0) == (num_leases > 0)
+        assert leased < 120  # some had to be copied
 
 
 @pytest.mark.parametrize("num_slots", [1, 3])
@@ -126,10 +126,10 @@ def test_neighbours_that_disagree_raise_the_same_error(case, words):
     assert text.startswith("MismatchError") and words in text and "rank 0 sent [8, 4] float32" in text
 
 
-@pytest.mark.parametrize("num_loans", [0, 3])
-def test_as_many_elements_in_another_shape_arrive_in_the_shape_that_is_asked_for(num_loans):
+@pytest.mark.parametrize("num_leases", [0, 3])
+def test_as_many_elements_in_another_shape_arrive_in_the_shape_that_is_asked_for(num_leases):
     """As natively, where bytes go into the receiver's tensor and nobody compares shapes."""
-    assert run_workers(3, bodies.another_shape, num_loans) == [True] * 3
+    assert run_workers(3, bodies.another_shape, num_leases) == [True] * 3
 
 
 def test_shapes_that_only_the_sender_knows():
@@ -149,11 +149,11 @@ def test_two_nodes_on_one_machine(variable_shapes):
 
 
 def test_what_is_refused_and_growth():
-    for said in run_workers(2, bodies.reserve_cases):
-        assert len(said) == 3
-        assert said[0].startswith("NotSupportedError: a pipeline of one stage")
-        assert "260 bytes is larger than the slots of 256 bytes" in said[1]
-        assert "11 dimensions" in said[2]
+    for logged in run_workers(2, bodies.reserve_cases):
+        assert len(logged) == 3
+        assert logged[0].startswith("NotSupportedError: a pipeline of one stage")
+        assert "260 bytes is larger than the slots of 256 bytes" in logged[1]
+        assert "11 dimensions" in logged[2]
 
 
 def test_slots_without_room_leave_other_rooms_their_memory():

@@ -106,5 +106,5 @@ def test_two_nodes_on_one_machine(near, name):
 
 
 def test_ranks_that_ask_for_different_paths_are_told_so():
-    said = run_workers(2, bodies.different_paths)
-    assert said[0] == said[1] and said[0].startswith("SettingError: ranks differ in DITRON_PP_PATH")
+    logged = run_workers(2, bodies.different_paths)
+    assert logged[0] == logged[1] and logged[0].startswith("SettingError: ranks differ in DITRON_PP_PATH")

@@ -31,7 +31,7 @@ def _heard(steps: int) -> tuple[list[int], list[int]]:
         if step % 3 == 2:
             context.reserve(300 + step)
         context.sizes.note(noted[step][rank])
-    largest = [max([0, *(one for said in noted[: max(step - 1, 0)] for one in said)]) for step in range(steps)]
+    largest = [max([0, *(one for logged in noted[: max(step - 1, 0)] for one in logged)]) for step in range(steps)]
     return found, largest
 
 
@@ -42,7 +42,7 @@ def test_all_ranks_hear_the_largest_of_the_step_before():
     assert len({tuple(heard) for heard, _ in found}) == 1
 
 
-def _in_turn(steps: int) -> list[int]:
+def _in_sequence(steps: int) -> list[int]:
     """Rank 1 begins each step when rank 0 is through with its own."""
     context, heard = _context(), []
     for step in range(steps):
@@ -58,7 +58,7 @@ def _in_turn(steps: int) -> list[int]:
 
 def test_no_step_waits_for_others_to_begin_it():
     """As where messages go one way alone, from a stage that is ahead."""
-    assert run_workers(2, _in_turn, 5) == [[0, 0, 1, 11, 21]] * 2
+    assert run_workers(2, _in_sequence, 5) == [[0, 0, 1, 11, 21]] * 2
 
 
 def _absent() -> tuple[str, int | None]:

@@ -27,7 +27,7 @@ class _Events:
         return SimpleNamespace(hold=lambda other: self._log.append(f"{other} waits for {stream}"))
 
 
-def test_messages_of_the_ring_are_copied_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_the_ring_are_copied_out_in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A credit counts all that were copied out: with the second copy before the first the sender would overwrite the
     first."""
     log: list[str] = []
@@ -36,7 +36,7 @@ def test_messages_of_the_ring_are_copied_out_in_turn(monkeypatch: pytest.MonkeyP
         wait_for=lambda *_, **__: None,
         notify=lambda peer, index, credit, stream: log.append(f"credit {credit} on {stream}"),
     )
-    receiver = Receiver(channel, SimpleNamespace(loans=(0, 0), in_ring=lambda *_: 0, num_bytes=64, count=9), 0, 1)
+    receiver = Receiver(channel, SimpleNamespace(leases=(0, 0), in_ring=lambda *_: 0, num_bytes=64, count=9), 0, 1)
     receiver._stream, receiver._events = "side", _Events(log)
     receiver._header_of, receiver.verify = lambda message: Header((4,), torch.uint8), lambda: None
     monkeypatch.setattr(lanes, "copy_bytes", lambda *_: None)
@@ -57,7 +57,7 @@ def test_a_message_that_finds_no_memory_is_still_the_next_one(
         wait_for_message=lambda *_, **__: None,
         notify=lambda *_: None,
     )
-    slots = SimpleNamespace(loans=(0, 0), in_ring=lambda rank, lane, message: 4096 + message, num_bytes=64, count=9)
+    slots = SimpleNamespace(leases=(0, 0), in_ring=lambda rank, lane, message: 4096 + message, num_bytes=64, count=9)
     receiver, header, empty = kind(channel, slots, 0, 1), Header((4,), torch.uint8), torch.empty
     monkeypatch.setattr(receiver, "_header_of", lambda message: header)
     monkeypatch.setattr(receiver, "verify", lambda: None)
@@ -92,7 +92,7 @@ def test_a_message_does_not_wait_for_those_behind_it(monkeypatch: pytest.MonkeyP
     channel = SimpleNamespace(
         arena=SimpleNamespace(device=CPU, rank=0), wait_for=wait_for, wait_for_message=wait_for, notify=lambda *_: None
     )
-    receiver = kind(channel, SimpleNamespace(loans=(0, 0), in_ring=lambda *_: 0, num_bytes=64, count=2), 0, 1)
+    receiver = kind(channel, SimpleNamespace(leases=(0, 0), in_ring=lambda *_: 0, num_bytes=64, count=2), 0, 1)
     receiver._stream, receiver._events = "side", SimpleNamespace(record=record)
     monkeypatch.setattr(receiver, "_header_of", lambda message: Header((4,), torch.uint8))
     monkeypatch.setattr(receiver, "verify", lambda: None)
@@ -157,7 +157,7 @@ def test_memory_of_messages_that_are_kept_no_longer_is_known_to_be_in_use() -> N
     """The stream that sent one waits for its copy then; the one that it was allocated on would have it again."""
     log: list[str] = []
     channel = SimpleNamespace(arena=SimpleNamespace(device=CPU))
-    sender = Sender(channel, SimpleNamespace(loans=(0, 0)), 0, 1)
+    sender = Sender(channel, SimpleNamespace(leases=(0, 0)), 0, 1)
     sender._events = _Events(log)
     tensors = [_Tensor() for _ in range(4)]
     for tensor in tensors:

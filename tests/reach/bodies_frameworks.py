@@ -47,7 +47,7 @@ def _losses(model: Any, framework: dict[str, Any], steps: int, first: int = 0) -
         batches = [models.batch(length, 10 * step + number) for number, length in enumerate(lengths)]
         if framework["grid"]:  # 0.16's schedules ask parallel_state
             model.zero_grad()
-            total = [model(**one).float().mean() for one in batches]
+            total = [model(**batch).float().mean() for batch in batches]
             sum(total).backward()
             losses += [float(one) for one in total]
         else:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy import gate
-from ditron_train.symm.arena import held_bytes
+from ditron_train.symm.arena import peak_bytes
 from tests.reach import models
 from tests.reach.bodies_activation import Lines
 
@@ -146,9 +146,9 @@ def slime_like(rollouts: int) -> dict[str, object]:
                     losses += [models.log_probs(model, 16, turn), models.train(model, 16, turn)]
                     trials_of.append(trials.take())
                     exchanges.append(sum(answer.context is not None for answer in gate.answers("tp")))
-                    before = held_bytes()
+                    before = peak_bytes()
                     saver.TorchMemorySaver().pause()
-                    held.append((before, held_bytes()))
+                    held.append((before, peak_bytes()))
                     dist.destroy_process_group(tp.group)
                     tp.__dict__["group"] = None
                     tp.__dict__["group"] = dist.new_group(ranks)
@@ -187,7 +187,7 @@ def offloaded_and_remade(as_user: bool) -> dict[str, object]:
         parallel_state.destroy_model_parallel()
         dist.barrier()
         dist.destroy_process_group()
-        found["held"] = held_bytes()
+        found["held"] = peak_bytes()
         store = dist.FileStore(os.environ["DITRON_TEST_STORE"] + ".again", size)
         dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=size)
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
@@ -211,20 +211,20 @@ def released(times: int) -> dict[str, object]:
         ditron.release()  # nothing is there
         ditron.apply(features="tp")
         model = models.gpt()
-        losses, held = [models.train(model, 16, 0, lr=0.0)], [held_bytes()]
+        losses, held = [models.train(model, 16, 0, lr=0.0)], [peak_bytes()]
         trials.take()
         for _ in range(times):
             ditron.release()
-            assert held_bytes() == 0
+            assert peak_bytes() == 0
             losses.append(models.train(model, 16, 0, lr=0.0))
-            held.append(held_bytes())
+            held.append(peak_bytes())
         from megatron.core import parallel_state
 
         context = get_tp_context(parallel_state.get_tensor_model_parallel_group(), torch.device("cpu"))
         context.arena.graph_captured = True  # as when a graph was captured
         with Lines() as lines:
             ditron.release()
-        kept = held_bytes()
+        kept = peak_bytes()
         losses.append(models.train(model, 16, 0, lr=0.0))
         return dict(losses=losses, held=held, kept=kept, trials=trials.take(), lines=lines)
 
@@ -272,5 +272,5 @@ def decided_by_mode() -> dict[str, object]:
                 counts.append(trials.take())
             models.log_probs(model, 16)
             counts.append(trials.take())
-            found[order] = counts, [line for line in lines if ": ours, " in line]
+            found[order] = counts, [line for line in lines if ": fused, " in line]
     return found

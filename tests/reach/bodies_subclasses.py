@@ -57,7 +57,7 @@ def layers() -> dict[str, object]:
             return ColumnParallelLinear.forward(self, input_, weight, runtime_gather_output)
 
     class OwnStep(RowParallelLinear):
-        """Ours overrides ``forward`` and would not call this."""
+        """The fused path overrides ``forward`` and would not call this."""
 
         def _forward_impl(self, *args, **kwargs):
             return super()._forward_impl(*args, **kwargs) * 3

@@ -138,5 +138,5 @@ def train(model: torch.nn.Module, length: int, number: int = 0, lr: float = 0.1)
 
 
 def is_fused(model: torch.nn.Module) -> bool:
-    """Whether the model has layers of ours."""
+    """Whether the model has layers of the fused path."""
     return any(type(module).__module__.startswith("ditron_train.") for module in model.modules())

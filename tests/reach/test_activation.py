@@ -38,8 +38,8 @@ def test_an_unedited_program(by_grid):
     found = _values(bodies.losses_of_an_unedited_program, by_grid, env={"DITRON": "tp"})
     for is_fused, losses, _ in found:
         assert is_fused and max(abs(a - b) for a, b in zip(losses, _native_losses(by_grid))) <= LOSS_BOUND
-    said = found[0][2]
-    assert sum(": ours, " in line for line in said) >= 5, said
+    logged = found[0][2]
+    assert sum(": fused, " in line for line in logged) >= 5, logged
 
 
 _PROGRAM = """
@@ -73,20 +73,20 @@ def test_a_job_of_torchrun_with_the_folder_on_its_path(tmp_path):
 @pytest.mark.parametrize("values", [("tp", "tp,ep"), ("tp", None), (None, "ep")])
 def test_ranks_that_differ(values):
     """The same error on all of them, names and all, also on those in which the variable is not set."""
-    said = _values(bodies.error_of_an_unedited_program, list(values))
+    logged = _values(bodies.error_of_an_unedited_program, list(values))
     first, second = (",".join(sorted((value or "none").split(","))) for value in values)
-    assert said[0] == said[1] and f"(or DITRON): {first} on rank 0, {second} on rank 1;" in said[0]
+    assert logged[0] == logged[1] and f"(or DITRON): {first} on rank 0, {second} on rank 1;" in logged[0]
 
 
 def test_ranks_that_differ_with_a_grid():
     """They find out at the first model."""
-    said = _values(bodies.error_of_an_unedited_program, ["tp", "ep"], True)
-    assert said[0] == said[1] and "(or DITRON): tp on rank 0, ep on rank 1;" in said[0]
+    logged = _values(bodies.error_of_an_unedited_program, ["tp", "ep"], True)
+    assert logged[0] == logged[1] and "(or DITRON): tp on rank 0, ep on rank 1;" in logged[0]
 
 
 def test_an_unknown_feature():
-    said = _values(bodies.error_of_an_unedited_program, ["tp,warp"] * 2)
-    assert said[0] == said[1] and said[0].startswith("SettingError: DITRON does not know 'warp'; it takes")
+    logged = _values(bodies.error_of_an_unedited_program, ["tp,warp"] * 2)
+    assert logged[0] == logged[1] and logged[0].startswith("SettingError: DITRON does not know 'warp'; it takes")
 
 
 def test_without_arguments():

@@ -21,13 +21,13 @@ def _launch(start: DeviceHold, name: str, launches_us: float, monkeypatch: pytes
 def test_the_slowest_call_counts_and_of_each_the_quickest_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     start = DeviceHold()
     assert start.length_us == 200
-    _launch(start, "ours", 50, monkeypatch)
+    _launch(start, "fused", 50, monkeypatch)
     assert start.length_us == 200
     _launch(start, "peer", 1e6, monkeypatch)  # it compiles
     assert start.length_us == 3000
     _launch(start, "peer", 600, monkeypatch)
     assert start.length_us == pytest.approx(1200)
-    _launch(start, "ours", 700, monkeypatch)  # slower than before: something else took the host's time
+    _launch(start, "fused", 700, monkeypatch)  # slower than before: something else took the host's time
     assert start.length_us == pytest.approx(1200)
 
 

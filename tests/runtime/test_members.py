@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def _contexts_of_others() -> list[str]:
-    """What each room says to a group of rank 0 alone; rank 0 is in it, and asks nothing of the others."""
+    """What each subpackage says to a group of rank 0 alone; rank 0 is in it, and asks nothing of the others."""
     group = dist.new_group([0])
     makers = (
         lambda: tp_context(group, CPU), lambda: get_sp_context(group, CPU), lambda: get_ep_context(group, CPU, 4, 2),

@@ -1,4 +1,5 @@
-"""What is marked is called as it is by compiled code, and costs nothing elsewhere; so are the ops of every room."""
+"""What is marked is called as it is by compiled code, and costs nothing elsewhere; so are the ops of every
+subpackage."""
 
 from __future__ import annotations
 

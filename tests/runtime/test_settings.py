@@ -29,7 +29,7 @@ def test_unset_and_empty_variables_are_defaults(monkeypatch: pytest.MonkeyPatch)
         ("DITRON_ARENA_BYTES", "1048576", "arena_bytes", 1 << 20),
         ("DITRON_ARENA_BYTES", "256M", "arena_bytes", 256 << 20),
         ("DITRON_ARENA_BYTES", "1.5GiB", "arena_bytes", 3 << 29),
-        ("DITRON_PP_LOANS", "0", "pp_loans", 0),
+        ("DITRON_PP_LEASES", "0", "pp_leases", 0),
         ("DITRON_POLICY", "bits", "policy", "bits"),
     ],
 )
@@ -45,7 +45,7 @@ def test_good_values(variable: str, text: str, field: str, value: object, monkey
         ("DITRON_TIMEOUT_S", ["soon", "0", "-1", "inf", "nan", "1e308", "1e-9"]),
         ("DITRON_ARENA_BYTES", ["much", "0", "-5M", "1T", "inf", "nan"]),
         ("DITRON_PP_SLOTS", ["0", "two", "99999999999999999999"]),
-        ("DITRON_PP_LOANS", ["-1", "1.5"]),
+        ("DITRON_PP_LEASES", ["-1", "1.5"]),
         ("DITRON_EP_CAPACITY", ["0", "1e308"]),
     ],
 )
@@ -56,7 +56,7 @@ def test_bad_values_are_refused_by_name(variable: str, texts: list[str], monkeyp
             get_settings()
 
 
-@pytest.mark.parametrize("variable", [one.variable for one in SETTINGS if one.parse is not str])
+@pytest.mark.parametrize("variable", [setting.variable for setting in SETTINGS if setting.parse is not str])
 @pytest.mark.parametrize("text", ["\N{COLLISION SYMBOL}", "-1", "nan", "1e400", "9" * 5000, " ", "[/bold]"])
 def test_no_setting_takes_what_it_cannot_be(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that name files say so where they are read."""

@@ -150,7 +150,7 @@ def test_a_library_that_is_there_twice_is_named(tmp_path: Path, monkeypatch: pyt
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 3.6.0\n")
     (warning,) = [s for s in versions.version_warnings() if s.startswith("triton is installed") and s not in before]
-    assert f"what lies in {tmp_path} (triton 3.6.0) comes first" in warning and warning.endswith("remove all but one")
+    assert f"what is in {tmp_path} (triton 3.6.0) comes first" in warning and warning.endswith("remove all but one")
 
 
 def test_two_builds_of_nvshmem_are_said_where_it_starts(
@@ -164,8 +164,8 @@ def test_two_builds_of_nvshmem_are_said_where_it_starts(
     assert not any("nvshmem" in sentence for sentence in versions.version_warnings())
     with caplog.at_level(logging.WARNING, "ditron_train"):
         versions.check_used("nvidia-nvshmem")
-    (said,) = [message for message in caplog.messages if message.startswith("nvidia-nvshmem is installed")]
-    assert "nvidia-nvshmem-cu13 3.4.5" in said and "nvidia-nvshmem-cu12 3.4.5" in said
+    (logged,) = [message for message in caplog.messages if message.startswith("nvidia-nvshmem is installed")]
+    assert "nvidia-nvshmem-cu13 3.4.5" in logged and "nvidia-nvshmem-cu12 3.4.5" in logged
 
 
 def test_a_checkout_of_megatron_on_the_path_counts(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditron_train.schedule import groups_in_turn
+from ditron_train.schedule import groups_in_sequence
 from ditron_train.schedule.groups import _LEAST_PRODUCT_US, _MARGIN
 
 TIMES = st.floats(0, 1e4)
@@ -27,11 +27,12 @@ def test_groups_are_in_order_and_nothing_is_waited_for_that_need_not_be(
     order, ranks, product_us, transfer_us, lost_us
 ):
     order = order[:ranks]
-    groups = groups_in_turn(order, product_us, transfer_us, lost_us)
+    groups = groups_in_sequence(order, product_us, transfer_us, lost_us)
     assert sum(groups, []) == order and all(groups)
     if product_us >= _LEAST_PRODUCT_US + lost_us:
         together, alone = (
-            waited_us(sizes, product_us, transfer_us, lost_us) for sizes in ([len(one) for one in groups], [1] * ranks)
+            waited_us(sizes, product_us, transfer_us, lost_us)
+            for sizes in ([len(group) for group in groups], [1] * ranks)
         )
         assert together <= alone + 1e-6 * (product_us + transfer_us) * ranks
 
@@ -53,4 +54,4 @@ def test_groups_are_in_order_and_nothing_is_waited_for_that_need_not_be(
     ],
 )
 def test_a_group_has_as_many_as_come_beside_the_ones_before(product_us, transfer_us, lost_us, sizes):
-    assert [len(group) for group in groups_in_turn([2, 3, 0, 1], product_us, transfer_us, lost_us)] == sizes
+    assert [len(group) for group in groups_in_sequence([2, 3, 0, 1], product_us, transfer_us, lost_us)] == sizes

@@ -1,9 +1,9 @@
 """The same few ops of every package again and again, every result compared, memory watched.
 
 Messages round the ring of ranks and the ops of ``tp`` are compared with ``torch.distributed`` and ``torch.matmul``,
-the steps of the other rooms, forward and backward, with their own first results. Some messages come, then one of the
-others. Nothing here waits for the device or for ``torch.distributed`` between them: the device compares and counts,
-and ranks come together once a second.
+the steps of the other subpackages, forward and backward, with their own first results. Some messages come, then one of
+the others. Nothing here waits for the device or for ``torch.distributed`` between them: the device compares and
+counts, and ranks come together once a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MESSAGES = {"cuda": 4, "cpu": 99}  # in front of each other op: kernels are slo
 _READS = 20  # of the count of differences
 
 _TP_OPS = ("tp all_gather", "tp ag_gemm", "tp reduce_scatter", "tp gemm_rs", "tp gemm_ar")
-#: Calls of ops in a step of each other room, forward and backward.
+#: Calls of ops in a step of each other subpackage, forward and backward.
 OPS_OF_STEP = {"sp": 4, "ep": 5, "muon": 1}
 
 Op = Callable[[int], Sequence[torch.Tensor]]
@@ -91,7 +91,7 @@ def endure(
     late = np.random.default_rng(seed)
     meter = SoakMeter(soak, session.device, limit_s)
     next_read = 0
-    for kind in _in_turn(kinds, _MESSAGES[session.device.type]):
+    for kind in _in_sequence(kinds, _MESSAGES[session.device.type]):
         if soak.done >= soak.planned or meter.time_is_up():
             break
         if kind is not kinds[0]:
@@ -109,7 +109,7 @@ def endure(
     meter.finish(last_epoch(context))
 
 
-def _in_turn(kinds: Sequence[_Kind], num_messages: int) -> Iterator[_Kind]:
+def _in_sequence(kinds: Sequence[_Kind], num_messages: int) -> Iterator[_Kind]:
     """For ever: one of the others, then so many messages."""
     message, *others = kinds
     while True:

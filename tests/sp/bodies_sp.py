@@ -103,14 +103,14 @@ def check_projections(
     x = leaf(make(length // world, batch, hidden, dtype=dtype, seed=seed + rank).to(device))
     weight = leaf(make(world * layout.num_columns, hidden, dtype=dtype, seed=seed + 100).to(device))
     x_native, weight_native = leaf(x), leaf(weight)
-    ours = qkv_projection(x, weight, context=context, layout=layout)
+    fused = qkv_projection(x, weight, context=context, layout=layout)
     native = native_qkv(x_native, weight_native, layout, world)
     grads = [
         make(*part.shape, dtype=dtype, seed=seed + 200 + 10 * rank + i).to(device) for i, part in enumerate(native)
     ]
-    for ours_part, native_part in zip(ours, native):
-        assert ours_part.is_contiguous() and torch.equal(ours_part, native_part)
-    torch.autograd.backward(ours, grads)
+    for fused_part, native_part in zip(fused, native):
+        assert fused_part.is_contiguous() and torch.equal(fused_part, native_part)
+    torch.autograd.backward(fused, grads)
     torch.autograd.backward(native, grads)
     assert torch.equal(x.grad, x_native.grad)
     assert torch.equal(weight.grad, weight_native.grad)
@@ -132,7 +132,7 @@ def check_projections(
 
 def check_bias(rounds_once: bool) -> None:
     """The QKV projection with a bias: each rank adds that of its own heads, once, and its gradient is that of the
-    rank's own rows."""
+    rank's local shard."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context, layout = get_sp_context(None, torch.device("cpu")), qkv_layout(4 * world, 2 * world, 8, world)
     columns = world * layout.num_columns
@@ -140,16 +140,16 @@ def check_bias(rounds_once: bool) -> None:
     inputs += [integers(*shape, dtype=torch.float32, seed=5 + len(shape)) for shape in ((columns, 16), (columns,))]
     x, weight, bias = (leaf(one) for one in inputs)
     x_native, weight_native, bias_native = (leaf(one) for one in inputs)
-    ours = qkv_projection(x, weight, context=context, layout=layout, bias=bias, rounds_once=rounds_once)
+    fused = qkv_projection(x, weight, context=context, layout=layout, bias=bias, rounds_once=rounds_once)
     mixed = torch.matmul(x_native, weight_native.t()) + bias_native
     parts = torch.split(mixed.view(4, 2, world * layout.num_groups, -1), list(layout.widths), dim=3)
     native = tuple(
         native_to_heads(part.reshape(4, 2, -1, head_dim), world) for part, head_dim in zip(parts, layout.head_dims)
     )
-    for ours_part, native_part in zip(ours, native, strict=True):
-        assert torch.equal(ours_part, native_part)
+    for fused_part, native_part in zip(fused, native, strict=True):
+        assert torch.equal(fused_part, native_part)
     grads = [integers(*part.shape, dtype=torch.float32, seed=20 + 10 * rank + i) for i, part in enumerate(native)]
-    torch.autograd.backward(ours, grads)
+    torch.autograd.backward(fused, grads)
     torch.autograd.backward(native, grads)
     for found, expected in ((x, x_native), (weight, weight_native), (bias, bias_native)):
         assert torch.equal(found.grad, expected.grad)
@@ -238,12 +238,12 @@ def check_late_gradient(rank: int, world: int, context: SPContext, case: dict) -
         attended = query + (key + value).sum(dim=2, keepdim=True)
         y = output_projection(attended, leaves[2], context=context, layout=out_layout, late=late)
         y.backward(grad)
-        return [y.detach(), *(one.grad for one in leaves)]
+        return [y.detach(), *(leave.grad for leave in leaves)]
 
     for trained in ((True, True, True), (False, True, True), (True, False, True), (True, True, False)):
-        for ours, native, expected in zip(results(True, trained), results(False, trained), (True, *trained)):
-            assert (ours is not None) == (native is not None) == expected
-            assert not expected or torch.equal(ours, native)
+        for fused, native, expected in zip(results(True, trained), results(False, trained), (True, *trained)):
+            assert (fused is not None) == (native is not None) == expected
+            assert not expected or torch.equal(fused, native)
 
 
 def check_exchanges(
@@ -255,12 +255,12 @@ def check_exchanges(
     shapes = [(length // world, batch, count, head_dim) for count in (heads, groups, groups)]
     parts = [leaf(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in shapes]
     native_parts = [leaf(part) for part in parts]
-    ours = heads_exchange(parts, context=context, layout=layout)
+    fused = heads_exchange(parts, context=context, layout=layout)
     native = [native_to_heads(part, world) for part in native_parts]
-    for ours_part, native_part in zip(ours, native):
-        assert torch.equal(ours_part, native_part)
+    for fused_part, native_part in zip(fused, native):
+        assert torch.equal(fused_part, native_part)
     grads = [torch.randn(part.shape, generator=generator).to(dtype).to(device) for part in native]
-    torch.autograd.backward(ours, grads)
+    torch.autograd.backward(fused, grads)
     torch.autograd.backward(native, grads)
     for part, native_part in zip(parts, native_parts):
         assert torch.equal(part.grad, native_part.grad)

@@ -72,5 +72,5 @@ def test_hooks_have_a_part_in_gradients(kind, add_hook):
         log.clear()
         for one in own:
             one.grad = None
-    for native, ours in zip(*found, strict=True):
-        assert torch.equal(native, ours) if torch.is_tensor(native) else native == ours
+    for native, of_fused in zip(*found, strict=True):
+        assert torch.equal(native, of_fused) if torch.is_tensor(native) else native == of_fused

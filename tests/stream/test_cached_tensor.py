@@ -35,7 +35,7 @@ def test_another_stream_waits_for_what_made_it(monkeypatch: pytest.MonkeyPatch) 
     assert one.get() is tensor and not done
     current[0] = second
     assert one.get() is tensor and done == ["the second waits for what the first has", "used on the second"]
-    capturing.append(True)  # a capture may not wait for what lies outside of it
+    capturing.append(True)  # a capture may not wait for what is outside of it
     assert one.get() is tensor and len(done) == 2
 
 

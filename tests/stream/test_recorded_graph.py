@@ -430,6 +430,6 @@ def test_code_of_others_is_recorded_only_if_its_allocations_are_counted(
     monkeypatch.setattr(plan, "counts_allocations", lambda: False)
     exchange = _exchange(context)
     for _ in range(5):
-        exchange.replay("ours", lambda: fake.stream.append("ours"))
+        exchange.replay("fused", lambda: fake.stream.append("fused"))
         exchange.replay("theirs", lambda: fake.stream.append("theirs"), allocates=True)
-    assert fake.alive == [["ours"]] and fake.stream.count("theirs") == 5
+    assert fake.alive == [["fused"]] and fake.stream.count("theirs") == 5

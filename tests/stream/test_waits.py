@@ -197,8 +197,8 @@ def test_a_release_that_the_driver_refuses_is_an_error_on_the_host(caplog):
     for now_s in (3.0, 4.0, 5.0):
         watchdog._poll(now_s)
     assert held.value == 6 and watchdog._waits[0].released
-    said = [record.getMessage() for record in caplog.records if "cannot be released" in record.getMessage()]
-    assert [text.rpartition(": ")[2] for text in said] == ["launch failed", "out of memory"]
+    logged = [record.getMessage() for record in caplog.records if "cannot be released" in record.getMessage()]
+    assert [text.rpartition(": ")[2] for text in logged] == ["launch failed", "out of memory"]
 
 
 def test_the_watchdogs_thread_outlives_an_error(monkeypatch):

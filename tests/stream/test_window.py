@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ditron_train.runtime.errors import DitronError
 from ditron_train.stream import driver, shared_mappings
 from ditron_train.stream import window as windows
-from ditron_train.stream.copies import Fan, copy_fans
-from ditron_train.stream.window import ring_window, send_fans
+from ditron_train.stream.copies import StridedCopy, copy_strided
+from ditron_train.stream.window import ring_window, send_strided
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.symm.transport import Segment
 
@@ -143,12 +143,12 @@ def test_private_memory_is_refused_and_nothing_stays_mapped():
 
 @pytest.mark.parametrize("error", [DitronError("invalid value"), AttributeError("CUDA_MEMCPY2D")])
 def test_a_driver_that_refuses_is_an_answer(monkeypatch, error):
-    def refuse(fans, stream):
+    def refuse(strided_copies, stream):
         raise error
 
-    assert send_fans([], None)
-    monkeypatch.setattr(windows, "copy_fans", refuse)
-    assert not send_fans([], None)
+    assert send_strided([], None)
+    monkeypatch.setattr(windows, "copy_strided", refuse)
+    assert not send_strided([], None)
 
 
 class _FakeCuda:
@@ -242,5 +242,5 @@ def test_pieces_are_copied_each_to_its_place(count, num_bytes, gap, source_gap):
     for piece in range(count):
         expected[piece * pitch :][:num_bytes] = source[piece * source_pitch :][:num_bytes]
     addresses = (array.ctypes.data_as(ctypes.c_void_p).value for array in (destination, source))
-    copy_fans([Fan(next(addresses), pitch, next(addresses), source_pitch, num_bytes, count)], None)
+    copy_strided([StridedCopy(next(addresses), pitch, next(addresses), source_pitch, num_bytes, count)], None)
     assert (destination == expected).all()

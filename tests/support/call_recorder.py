@@ -26,7 +26,7 @@ that of the rank d after this one, with an offset in bytes. Other memory is ``-`
 the name of this rank's. So a swapped operand shows, and an address does not.
 
 The recorder patches: ``GridExecutor.__call__`` of Triton's interpreter, torch's dispatcher, ``ctypes.memmove`` in
-``stream.copies``, ``stream.waits``, ``_Meeting.exchange``, ``Segment``, ``shared_mappings.map_side_by_side``,
+``stream.copies``, ``stream.waits``, ``_Rendezvous.exchange``, ``Segment``, ``shared_mappings.map_side_by_side``,
 ``Mailbox`` and ``PipelineChannel.wait_for``.
 """
 
@@ -52,7 +52,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ditron_train.pp.channel import PipelineChannel
 from ditron_train.pp.mailbox import Headers, Mailbox, Values
 from ditron_train.stream import copies, shared_mappings, waits
-from ditron_train.symm.exchange import _Meeting
+from ditron_train.symm.exchange import _Rendezvous
 from ditron_train.symm.transport import Segment
 
 _LEAST_ADDRESS = 1 << 32
@@ -165,7 +165,7 @@ class CallRecorder:
         self._stack.enter_context(mock.patch.object(waits, "_flag", lambda address: _Flag(self, address)))
         memmove = types.SimpleNamespace(memmove=self._memmove)
         self._stack.enter_context(mock.patch.object(copies, "ctypes", memmove))
-        patch(_Meeting, "exchange", self._exchange)
+        patch(_Rendezvous, "exchange", self._exchange)
         patch(Segment, "__post_init__", self._segment)
         patch(shared_mappings, "map_side_by_side", self._window)
         for owner, names in (
@@ -200,7 +200,7 @@ class CallRecorder:
         self._stream = stream
 
     def reuse_memory(self) -> None:
-        """From now on, where kernels are not run, what a call allocates lies where it did in the call before it."""
+        """From now on, where kernels are not run, what a call allocates is where it did in the call before it."""
         self._reuses_memory = self._stream is not None
 
     def allocated(self, made: torch.Tensor) -> torch.Tensor:
@@ -345,9 +345,9 @@ class CallRecorder:
         self.add(f"copy {self.place(destination)} <- {self.place(source)} {num_bytes}")
         ctypes.memmove(destination, source, num_bytes)
 
-    def _exchange(self, run: Callable[..., Any], meeting: Any, value: object, turns: int = 1) -> Any:
+    def _exchange(self, run: Callable[..., Any], rendezvous: Any, value: object, turns: int = 1) -> Any:
         self.add(f"exchange {self._plain(value)}" + ("" if turns == 1 else f" turns {turns}"))
-        return run(meeting, value, turns)
+        return run(rendezvous, value, turns)
 
     def _segment(self, run: Callable[..., Any], segment: Any) -> None:
         run(segment)

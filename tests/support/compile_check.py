@@ -221,8 +221,8 @@ class Compilation:
         open(answers, "w").close()
         self._answers.append(answers)
         command = [sys.executable, "-m", "tests.support.compile_check", request, answers, str(self._niceness)]
-        with open(self._said, "w") as said:
-            self._process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        with open(self._said, "w") as logged:
+            self._process = subprocess.Popen(command, env=environment, stdout=logged, stderr=subprocess.STDOUT)
 
     def _read(self) -> dict[tuple[str, str], CompileReport]:
         """The reports so far; a line that is being written does not count."""
@@ -267,8 +267,8 @@ class Compilation:
                     raise TimeoutError(f"no kernel was compiled for {stall_s:g} s, after {num_reports} of them")
                 time.sleep(0.1)
             if self._process.returncode != 0:
-                with open(self._said) as said:
-                    words = said.read()[-2000:]
+                with open(self._said) as logged:
+                    words = logged.read()[-2000:]
                 raise RuntimeError(f"the compiling process ended with {self._process.returncode}: {words}")
             return reports
         finally:
@@ -317,10 +317,10 @@ def _assemble(ptx: str, target: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def _assembler_facts(said: str) -> tuple[int, int]:
+def _assembler_facts(logged: str) -> tuple[int, int]:
     """(registers, spilled bytes) in what ptxas said."""
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
-    return max(int(n) for n in re.findall(r"Used (\d+) registers", said)), spills
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", logged))
+    return max(int(n) for n in re.findall(r"Used (\d+) registers", logged)), spills
 
 
 def _as_tuples(value: Any) -> Any:
@@ -386,13 +386,13 @@ def _compile_one(spec: KernelSpec, target: str) -> CompileReport:
     )
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     triton.knobs.nvidia.dump_ptxas_log = True
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as logged:
         compiled = triton.compile(source, target=_gpu_target(target), options=options)
     facts = (compiled.metadata.shared, carried_bounds(compiled.asm["ttir"]))
     if target == "hip":
         return CompileReport(spec.name, target, None, compiled.asm["amdgcn"], None, None, *facts)
     # Triton has assembled it just now, or has it from its cache and says nothing.
-    registers, spills = _assembler_facts(said.getvalue() or _assemble(compiled.asm["ptx"], target))
+    registers, spills = _assembler_facts(logged.getvalue() or _assemble(compiled.asm["ptx"], target))
     return CompileReport(spec.name, target, None, compiled.asm["ptx"], registers, spills, *facts)
 
 

@@ -1,4 +1,4 @@
-"""Exact CPU arithmetic for a test: the fused path and Megatron's path have to be bitwise identical.
+"""Exact CPU arithmetic for a test: the fused path and stock Megatron have to be bitwise identical.
 
 Not for tests of the order of sums, which it hides: those use integers or order-probe inputs.
 """

@@ -41,7 +41,7 @@ class RankProcess:
     ended_s: float | None = None
     queued_s: float = 0.0
 
-    def said(self) -> str:
+    def printed(self) -> str:
         """What it has printed."""
         return self.log.read_text(errors="replace")
 

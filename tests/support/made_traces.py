@@ -1,4 +1,4 @@
-"""Made traces of a GPU, natively and with ours, with names as GPUs gave them."""
+"""Made traces of a GPU, natively and fused, with names as GPUs gave them."""
 
 
 def ran(name, start, length, stream=7, launched=None, category="kernel"):
@@ -33,7 +33,7 @@ NATIVE = [
     ),
     *ran("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", 1540, 60, 7, 1500),
 ]
-OURS = [
+FUSED = [
     *ran("Memcpy PtoP (Device -> Device)", 1000, 80, 21, category="gpu_memcpy"),
     *ran("ag_gemm_kernel", 1000, 320, 7, 910),
     *ran("gemm_rs_kernel", 1330, 100, 7, 920),  # its launch was there: the device waited for something else

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RECORD = Path(__file__).parents[1] / "native" / "megatron_signatures.json"
-_OURS = Path(__file__).parents[2] / "ditron_train" / "megatron"
-#: Functions that are replaced by name, or called with arguments of ours.
+_FUSED = Path(__file__).parents[2] / "ditron_train" / "megatron"
+#: Functions that are replaced by name, or called with arguments of this package.
 _FUNCTIONS = {
     "parallel_state.py": ("initialize_model_parallel",),
     "tensor_parallel/layers.py": ("linear_with_grad_accumulation_and_async_allreduce",),
@@ -27,7 +27,7 @@ _FUNCTIONS = {
     "fusions/fused_weighted_squared_relu.py": ("weighted_squared_relu_impl",),
     "transformer/moe/moe_utils.py": ("get_capacity", "get_default_pg_collection"),
 }
-#: Of ours that stands in for a class without being one of its kind.
+#: A class of this package that stands in for a class without being one of its kind.
 _CONSTRUCTORS = ("TensorParallelMuon",)
 
 
@@ -90,10 +90,10 @@ def _bare(arguments: ast.arguments) -> ast.arguments:
 @functools.cache
 def our_overrides() -> dict[str, str]:
     """Our parameters of every method that overrides one of Megatron's, by Megatron's class and method."""
-    ours, overrides = _Classes(_OURS), {}
-    for name in ours.names():
-        for native in (base for base in ours.bases(name) if base not in ours and name.startswith("Ditron")):
-            overrides.update({f"{native}.{method}": _written(node) for method, node in ours.methods(name).items()})
+    fused, overrides = _Classes(_FUSED), {}
+    for name in fused.names():
+        for native in (base for base in fused.bases(name) if base not in fused and name.startswith("Ditron")):
+            overrides.update({f"{native}.{method}": _written(node) for method, node in fused.methods(name).items()})
     return overrides
 
 
@@ -119,10 +119,10 @@ def written_version(core: Path) -> str:
     return f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}"
 
 
-def why_not_callable_as(ours: str, native: str) -> str | None:
-    """Why a function with parameters ``ours`` cannot be called in all ways in which one with ``native`` can be, or
+def unsupported_reason_callable_as(fused: str, native: str) -> str | None:
+    """Why a function with parameters ``fused`` cannot be called in all ways in which one with ``native`` can be, or
     None."""
-    mine, theirs = (_parameters(text) for text in (ours, native))
+    mine, theirs = (_parameters(text) for text in (fused, native))
     by_position = mine.posonlyargs + mine.args
     for index, one in enumerate(theirs.posonlyargs + theirs.args):
         if index < len(by_position) and (by_position[index].arg == one.arg or index < len(theirs.posonlyargs)):

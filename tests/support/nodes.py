@@ -1,4 +1,5 @@
-"""Runs a function on ranks of posed nodes (``scripts/posed_nodes.py``): own network, host name and ``/dev/shm`` each.
+"""Runs a function on ranks of simulated nodes (``scripts/simulated_nodes.py``): own network, host name and
+``/dev/shm`` each.
 
     assert run_on_nodes(2, 2, body, 10) == [0, 10, 20, 30]
 
@@ -26,9 +27,9 @@ RATE_MBIT = 400.0  # an eighth, or less, of what gloo moves inside a node
 
 
 @functools.lru_cache
-def _posed_nodes() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "posed_nodes.py"
-    spec = importlib.util.spec_from_file_location("posed_nodes", path)
+def _simulated_nodes() -> ModuleType:
+    path = Path(__file__).parents[2] / "scripts" / "simulated_nodes.py"
+    spec = importlib.util.spec_from_file_location("simulated_nodes", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -36,22 +37,22 @@ def _posed_nodes() -> ModuleType:
 
 
 @functools.lru_cache
-def why_no_nodes() -> str | None:
+def unsupported_reason_nodes() -> str | None:
     """Why this machine cannot pose nodes, or None."""
-    return _posed_nodes().why_not()
+    return _simulated_nodes().unsupported_reason()
 
 
 class NodesPool(WorkerPool):
-    """Live processes on posed nodes, which are neighbours in one gloo group.
+    """Live processes on simulated nodes, which are neighbours in one gloo group.
 
     Attributes:
         nodes: To slow down.
     """
 
     def __init__(self, num_nodes: int, ranks: int, env: Mapping[str, str] | None, rate_mbit: float) -> None:
-        if why_no_nodes() is not None:
-            pytest.skip(why_no_nodes())
-        self.nodes = _posed_nodes().PosedNodes(num_nodes, rate_mbit)
+        if unsupported_reason_nodes() is not None:
+            pytest.skip(unsupported_reason_nodes())
+        self.nodes = _simulated_nodes().SimulatedNodes(num_nodes, rate_mbit)
 
         def of_rank(rank: int) -> dict[str, str]:
             node, local = divmod(rank, ranks)

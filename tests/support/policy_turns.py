@@ -27,7 +27,7 @@ Run = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median of the rounds' ratios, and the interval in which the true one lies with 95 % confidence."""
+    """Median of the rounds' ratios, and the interval in which the true one is with 95 % confidence."""
 
     median: float
     low: float
@@ -35,9 +35,9 @@ class Ratio:
 
 
 def compare_policies(
-    session: BenchSession, ours: Run, native: Run, *, rounds: int, calls: int
+    session: BenchSession, fused: Run, native: Run, *, rounds: int, calls: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Times ``ours`` under every mode in turns, and then ``native`` (collective).
+    """Times ``fused`` under every mode in turns, and then ``native`` (collective).
 
     Returns:
         us a call in every round by name (``native`` and ``MODES``), the maximum over ranks; and by mode, how many
@@ -47,20 +47,22 @@ def compare_policies(
     for mode in MODES:
         with under_policy(mode):
             gate.swap(gates[mode])
-            ours(0)  # every shape of the layer is decided on here
+            fused(0)  # every shape of the layer is decided on here
             gate.swap(gates[mode])
 
     def under(mode: str) -> Run:
         def decided(index: int) -> None:
             gate.swap(gates[mode])
-            ours(index)
+            fused(index)
             gate.swap(gates[mode])
 
         return decided
 
     times = _in_turns(session, {mode: under(mode) for mode in MODES}, rounds, calls)
     times.update(_in_turns(session, {"native": native}, -(-rounds // 4), calls))
-    return times, {mode: sum(one.context is None for one in decided.answers()) for mode, decided in gates.items()}
+    return times, {
+        mode: sum(answer.context is None for answer in decided.answers()) for mode, decided in gates.items()
+    }
 
 
 def _in_turns(session: BenchSession, contenders: Mapping[str, Run], rounds: int, calls: int) -> dict[str, list[float]]:

@@ -65,11 +65,11 @@ class _Worker:
         self.rank = rank
         self.log_path = os.path.join(directory, f"rank{rank}.log")
         self._log_offset = 0
-        ours, theirs = socket.socketpair()
+        fused, theirs = socket.socketpair()
         with open(self.log_path, "wb") as log, theirs:
             environment = _worker_env(rank, world_size, directory, env)
             self.process = ForkedProcess(environment, theirs.fileno(), log.fileno())
-        self.connection = Connection(ours.detach())
+        self.connection = Connection(fused.detach())
 
     def new_output(self) -> str:
         """What the worker has printed since the last call."""

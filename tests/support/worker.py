@@ -159,7 +159,7 @@ def _become_worker(pipe: int, log: int, environment: Mapping[str, str], path: Se
 
 
 def _enter_namespaces(holder: int) -> None:
-    """Goes over to the network, host name and ``/dev/shm`` of a posed node (``tests.support.nodes``)."""
+    """Goes over to the network, host name and ``/dev/shm`` of a simulated node (``tests.support.nodes``)."""
     libc = ctypes.CDLL(None, use_errno=True)
     kinds = ("user", "net", "uts", "mnt")
     opened = [os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY) for kind in kinds]

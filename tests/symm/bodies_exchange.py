@@ -35,18 +35,18 @@ def _timeout_of(call: Callable[[], object], timeout_s: float = 1.0) -> tuple[int
     raise AssertionError("nobody was missing")
 
 
-def overlapping_groups_in_turn() -> tuple[list, list[str]]:
+def overlapping_groups_in_sequence() -> tuple[list, list[str]]:
     """What each group's ranks said, and the keys that are left in the store of the largest."""
     rank, world = dist.get_rank(), dist.get_world_size()
     lists = [list(range(world)), [0, 1], list(range(1, world))]
     groups = [dist.new_group(ranks) for ranks in lists]
-    said = []
+    logged = []
     for repeat in range(10):
-        said = [module.exchange(group, (repeat, rank)) for group, ranks in zip(groups, lists) if rank in ranks]
+        logged = [module.exchange(group, (repeat, rank)) for group, ranks in zip(groups, lists) if rank in ranks]
     dist.barrier()
-    keys = module._meetings[groups[0]].store
+    keys = module._rendezvous_of_groups[groups[0]].store
     words = [*map(str, range(world)), "arrived", "outcome"]
-    return said, [f"{number}/{word}" for number in range(12) for word in words if keys.check([f"{number}/{word}"])]
+    return logged, [f"{number}/{word}" for number in range(12) for word in words if keys.check([f"{number}/{word}"])]
 
 
 def a_rank_does_not_come() -> tuple[int, str] | None:
@@ -91,7 +91,7 @@ def a_step_that_meets_nobody() -> tuple[int, float, float] | None:
         with Lateness() as lateness:
             start_s = time.monotonic()
             missing, _ = _timeout_of(
-                lambda: module.on_all_ranks(group, "meeting", lambda: module.exchange(group, "here")), 2.5
+                lambda: module.on_all_ranks(group, "rendezvous", lambda: module.exchange(group, "here")), 2.5
             )
             seconds = time.monotonic() - start_s
         answer = missing, seconds, lateness.seconds
@@ -110,7 +110,7 @@ def groups_of_different_sizes() -> tuple[int, str]:
 def groups_of_one_name() -> list[list[str]]:
     """As if a group had been destroyed and another been given its name, and with it its part of the store."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    return [module._Meeting.of(group).exchange(text) for text in ("old", "new")]
+    return [module._Rendezvous.of(group).exchange(text) for text in ("old", "new")]
 
 
 def groups_of_one_name_and_other_ranks() -> list[list[str]]:
@@ -124,7 +124,7 @@ def groups_of_one_name_and_other_ranks() -> list[list[str]]:
     distributed_c10d._get_process_group_store = lambda group: part
     try:
         groups = [("old", pair), ("new", everyone)] if dist.get_rank() < 2 else [("new", everyone)]
-        return [module._Meeting.of(group).exchange(text) for text, group in groups]
+        return [module._Rendezvous.of(group).exchange(text) for text, group in groups]
     finally:
         distributed_c10d._get_process_group_store = find_store
 
@@ -134,31 +134,31 @@ def a_group_that_never_met() -> tuple[list[str], list[list[str]]]:
     group, last = dist.new_group(list(range(dist.get_world_size()))), dist.get_world_size() - 1
     words = []
     if dist.get_rank() != last:
-        before = module._Meeting.of(group)
+        before = module._Rendezvous.of(group)
         words = [_timeout_of(lambda: before.exchange("old"))[1] for _ in range(2)]
     dist.barrier()
     if dist.get_rank() == 0:
         time.sleep(0.2)  # those that are here earlier find what it said in the first group
-    meeting = module._Meeting.of(group)
-    return words, [meeting.exchange(text) for text in ("new", "newer")]
+    rendezvous = module._Rendezvous.of(group)
+    return words, [rendezvous.exchange(text) for text in ("new", "newer")]
 
 
 def a_rank_is_interrupted() -> tuple[str, float, list[str]]:
     """What the others hear when one rank leaves an exchange before the last has come, how soon, and the next
     exchange."""
     group, rank, words = dist.new_group(list(range(dist.get_world_size()))), dist.get_rank(), "no error"
-    meeting, start_s = module._Meeting.of(group), time.monotonic()
+    rendezvous, start_s = module._Rendezvous.of(group), time.monotonic()
     if rank == 0:
-        meeting._wait = lambda deadline_s: signal.raise_signal(signal.SIGINT)
+        rendezvous._wait = lambda deadline_s: signal.raise_signal(signal.SIGINT)
     if rank == 2:
         time.sleep(0.3)
     try:
-        meeting.exchange("interrupted")
+        rendezvous.exchange("interrupted")
     except (PeerTimeoutError, KeyboardInterrupt) as error:
         words = f"{type(error).__name__} {getattr(error, 'missing_rank', '')}"
     finally:
-        meeting.__dict__.pop("_wait", None)
-    return words, time.monotonic() - start_s, meeting.exchange(f"rank {rank}")
+        rendezvous.__dict__.pop("_wait", None)
+    return words, time.monotonic() - start_s, rendezvous.exchange(f"rank {rank}")
 
 
 def a_rank_stays_away() -> tuple[str, float, list[str]]:
@@ -169,7 +169,7 @@ def a_rank_stays_away() -> tuple[str, float, list[str]]:
     try:
         if rank == 1:
             time.sleep(0.3)
-            module.stay_away(group)
+            module.abort_next_exchange(group)
         else:
             module.exchange(group, "alone")
     except PeerTimeoutError as error:
@@ -179,12 +179,12 @@ def a_rank_stays_away() -> tuple[str, float, list[str]]:
 
 def the_last_is_slow_to_publish() -> tuple[list[str], list[str]]:
     """The deadline passes when all have come and the last of them has not published what they said yet."""
-    meeting, settle = (
-        module._Meeting.of(dist.new_group(list(range(dist.get_world_size())))),
-        module._Meeting._settle_with_all,
+    rendezvous, settle = (
+        module._Rendezvous.of(dist.new_group(list(range(dist.get_world_size())))),
+        module._Rendezvous._settle_with_all,
     )
 
-    def slowly(self: module._Meeting, keys: list[str]) -> object:
+    def slowly(self: module._Rendezvous, keys: list[str]) -> object:
         time.sleep(2.0)
         return settle(self, keys)
 
@@ -192,26 +192,26 @@ def the_last_is_slow_to_publish() -> tuple[list[str], list[str]]:
     least, module._LEAST_TIMEOUT_S = module._LEAST_TIMEOUT_S, 1.0
     if dist.get_rank() == 2:
         time.sleep(0.3)
-        module._Meeting._settle_with_all = slowly
+        module._Rendezvous._settle_with_all = slowly
     try:
-        first = meeting.exchange("first")
+        first = rendezvous.exchange("first")
     finally:
-        module._Meeting._settle_with_all, module._LEAST_TIMEOUT_S = settle, least
+        module._Rendezvous._settle_with_all, module._LEAST_TIMEOUT_S = settle, least
         del os.environ["DITRON_TIMEOUT_S"]
-    return first, meeting.exchange("second")
+    return first, rendezvous.exchange("second")
 
 
 def one_gives_up_when_the_last_comes() -> str:
     """The first gives up just after the last has looked for an outcome and found none."""
-    meeting, rank = module._Meeting.of(dist.new_group(list(range(dist.get_world_size())))), dist.get_rank()
+    rendezvous, rank = module._Rendezvous.of(dist.new_group(list(range(dist.get_world_size())))), dist.get_rank()
     if rank == 0:
-        meeting._wait = lambda deadline_s: meeting.store.wait(["1/1"])  # returns None: the deadline has passed
+        rendezvous._wait = lambda deadline_s: rendezvous.store.wait(["1/1"])  # returns None: the deadline has passed
     if rank == 2:
-        meeting.store.wait(["1/outcome"])
-        check, meeting.store = meeting.store.check, _Answers(meeting.store)
-        meeting.store.check = lambda keys: keys != ["1/outcome"] and check(keys)
+        rendezvous.store.wait(["1/outcome"])
+        check, rendezvous.store = rendezvous.store.check, _Answers(rendezvous.store)
+        rendezvous.store.check = lambda keys: keys != ["1/outcome"] and check(keys)
     try:
-        return str(meeting.exchange("here"))
+        return str(rendezvous.exchange("here"))
     except PeerTimeoutError as error:
         return str(error)
 
@@ -228,13 +228,13 @@ class _Answers:
 
 def keys_that_a_waiting_rank_looks_up() -> tuple[int, int]:
     """How many checks the first of the ranks made until the last had come, and how many keys they were for."""
-    meeting, asked = module._Meeting.of(dist.new_group(list(range(dist.get_world_size())))), []
+    rendezvous, asked = module._Rendezvous.of(dist.new_group(list(range(dist.get_world_size())))), []
     if dist.get_rank() == 0:
-        check, meeting.store = meeting.store.check, _Answers(meeting.store)
-        meeting.store.check = lambda keys: asked.append(len(keys)) or check(keys)
+        check, rendezvous.store = rendezvous.store.check, _Answers(rendezvous.store)
+        rendezvous.store.check = lambda keys: asked.append(len(keys)) or check(keys)
     else:
         time.sleep(0.5)
-    meeting.exchange("here")
+    rendezvous.exchange("here")
     return len(asked), sum(asked)
 
 
@@ -248,17 +248,17 @@ def over_a_tcp_store() -> tuple[list[bool], str, list[str]]:
     part = dist.PrefixStore("part/", store)
     distributed_c10d._get_process_group_store = lambda group: part
     try:
-        meeting, right, words = module._Meeting.of(group), [], "no error"
+        rendezvous, right, words = module._Rendezvous.of(group), [], "no error"
         for turn in range(12):
             time.sleep(0.05 * (turn % world == rank))
             values = [bytes([0, 255, turn, peer]) * 1000 for peer in range(world)]
-            right.append(meeting.exchange(values[rank]) == values)
+            right.append(rendezvous.exchange(values[rank]) == values)
         if rank != world - 1:
-            words = _timeout_of(lambda: meeting.exchange("here"))[1]
+            words = _timeout_of(lambda: rendezvous.exchange("here"))[1]
         dist.barrier()
         if rank == world - 1:
-            words = _timeout_of(lambda: meeting.exchange("late"))[1]
-        return right, words, meeting.exchange(f"rank {rank}")
+            words = _timeout_of(lambda: rendezvous.exchange("late"))[1]
+        return right, words, rendezvous.exchange(f"rank {rank}")
     finally:
         distributed_c10d._get_process_group_store = find_store
         dist.barrier()  # the first rank serves the store
@@ -275,19 +275,19 @@ def somebody_writes_to_the_store(word: bytes) -> list[str]:
     group, rank, heard = dist.new_group(list(range(dist.get_world_size()))), dist.get_rank(), []
     for key in ("1/1", "1/outcome"):
         dist.barrier()
-        meeting = module._Meeting.of(group)
+        rendezvous = module._Rendezvous.of(group)
         dist.barrier()
         if rank == 1 and key == "1/1":
-            meeting.store.set(key, word)
-            meeting.store, real = _Answers(meeting.store), meeting.store
-            meeting.store.set = lambda name, value, real=real: None if name == "1/1" else real.set(name, value)
+            rendezvous.store.set(key, word)
+            rendezvous.store, real = _Answers(rendezvous.store), rendezvous.store
+            rendezvous.store.set = lambda name, value, real=real: None if name == "1/1" else real.set(name, value)
         elif rank == 1:
-            meeting.store.set(key, word)
+            rendezvous.store.set(key, word)
         dist.barrier()
         try:
-            heard.append(str(meeting.exchange("here")))
+            heard.append(str(rendezvous.exchange("here")))
         except Exception as error:
             heard.append(f"{type(error).__name__}: {error}")
         dist.barrier()
-        meeting.store.delete_key("1/outcome") if rank == 0 else None
+        rendezvous.store.delete_key("1/outcome") if rank == 0 else None
     return heard

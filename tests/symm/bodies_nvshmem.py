@@ -73,7 +73,7 @@ def stand_in(*, fails: str | None = None) -> Iterator[None]:
         torch.cuda.synchronize = synchronize
         for name, module in before.items():
             sys.modules.pop(name) if module is None else sys.modules.update({name: module})
-        NvshmemTransport._instance, NvshmemTransport._why_not = None, ""
+        NvshmemTransport._instance, NvshmemTransport._unsupported_reason = None, ""
 
 
 def error_of(group: dist.ProcessGroup | None) -> str:

@@ -137,6 +137,6 @@ def a_rendezvous_fails() -> tuple[list[str], int]:
     with (
         mock.patch.object(symm_mem, "empty", empty),
         mock.patch.object(transport_choice, "rendezvous", meet),
-        mock.patch.object(TorchTransport, "_why_not", ""),
+        mock.patch.object(TorchTransport, "_unsupported_reason", ""),
     ):
         return [hear(group) for group, ranks in zip(groups, lists) if rank in ranks], num_met

@@ -12,10 +12,10 @@ import bodies_exchange as bodies  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 
-def test_groups_that_overlap_exchange_in_turn_and_leave_the_last_values() -> None:
-    for rank, (said, left) in enumerate(run_workers(3, bodies.overlapping_groups_in_turn)):
+def test_groups_that_overlap_exchange_in_sequence_and_leave_the_last_values() -> None:
+    for rank, (logged, left) in enumerate(run_workers(3, bodies.overlapping_groups_in_sequence)):
         lists = [ranks for ranks in ([0, 1, 2], [0, 1], [1, 2]) if rank in ranks]
-        assert said == [[(9, member) for member in ranks] for ranks in lists]
+        assert logged == [[(9, member) for member in ranks] for ranks in lists]
         assert left == ["10/0", "10/1", "10/2", "10/arrived", "10/outcome"]
 
 
@@ -33,8 +33,8 @@ def test_who_is_asked_to_wait_several_deadlines_does() -> None:
 
 def test_who_comes_too_late_hears_that_the_others_have_given_up() -> None:
     *waited, late = run_workers(3, bodies.a_rank_comes_too_late)
-    said = [f"rank {rank}" for rank in range(3)]
-    assert [(missing, words) for missing, *_, words in (*waited, late)] == [(2, said)] * 3
+    logged = [f"rank {rank}" for rank in range(3)]
+    assert [(missing, words) for missing, *_, words in (*waited, late)] == [(2, logged)] * 3
     assert late[1] - late[2] < 3.0 <= min(seconds for _, seconds, *_ in waited)
 
 
@@ -60,8 +60,8 @@ def test_a_group_made_anew_of_other_ranks_does_not_hear_the_old_ones_words() -> 
 
 
 def test_a_group_made_anew_meets_though_one_of_its_ranks_never_came_to_the_old_one() -> None:
-    for rank, (words, said) in enumerate(run_workers(3, bodies.a_group_that_never_met)):
-        assert said == [["new"] * 3, ["newer"] * 3]
+    for rank, (words, logged) in enumerate(run_workers(3, bodies.a_group_that_never_met)):
+        assert logged == [["new"] * 3, ["newer"] * 3]
         assert len(words) == (0 if rank == 2 else 2) and all("waited 1 s for rank 2" in text for text in words)
 
 
@@ -69,14 +69,14 @@ def test_who_leaves_an_exchange_takes_nobody_in() -> None:
     interrupted, *others = run_workers(3, bodies.a_rank_is_interrupted)
     assert interrupted[0].startswith("KeyboardInterrupt")
     assert all(words == "PeerTimeoutError 0" and seconds < 10 for words, seconds, _ in others)
-    assert all(said == [f"rank {rank}" for rank in range(3)] for _, _, said in (interrupted, *others))
+    assert all(logged == [f"rank {rank}" for rank in range(3)] for _, _, logged in (interrupted, *others))
 
 
 def test_a_rank_that_stays_away_is_not_waited_for() -> None:
     first, absent, third = run_workers(3, bodies.a_rank_stays_away)
     assert absent[0] == "no error"
     assert all(words == "PeerTimeoutError 1" and seconds < 10 for words, seconds, _ in (first, third))
-    assert all(said == [f"rank {rank}" for rank in range(3)] for _, _, said in (first, absent, third))
+    assert all(logged == [f"rank {rank}" for rank in range(3)] for _, _, logged in (first, absent, third))
 
 
 def test_ranks_that_have_all_come_meet_though_the_last_is_slow_to_say_so() -> None:
@@ -95,5 +95,5 @@ def test_a_waiting_rank_looks_at_one_key() -> None:
 
 def test_over_the_store_that_torchrun_serves() -> None:
     results = run_workers(4, bodies.over_a_tcp_store)
-    assert all(all(right) and said == [f"rank {rank}" for rank in range(4)] for right, _, said in results)
+    assert all(all(right) and logged == [f"rank {rank}" for rank in range(4)] for right, _, logged in results)
     assert len({words for _, words, _ in results}) == 1 and "waited 1 s for rank 3" in results[0][1]

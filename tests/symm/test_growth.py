@@ -53,17 +53,17 @@ class _Counted:
 
 
 def _run(clock: _Clock, world_size: int, absent: int | None = None) -> tuple[Counter, Counter, list[object]]:
-    """Calls of the store for two exchanges, by all ranks: of a meeting's start, of the exchanges; and what ranks got.
-    The rank ``absent`` does not come to the second, and the deadline passes once all others have."""
+    """Calls of the store for two exchanges, by all ranks: of a rendezvous' start, of the exchanges; and what ranks
+    got. The rank ``absent`` does not come to the second, and the deadline passes once all others have."""
     clock.set_s = 0.0
     store, lock, start, later = dist.HashStore(), threading.Lock(), Counter(), Counter()
     barrier = threading.Barrier(world_size)
 
     def rank_lives(rank: int) -> object:
-        meeting = module._Meeting(_Counted(store, start, lock), rank, list(range(world_size)), "all")
-        meeting.exchange("first")
+        rendezvous = module._Rendezvous(_Counted(store, start, lock), rank, list(range(world_size)), "all")
+        rendezvous.exchange("first")
         barrier.wait()
-        meeting.store = _Counted(meeting.store._store, later, lock)
+        rendezvous.store = _Counted(rendezvous.store._store, later, lock)
         if rank == absent:
             limit_s = time.monotonic() + 100
             while later["add"] < world_size - 1 and time.monotonic() < limit_s:
@@ -71,7 +71,7 @@ def _run(clock: _Clock, world_size: int, absent: int | None = None) -> tuple[Cou
             clock.set_s = 1e6
             return None
         try:
-            return meeting.exchange(rank)
+            return rendezvous.exchange(rank)
         except PeerTimeoutError as error:
             return error.missing_rank
 

@@ -15,7 +15,7 @@ def _values(body, *args):
 
 
 @pytest.mark.parametrize(
-    "gpus, variable, said",
+    "gpus, variable, logged",
     [
         ([(0, "a"), (1, "b")], None, ("", None)),
         ([(0, "a"), (0, "b")], None, ("", "1")),
@@ -26,8 +26,8 @@ def _values(body, *args):
     ],
     ids=["seen by all", "masked", "shared", "shared in other orders", "shared on purpose", "without UUIDs"],
 )
-def test_one_visible_gpu(gpus, variable, said):
-    assert _values(bodies.said_of, gpus, variable) == [said] * 2
+def test_one_visible_gpu(gpus, variable, logged):
+    assert _values(bodies.said_of, gpus, variable) == [logged] * 2
 
 
 def test_what_is_accepted_for_one_group_is_not_for_the_next():

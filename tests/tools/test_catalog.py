@@ -29,7 +29,7 @@ def _modules_with(pattern: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "name, listed",
-    [("OPS", catalog._ASKED), ("CASES", catalog.ROOMS), ("SPACES", catalog._SPACES)],
+    [("OPS", catalog._ASKED), ("CASES", catalog.PACKAGES), ("SPACES", catalog._SPACES)],
     ids=["ops", "cases", "spaces"],
 )
 def test_every_list_of_a_module_is_in_the_catalog(name: str, listed: dict[str, tuple[str, ...]]) -> None:
@@ -37,14 +37,14 @@ def test_every_list_of_a_module_is_in_the_catalog(name: str, listed: dict[str, t
 
 
 def test_cases_of_a_recipe_are_in_the_catalog() -> None:
-    listed = [module for modules in catalog.FP8_ROOMS.values() for module in modules]
+    listed = [module for modules in catalog.FP8_PACKAGES.values() for module in modules]
     assert _modules_with(r"^def fp8_cases\(") == sorted(listed)
 
 
 def test_an_op_of_a_module_is_in_its_list() -> None:
     """What is declared beside a list of ops, too."""
     pytest.importorskip("megatron.core")
-    known = {id(op) for room in catalog.ROOMS for op in catalog.ops_of(room)}
+    known = {id(op) for room in catalog.PACKAGES for op in catalog.ops_of(room)}
     missing, num_seen = [], 0
     for module in _modules_with(r"^class \w+\(\w*Op\["):
         try:
@@ -59,12 +59,12 @@ def test_an_op_of_a_module_is_in_its_list() -> None:
 
 
 def _classes_below(base: type) -> set[type]:
-    return {base}.union(*(_classes_below(one) for one in base.__subclasses__()))
+    return {base}.union(*(_classes_below(subclass) for subclass in base.__subclasses__()))
 
 
 def test_no_class_of_an_op_has_too_many_methods() -> None:
     pytest.importorskip("megatron.core")
-    for room in catalog.ROOMS:
+    for room in catalog.PACKAGES:
         assert catalog.ops_of(room)
         catalog.spaces_of(room)
     classes = set().union(*(_classes_below(base) for base in (Op, BenchCase, SearchSpace)))

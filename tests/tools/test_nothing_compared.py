@@ -39,7 +39,7 @@ def _said(function, *given, **named) -> object:
 
 
 def _row(session: BenchSession, equal: bool | None):
-    times = dict.fromkeys(("native", "ditron"), Timing(1.0, 0.0))
+    times = dict.fromkeys(("native", "fused"), Timing(1.0, 0.0))
     return session.row("an_op", "forward", "a model", {"m": 1}, times, equal)
 
 
@@ -103,8 +103,8 @@ def _bench(name: str, *words: str) -> object:
 
 def test_a_part_that_is_not_measured_here_fails() -> None:
     """A layer of megatron-core has rows on GPUs alone."""
-    (said,) = run_workers(1, _bench, "tp", "--part", "layer")
-    assert said == "nothing was compared: bench tp: the log says why it is not measured here"
+    (logged,) = run_workers(1, _bench, "tp", "--part", "layer")
+    assert logged == "nothing was compared: bench tp: the log says why it is not measured here"
 
 
 def _bench_of_a_native_op() -> object:
@@ -113,8 +113,8 @@ def _bench_of_a_native_op() -> object:
 
 
 def test_an_op_that_layers_leave_native_is_named() -> None:
-    said = run_workers(2, _bench_of_a_native_op)
-    assert said == ["nothing was compared: send_recv: the log says why it is not measured here"] * 2
+    logged = run_workers(2, _bench_of_a_native_op)
+    assert logged == ["nothing was compared: send_recv: the log says why it is not measured here"] * 2
 
 
 def _tune(folder: str, *words: str) -> object:
@@ -124,10 +124,10 @@ def _tune(folder: str, *words: str) -> object:
 
 
 def test_tune_without_a_shape_fails(tmp_path: Path) -> None:
-    (said,) = run_workers(1, _tune_without_shapes, str(tmp_path), "--op", "dispatch")
-    assert said == "nothing was compared: dispatch: it has no shape here"
-    (said,) = run_workers(1, _tune_without_shapes, str(tmp_path))
-    assert said == "nothing was compared: tune: it has no shape here"
+    (logged,) = run_workers(1, _tune_without_shapes, str(tmp_path), "--op", "dispatch")
+    assert logged == "nothing was compared: dispatch: it has no shape here"
+    (logged,) = run_workers(1, _tune_without_shapes, str(tmp_path))
+    assert logged == "nothing was compared: tune: it has no shape here"
     assert not list(tmp_path.iterdir())
 
 

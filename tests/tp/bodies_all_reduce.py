@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bodies_tp import CPU, integers
 
 from ditron_train.gemm.configs import GemmConfig
-from ditron_train.policy.all_reduce_order import SumMap, reveal_orders
+from ditron_train.policy.all_reduce_order import SumMap, probe_orders
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tp import all_reduce as all_reduce_ops
 from ditron_train.tp import gemm_ar, get_tp_context
@@ -27,7 +27,7 @@ WAYS = {
 }
 
 
-def posed_map(num_elements: int, world: int, seed: int = 5) -> SumMap:
+def simulated_map(num_elements: int, world: int, seed: int = 5) -> SumMap:
     """Chunks of odd lengths, in orders that come as NCCL's would: rings from any rank on, and chains."""
     generator = random.Random(seed)
     rings = [tuple((first + hop) % world for hop in range(world)) for first in range(world)]
@@ -37,7 +37,7 @@ def posed_map(num_elements: int, world: int, seed: int = 5) -> SumMap:
     return SumMap(ends, tuple(generator.randrange(len(orders)) for _ in ends), orders)
 
 
-def fold(partials: list[torch.Tensor], sums: SumMap) -> torch.Tensor:
+def ring_reduce(partials: list[torch.Tensor], sums: SumMap) -> torch.Tensor:
     """The all-reduce that the map says, element by element."""
     parts = [partial.reshape(-1) for partial in partials]
     out, start = torch.empty_like(parts[0]), 0
@@ -58,11 +58,11 @@ def gathered(x: torch.Tensor) -> list[torch.Tensor]:
     return parts
 
 
-def posed(world: int):
-    """NCCL adds in the orders of ``posed_map``."""
+def simulated(world: int):
+    """NCCL adds in the orders of ``simulated_map``."""
 
     def sums_of(context, num_elements, dtype):
-        return posed_map(num_elements, world)
+        return simulated_map(num_elements, world)
 
     return mock.patch.object(all_reduce_ops, "sums_of", sums_of)
 
@@ -79,7 +79,7 @@ def poison(context) -> None:
 
 
 def check_gemm_ar(m: int, n: int, k: int, layout: str, way: str, dtype_name: str, repeats: int) -> None:
-    """gemm_ar against partial products folded in posed orders; buffers poisoned, a random straggler."""
+    """gemm_ar against partial products reduced in given orders; buffers poisoned, a random straggler."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, dtype_name)
     context = get_tp_context(None, CPU)
@@ -89,12 +89,12 @@ def check_gemm_ar(m: int, n: int, k: int, layout: str, way: str, dtype_name: str
         weight = integers((n, k) if layout == "nt" else (k, n), 7 + repeat + 50 * rank, dtype)
         scale = torch.tensor(1.0 + rank / 8, dtype=dtype)  # partials of several magnitudes, exact in themselves
         partial = ((x * scale).float() @ (weight.float().t() if layout == "nt" else weight.float())).to(dtype)
-        expected = fold(gathered(partial), posed_map(m * n, world))
+        expected = ring_reduce(gathered(partial), simulated_map(m * n, world))
         if repeat:
             poison(context)
         dist.barrier()
         time.sleep(rng.random() * 0.02)
-        with posed(world):
+        with simulated(world):
             y = gemm_ar(x * scale, weight, context=context, layout=layout, choice=WAYS[way])
         assert torch.equal(y, expected), (rank, repeat)
 
@@ -145,14 +145,14 @@ def check_largest(first_epoch: int, repeats: int) -> None:
 
 def refuse_largest() -> list[str]:
     """What is no amax is refused on every rank, before anything is signalled."""
-    context, said = get_tp_context(None, CPU), []
+    context, logged = get_tp_context(None, CPU), []
     for value in (torch.zeros(2), torch.zeros(1, dtype=torch.bfloat16)):
         try:
             largest_of_ranks(value, context=context)
         except NotSupportedError as error:
-            said.append(str(error))
+            logged.append(str(error))
     check_largest(0, 2)
-    return said
+    return logged
 
 
 def check_layers(shape: tuple[int, int], n: int, k: int) -> None:
@@ -217,9 +217,9 @@ def nothing_on_one_rank() -> str:
 
 
 def revealed(kind: str, num_elements: int, dtype: torch.dtype) -> tuple[bool, str | None]:
-    """Whether a posed all-reduce is seen as it is, and why not."""
+    """Whether a simulated all-reduce is seen as it is, and why not."""
     world = dist.get_world_size()
-    sums, calls = posed_map(num_elements, world), []
+    sums, calls = simulated_map(num_elements, world), []
 
     def all_reduce(x: torch.Tensor) -> None:
         calls.append(kind)
@@ -229,13 +229,13 @@ def revealed(kind: str, num_elements: int, dtype: torch.dtype) -> tuple[bool, st
         elif kind == "unrounded":
             x.copy_(sum((part.float() for part in parts[1:]), parts[0].float()))
         elif kind == "by call" and len(calls) % 2:
-            x.copy_(fold(parts, SumMap.ring(num_elements, world)))
+            x.copy_(ring_reduce(parts, SumMap.ring(num_elements, world)))
         else:
-            x.copy_(fold(parts, sums))
+            x.copy_(ring_reduce(parts, sums))
 
-    found = reveal_orders(all_reduce, num_elements, group=dist.group.WORLD, device=CPU, dtype=dtype)
+    found = probe_orders(all_reduce, num_elements, group=dist.group.WORLD, device=CPU, dtype=dtype)
     if found.sums is None:
         return False, found.reason
     rng = torch.Generator().manual_seed(3)
     values = [torch.randn(num_elements, generator=rng).to(dtype) for _ in range(world)]
-    return torch.equal(fold(values, found.sums), fold(values, sums)), found.reason
+    return torch.equal(ring_reduce(values, found.sums), ring_reduce(values, sums)), found.reason

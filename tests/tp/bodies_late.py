@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from bodies_all_reduce import WAYS
-from bodies_tp import CPU, gather_rows, integers, ring_fold
+from bodies_tp import CPU, gather_rows, integers, ring_reduce
 
 import ditron_train.lang as lang
 from ditron_train.tp import (
@@ -54,7 +54,7 @@ def _gathered(op: str, x: torch.Tensor, context: TPContext) -> torch.Tensor:
         return start_all_gather(x, context=context).wait().clone()
     if op == "consume":
         parts: dict[int, torch.Tensor] = {}
-        started = start_all_gather(x, context=context, in_turn=True)
+        started = start_all_gather(x, context=context, in_ring_order=True)
         started.consume(lambda place, rows: parts.update({place.start: rows.clone()}))
         return torch.cat([parts[start] for start in sorted(parts)])
     plan = GatherPlan(op.removeprefix("ag_gemm "), push_programs=1, num_chunks=2)
@@ -86,7 +86,7 @@ def check_late_reduce_scatter() -> None:
         dist.all_gather(parts, partial)
         with late(reduce_scatter, "copy_with_flags", late_rank):
             found = start_reduce_scatter(partial, context=context).wait()
-        assert torch.equal(found, ring_fold([part.chunk(world)[rank] for part in parts], rank)), late_rank
+        assert torch.equal(found, ring_reduce([part.chunk(world)[rank] for part in parts], rank)), late_rank
 
 
 def check_late_sums() -> None:
@@ -95,7 +95,7 @@ def check_late_sums() -> None:
     context, weight = get_tp_context(None, CPU), integers((RESULTS, COLUMNS), 3)
     for repeat in range(2 * world):
         others = [integers((4, COLUMNS), 100 * repeat + peer) for peer in range(world)]
-        with late(all_reduce, "_fold_block", repeat // 2):
+        with late(all_reduce, "_reduce_block", repeat // 2):
             y = gemm_ar(others[rank], weight, context=context, choice=WAYS["stores"])
         assert torch.equal(y, sum(others) @ weight.t()), (rank, repeat)
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from bodies_tp import CPU, integers, ring_fold
+from bodies_tp import CPU, integers, ring_reduce
 
 from ditron_train.runtime.errors import DitronError
 from ditron_train.tp import ag_gemm, get_tp_context, start_all_gather
@@ -26,23 +26,25 @@ def check_parts(rows: int, columns: int) -> None:
     """Gathers of several tensors, with any number of them in turn, between gathers of rows; ranks come late."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context, rng = get_tp_context(None, CPU), random.Random(rank)
-    for seed, num_in_turn in enumerate((0, 2, 4, 1, 2)):
+    for seed, num_in_ring_order in enumerate((0, 2, 4, 1, 2)):
         shares = [_parts(peer, rows, columns, 10 * seed) for peer in range(world)]
         totals = [torch.cat(parts) for parts in zip(*shares)]
         time.sleep(rng.random() * 0.02)
-        started = start_gather_of_parts(shares[rank], context=context, num_in_turn=num_in_turn)
-        if num_in_turn:
+        started = start_gather_of_parts(shares[rank], context=context, num_in_ring_order=num_in_ring_order)
+        if num_in_ring_order:
             seen = []
 
-            def see(source: int, parts: list[torch.Tensor], seen=seen, shares=shares, num_in_turn=num_in_turn) -> None:
-                assert len(parts) == num_in_turn and all(map(torch.equal, parts, shares[source]))
+            def see(
+                source: int, parts: list[torch.Tensor], seen=seen, shares=shares, num_in_ring_order=num_in_ring_order
+            ) -> None:
+                assert len(parts) == num_in_ring_order and all(map(torch.equal, parts, shares[source]))
                 seen.append(source)
 
             started.consume(see)
             assert seen == [(rank + step) % world for step in range(world)]
         else:
             started.wait()
-        assert all(map(torch.equal, started.totals, totals)), num_in_turn
+        assert all(map(torch.equal, started.totals, totals)), num_in_ring_order
         x = shares[rank][1]
         assert torch.equal(start_all_gather(x, context=context).wait(), totals[1])
     for stop in (0, 1):  # it fails: nothing is lost of the next
@@ -54,7 +56,7 @@ def check_parts(rows: int, columns: int) -> None:
             consumed.append(source)
 
         with pytest.raises(MemoryError):
-            start_gather_of_parts(shares[rank], context=context, num_in_turn=1).consume(fail)
+            start_gather_of_parts(shares[rank], context=context, num_in_ring_order=1).consume(fail)
         assert len(consumed) == stop
         assert all(map(torch.equal, start_gather_of_parts(shares[rank], context=context).wait(), totals))
 
@@ -67,7 +69,10 @@ def check_blocks(rows: int, columns: int, num_blocks: int) -> None:
         shares = [_parts(peer, rows, columns, 10 * seed) for peer in range(world)]
         totals = [torch.cat(parts) for parts in zip(*shares)]
         time.sleep(rng.random() * 0.02)
-        started, seen = start_gather_of_parts(shares[rank], context=context, num_in_turn=2, num_blocks=num_blocks), []
+        started, seen = (
+            start_gather_of_parts(shares[rank], context=context, num_in_ring_order=2, num_blocks=num_blocks),
+            [],
+        )
 
         def see(block: int, parts: list[torch.Tensor], seen=seen, totals=totals) -> None:
             expected = [total.chunk(num_blocks)[block] for total in totals[:2]]
@@ -80,7 +85,7 @@ def check_blocks(rows: int, columns: int, num_blocks: int) -> None:
 
 
 def check_scatter_as_computed(shape: tuple[int, ...], dtype_name: str, num_products: int | None) -> None:
-    """Against the ring fold, on real numbers; then with a product that fails on every rank."""
+    """Against the ring-order reduction, on real numbers; then with a product that fails on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context = get_tp_context(None, CPU)
     for repeat in range(3):
@@ -94,7 +99,7 @@ def check_scatter_as_computed(shape: tuple[int, ...], dtype_name: str, num_produ
         found = scatter_as_computed(compute, shape, product.dtype, context=context, num_products=num_products)
         partials = [torch.empty_like(product) for _ in range(world)]
         dist.all_gather(partials, product)
-        assert torch.equal(found, ring_fold([partial.chunk(world)[rank] for partial in partials], rank))
+        assert torch.equal(found, ring_reduce([partial.chunk(world)[rank] for partial in partials], rank))
         count, num_rows = num_products or world, product.numel() // shape[-1]
         assert len(asked) == count and asked[-1] == rank // (world // count) * (num_rows // count)
 
@@ -108,9 +113,9 @@ def check_scatter_as_computed(shape: tuple[int, ...], dtype_name: str, num_produ
         raise AssertionError("it was swallowed")
 
 
-def _said(parts: list[torch.Tensor], num_in_turn: int) -> str:
+def _said(parts: list[torch.Tensor], num_in_ring_order: int) -> str:
     try:
-        start_gather_of_parts(parts, context=get_tp_context(None, CPU), num_in_turn=num_in_turn).wait()
+        start_gather_of_parts(parts, context=get_tp_context(None, CPU), num_in_ring_order=num_in_ring_order).wait()
     except DitronError as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
@@ -118,13 +123,13 @@ def _said(parts: list[torch.Tensor], num_in_turn: int) -> str:
 
 def refused_parts() -> list[str]:
     """What is raised for parts that do not fit, by each rank alone; a good call works behind each."""
-    context, said = get_tp_context(None, CPU), []
+    context, logged = get_tp_context(None, CPU), []
     x, weight = integers((4, 16), 1), integers((8, 16), 2)
     calls = [([], 0), ([x[:0]], 0), ([x[:1, :1]], 0), ([x, torch.empty(4, 4, device="meta")], 0), ([x], 2), ([x], -1)]
-    for parts, num_in_turn in calls:
-        said.append(_said(parts, num_in_turn))
+    for parts, num_in_ring_order in calls:
+        logged.append(_said(parts, num_in_ring_order))
         assert torch.equal(ag_gemm(x, weight, context=context), torch.cat([x @ weight.t()] * dist.get_world_size()))
-    return said
+    return logged
 
 
 def mismatched_parts(what: str) -> str:

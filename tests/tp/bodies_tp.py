@@ -61,7 +61,7 @@ def gather_rows(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts)])
 
 
-def ring_fold(partials: list[torch.Tensor], rank: int) -> torch.Tensor:
+def ring_reduce(partials: list[torch.Tensor], rank: int) -> torch.Tensor:
     """NCCL's ring order: rank + 1 first, the own partial last, rounded at every hop."""
     world = len(partials)
     total = partials[(rank + 1) % world]
@@ -99,7 +99,7 @@ def check_ag_gemm(counts: list[int], n: int, k: int, layout: str, mode: str, dty
 
 
 def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, scatter: str, dtype_name: str, repeats: int) -> None:
-    """gemm_rs against partial products folded in ring order (real numbers in bf16: the order of roundings shows).
+    """gemm_rs against partial products reduced in ring order (real numbers in bf16: the order of roundings shows).
 
     ``scatter``: also ``copy in parts``, which sends the first rows in halves and adds up what has come before the last
         rows do."""
@@ -125,7 +125,7 @@ def check_gemm_rs(counts: list[int], n: int, k: int, layout: str, scatter: str, 
         parts = [torch.empty_like(partial) for _ in range(world)]
         dist.all_gather(parts, partial)
         start = sum(counts[:rank])
-        expected = ring_fold([part[start : start + counts[rank]] for part in parts], rank)
+        expected = ring_reduce([part[start : start + counts[rank]] for part in parts], rank)
         assert torch.equal(y, expected), (rank, repeat)
 
 
@@ -153,7 +153,7 @@ def check_fp8_products(rows: int, n: int, k: int) -> None:
         y = ag_gemm(x, weight, context=context, scales=scales, plan=plan, bias=bias)
         assert torch.equal(y, (product + bias.float()).bfloat16())
 
-        started, places = start_all_gather(x.view(torch.uint8), context=context, in_turn=True), []
+        started, places = start_all_gather(x.view(torch.uint8), context=context, in_ring_order=True), []
 
         def see(place: slice, part: torch.Tensor, total=total, places=places) -> None:
             assert torch.equal(part, total.view(torch.uint8)[place])
@@ -165,7 +165,7 @@ def check_fp8_products(rows: int, n: int, k: int) -> None:
         own = ((total.float() @ weight.float().t()) * factor).bfloat16()
         partials = [torch.empty_like(own) for _ in range(world)]
         dist.all_gather(partials, own)
-        expected = ring_fold([partial.chunk(world)[rank] for partial in partials], rank)
+        expected = ring_reduce([partial.chunk(world)[rank] for partial in partials], rank)
         for scatter in ("store", "copy"):
             found = gemm_rs(total, weight, context=context, scales=scales, scatter=scatter)
             assert torch.equal(found, expected), (repeat, scatter)
@@ -173,7 +173,7 @@ def check_fp8_products(rows: int, n: int, k: int) -> None:
 
 def refused_fp8_calls() -> list[str]:
     """What is raised, alike on every rank, for FP8 operands that do not fit."""
-    context, said = get_tp_context(None, CPU), []
+    context, logged = get_tp_context(None, CPU), []
     x, weight = fp8_integers((16, 32), 1), fp8_integers((16, 32), 2)
     scales = TensorScales(torch.ones(1), torch.ones(1))
     pairs = TensorScales(torch.ones(2), torch.ones(1))
@@ -191,12 +191,12 @@ def refused_fp8_calls() -> list[str]:
             try:
                 op(one, other, context=context, **options)
             except NotSupportedError as error:
-                said.append(str(error))
-    return said
+                logged.append(str(error))
+    return logged
 
 
 def check_reduce_scatter(shape: tuple[int, ...], dtype_name: str, repeats: int) -> None:
-    """start_reduce_scatter against the ring fold, on real numbers: the order of roundings shows."""
+    """start_reduce_scatter against the ring-order reduction, on real numbers: the order of roundings shows."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context = get_tp_context(None, CPU)
     for repeat in range(repeats):
@@ -205,7 +205,7 @@ def check_reduce_scatter(shape: tuple[int, ...], dtype_name: str, repeats: int) 
         started = start_reduce_scatter(partial, context=context)
         parts = [torch.empty_like(partial) for _ in range(world)]
         dist.all_gather(parts, partial)
-        assert torch.equal(started.wait(), ring_fold([part.chunk(world)[rank] for part in parts], rank))
+        assert torch.equal(started.wait(), ring_reduce([part.chunk(world)[rank] for part in parts], rank))
 
 
 def check_linear_layers(shape: tuple[int, int], n: int, k: int) -> None:
@@ -318,7 +318,7 @@ def check_pushed_truth_values(num_columns: int) -> None:
 
 
 def check_launch_keys() -> None:
-    """Every launch of every op is named by where its operands lie; one whose operand had to be copied first has no
+    """Every launch of every op is named by where its operands are; one whose operand had to be copied first has no
     name."""
     from ditron_train.runtime.launch import KernelLaunch
 
@@ -389,7 +389,7 @@ def check_recorded_ops() -> list[list[int]]:
         recorded[key] = enqueue
         counts[-1][1] += 1
 
-    def in_turn(self: torch.Tensor, *shape: int, **options: object) -> torch.Tensor:
+    def in_ring_order(self: torch.Tensor, *shape: int, **options: object) -> torch.Tensor:
         if options not in ({}, {"dtype": self.dtype}):
             return new_empty(self, *shape, **options)
         calls[shape] = calls.get(shape, -1) + 1
@@ -404,7 +404,7 @@ def check_recorded_ops() -> list[list[int]]:
         "ag_gemm": functools.partial(ag_gemm, plan=GatherPlan("copy")),
     }
     recorder = context.recorder
-    recorder.repeat, recorder.remember, torch.Tensor.new_empty = repeat_op, remember_op, in_turn
+    recorder.repeat, recorder.remember, torch.Tensor.new_empty = repeat_op, remember_op, in_ring_order
     try:
         for name, op in ops.items():
             counts.append([0, 0])
@@ -417,7 +417,7 @@ def check_recorded_ops() -> list[list[int]]:
                     ]
                     result = op(x, weight, context=context)
                     rows = slice(32 * rank, 32 * (rank + 1))
-                    expected = torch.cat(partials) if name == "ag_gemm" else ring_fold(partials, rank)[rows]
+                    expected = torch.cat(partials) if name == "ag_gemm" else ring_reduce(partials, rank)[rows]
                     assert torch.equal(result, expected), (name, repeat, turn)
                     for prepared in context.prepared.values():
                         prepared._is_recorded = True
@@ -693,8 +693,8 @@ def refused(op: str) -> int:
         context.arena.close()
 
 
-def check_own_rows_that_fail(op: str) -> None:
-    """This rank's own rows cannot be copied once a gather has started, on all ranks: the next call is right."""
+def check_local_shard_that_fail(op: str) -> None:
+    """This rank's local shard cannot be copied once a gather has started, on all ranks: the next call is right."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context = TPContext(dist.new_group(list(range(world))), CPU)
     x = integers((8, 64), rank)
@@ -707,7 +707,7 @@ def check_own_rows_that_fail(op: str) -> None:
         assert torch.equal(gathers[op](), expected)
         (gather,) = context.prepared.values()
         own = mock.Mock(copy_=mock.Mock(side_effect=_OutOfMemory)) if op == "rows" else [None]
-        with mock.patch.object(gather, "own_rows" if op == "rows" else "_own", own):
+        with mock.patch.object(gather, "local_shard" if op == "rows" else "_own", own):
             try:
                 gathers[op]()
             except (_OutOfMemory, TypeError):

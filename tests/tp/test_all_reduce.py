@@ -1,4 +1,4 @@
-"""GEMM-AR in the interpreter, several processes, with posed orders of NCCL's all-reduce."""
+"""GEMM-AR in the interpreter, several processes, with given orders of NCCL's all-reduce."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.processes import run_workers  # noqa: E402
         (4, 3, 20, 17, "nn", "float32"),
     ],
 )
-def test_gemm_ar_equals_matmul_then_the_posed_orders(world_size, m, n, k, layout, dtype, way):
+def test_gemm_ar_equals_matmul_then_the_simulated_orders(world_size, m, n, k, layout, dtype, way):
     run_workers(world_size, bodies.check_gemm_ar, m, n, k, layout, way, dtype, 2)
 
 
@@ -39,8 +39,8 @@ def test_the_largest_of_all_ranks(world_size, first_epoch):
 
 
 def test_what_is_no_amax_is_refused_by_each_rank():
-    for said in run_workers(2, bodies.refuse_largest):
-        assert [words.partition(" on ")[0] for words in said] == [
+    for logged in run_workers(2, bodies.refuse_largest):
+        assert [words.partition(" on ")[0] for words in logged] == [
             "largest_of_ranks: (2,) torch.float32",
             "largest_of_ranks: (1,) torch.bfloat16",
         ]
@@ -63,7 +63,7 @@ def test_nothing_on_one_rank_is_the_same_error_on_every_rank():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("posed", None), ("tree", "along a chain"), ("unrounded", "round to"), ("by call", "along a chain")],
+    [("simulated", None), ("tree", "along a chain"), ("unrounded", "round to"), ("by call", "along a chain")],
 )
 def test_orders_are_read_from_values(kind: str, words: str | None, dtype: torch.dtype) -> None:
     for is_right, reason in run_workers(4, bodies.revealed, kind, 5000, dtype):

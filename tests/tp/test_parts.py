@@ -14,7 +14,7 @@ from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
 
 @pytest.mark.parametrize("world_size, rows, columns", [(2, 8, 64), (4, 3, 16)])
-def test_parts_arrive_whole_and_in_turn(world_size, rows, columns):
+def test_parts_arrive_whole_and_in_sequence(world_size, rows, columns):
     run_workers(world_size, bodies.check_parts, rows, columns)
 
 

@@ -1,6 +1,6 @@
 """What differs between the versions of Megatron-core that are supported, and what of a newer one is not covered yet.
 
-Everything that asks for a version's own names lies here: features ask these functions.
+Everything that asks for a version's own names is here: features ask these functions.
 """
 
 from ditron_train.megatron.compat.activation import activate_experts
@@ -10,11 +10,11 @@ from ditron_train.megatron.compat.config import (
     captures_iteration,
     padded_routing,
     rope_arguments,
-    why_not_arguments,
-    why_not_dispatcher,
-    why_not_experts,
-    why_not_grouped_layer,
-    why_not_weight,
+    unsupported_reason_arguments,
+    unsupported_reason_dispatcher,
+    unsupported_reason_experts,
+    unsupported_reason_grouped_layer,
+    unsupported_reason_weight,
 )
 from ditron_train.megatron.compat.muon import (
     availability_owner,
@@ -24,7 +24,7 @@ from ditron_train.megatron.compat.muon import (
     muon_module,
     norm_eps,
     registered_muon,
-    why_not_layer_wise,
+    unsupported_reason_layer_wise,
 )
 from ditron_train.megatron.compat.wgrad import multiplies_rows_of_frozen, write_wgrad
 
@@ -43,11 +43,11 @@ __all__ = [
     "padded_routing",
     "registered_muon",
     "rope_arguments",
-    "why_not_arguments",
-    "why_not_dispatcher",
-    "why_not_experts",
-    "why_not_grouped_layer",
-    "why_not_layer_wise",
-    "why_not_weight",
+    "unsupported_reason_arguments",
+    "unsupported_reason_dispatcher",
+    "unsupported_reason_experts",
+    "unsupported_reason_grouped_layer",
+    "unsupported_reason_layer_wise",
+    "unsupported_reason_weight",
     "write_wgrad",
 ]

@@ -1,5 +1,5 @@
 """Configurations, weights and calls of Megatron-core 0.16 and newer: one question for what the versions call
-differently, and a reason for Megatron's path for what came later than 0.16 and is not covered."""
+differently, and a reason to run natively for what came later than 0.16 and is not covered."""
 
 from __future__ import annotations
 
@@ -92,44 +92,44 @@ def rope_arguments(packed: Any) -> dict[str, Any]:
 def _multiplies_at_once(linear: Any) -> bool:
     """Whether a grouped layer of Transformer Engine's calls one GEMM for all experts: from 2.17 to 2.19 where its
     variable asks for it, since 2.20 by an argument that the variable sets."""
-    asked = getattr(linear, "use_grouped_tensor", None)
-    if asked is not None:
-        return bool(asked)
+    requested = getattr(linear, "use_grouped_tensor", None)
+    if requested is not None:
+        return bool(requested)
     if os.environ.get("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "0") == "0":
         return False
     functions = (getattr(sys.modules.get(one.__module__), "_GroupedLinear", None) for one in type(linear).__mro__)
     return any(hasattr(function, "_is_grouped_tensor_path_supported") for function in functions)
 
 
-def why_not_experts(experts: torch.nn.Module) -> str | None:
+def unsupported_reason_experts(experts: torch.nn.Module) -> str | None:
     """Why experts of a newer Megatron-core run by its own path, or None."""
     config: Any = experts.config
     if getattr(config, "use_transformer_engine_op_fuser", False) or getattr(experts, "_with_fused_impl", False):
         return "Transformer Engine's operation fuser computes the experts"
     if getattr(config, "moe_use_grouped_tensor", False):
         return "moe_use_grouped_tensor pads the experts' rows"
-    reasons = (why_not_grouped_layer(getattr(experts, name, None)) for name in ("linear_fc1", "linear_fc2"))
+    reasons = (unsupported_reason_grouped_layer(getattr(experts, name, None)) for name in ("linear_fc1", "linear_fc2"))
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def why_not_grouped_layer(linear: Any) -> str | None:
+def unsupported_reason_grouped_layer(linear: Any) -> str | None:
     """The same of one of their linear layers."""
     if getattr(linear, "single_grouped_weight", False):
         return "the experts share one grouped weight"
     if _multiplies_at_once(linear):
         return "Transformer Engine multiplies by cuBLAS's grouped GEMM, whose bits may be others"
-    return why_not_weight(getattr(linear, "weight0", None))
+    return unsupported_reason_weight(getattr(linear, "weight0", None))
 
 
-def why_not_dispatcher(dispatcher: Any) -> str | None:
+def unsupported_reason_dispatcher(dispatcher: Any) -> str | None:
     """Why a dispatcher of tokens of a newer Megatron-core moves them by its own path, or None: after 0.19 it adds a
     token's rows up in another order where batches shall not matter."""
     adds_otherwise = hasattr(dispatcher, "batch_invariant_inverse_permutation_mapping")
     return "batch_invariant_mode is on" if adds_otherwise and dispatcher.config.batch_invariant_mode else None
 
 
-def why_not_weight(weight: Any) -> str | None:
-    """Why a layer with this weight runs by Megatron's path, or None: since 0.19 a weight may be a part that is
+def unsupported_reason_weight(weight: Any) -> str | None:
+    """Why a layer with this weight runs natively, or None: since 0.19 a weight may be a part that is
     gathered for each product."""
     size = getattr(weight, "gtp_remat_size", 1)
     if size > 1 or getattr(weight, "is_gtp_weight_remat", False):
@@ -138,8 +138,8 @@ def why_not_weight(weight: Any) -> str | None:
     return "its weight is shared by ranks" if getattr(weight, "is_distributed_weight", False) else None
 
 
-def why_not_arguments(x: torch.Tensor, arguments: Mapping[str, Any]) -> str | None:
-    """Why a linear layer that is called with these keywords runs by Megatron's path, or None: what 0.16 does not know
+def unsupported_reason_arguments(x: torch.Tensor, arguments: Mapping[str, Any]) -> str | None:
+    """Why a linear layer that is called with these keywords runs natively, or None: what 0.16 does not know
     must not ask for anything."""
     for name in sorted(arguments.keys() - _KNOWN_ARGUMENTS):
         value = arguments[name]

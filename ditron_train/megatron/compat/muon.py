@@ -1,6 +1,7 @@
-"""Muon in each version of Megatron-core: where it lies, what its arguments are called, how ours takes its place.
+"""Muon in each version of Megatron-core: where it is, what its arguments are called, how the fused path takes its
+place.
 
-0.16 and 0.17 name the class in ``optimizer/muon.py``, which builds it by that name. Since 0.18 it lies in
+0.16 and 0.17 name the class in ``optimizer/muon.py``, which builds it by that name. Since 0.18 it is in
 ``optimizer/emerging_optimizers.py``, whose registry builds it, and some arguments have other names.
 """
 
@@ -84,7 +85,7 @@ def norm_eps() -> float:
     return _NORM_EPS if eps is None else float(eps.default)
 
 
-def why_not_layer_wise(config: Any, arguments: Mapping[str, Any]) -> str | None:
+def unsupported_reason_layer_wise(config: Any, arguments: Mapping[str, Any]) -> str | None:
     """Why Megatron's own layer-wise optimizer gathers the parameters, or None.
 
     Args:
@@ -93,7 +94,7 @@ def why_not_layer_wise(config: Any, arguments: Mapping[str, Any]) -> str | None:
     """
     chunks = arguments.get("model_chunks") or ()
     if any(getattr(chunk, "full_param_layout", None) is not None for chunk in chunks):
-        return "the parameters lie in buffers that data parallelism gathers (use_layer_wise_param_layout)"
+        return "the parameters are in buffers that data parallelism gathers (use_layer_wise_param_layout)"
     # 0.16 neither asks for the flag here nor takes the model
     if arguments.get("async_allgather") or ("model_chunks" in arguments and config.overlap_param_gather):
         return "overlap_param_gather gathers the parameters in front of each layer"

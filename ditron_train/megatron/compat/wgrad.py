@@ -1,4 +1,4 @@
-"""Products of gradients in each version of Megatron-core: how those of a frozen layer lie, and a weight gradient that
+"""Products of gradients in each version of Megatron-core: how those of a frozen layer are, and a weight gradient that
 is written, not added, as Megatron-FSDP has it."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.utils import ScheduleNode
 
 from ditron_train.ep import EPContext, RailContext, get_ep_context, get_rail_context
 from ditron_train.ep.context import DTYPES
-from ditron_train.megatron.compat import captures_dispatch, why_not_dispatcher
+from ditron_train.megatron.compat import captures_dispatch, unsupported_reason_dispatcher
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
@@ -45,8 +45,8 @@ def in_schedule_node() -> bool:
     return getattr(_running, "node", False)
 
 
-#: Of a dispatcher that the policy compares with ours.
-COMPARED = "it is what ours is compared with"
+#: Of a dispatcher that the policy compares with the fused path.
+COMPARED = "it is what the fused path is compared with"
 #: Options that are native in groups that span nodes.
 _NOT_OVER_NODES = (
     "moe_pad_expert_input_to_capacity",
@@ -57,7 +57,7 @@ _NOT_OVER_NODES = (
 _by_rails: GroupCache[tuple[dist.ProcessGroup, torch.device], bool] = GroupCache()
 
 
-def why_not_fp8_recipe(names: Sequence[str]) -> str | None:
+def unsupported_reason_fp8_recipe(names: Sequence[str]) -> str | None:
     """Why rows of experts in FP8 are quantised by Transformer Engine, by their recipe, or None.
 
     Args:
@@ -68,7 +68,7 @@ def why_not_fp8_recipe(names: Sequence[str]) -> str | None:
     return f"only tensorwise scaling has grouped quantization, the recipe is {names[0]}"
 
 
-def why_not_fp8_options(*, is_plain: bool, has_fp8_parameters: bool) -> str | None:
+def unsupported_reason_fp8_options(*, is_plain: bool, has_fp8_parameters: bool) -> str | None:
     """Why rows of experts in FP8 are quantised by Transformer Engine, by the layer's options, or None.
 
     Args:
@@ -80,26 +80,26 @@ def why_not_fp8_options(*, is_plain: bool, has_fp8_parameters: bool) -> str | No
     return None if is_plain else "the layer has quantization parameters or a bias, or activations are offloaded"
 
 
-def why_not_fp8_rows(dtype: torch.dtype) -> str | None:
+def unsupported_reason_fp8_rows(dtype: torch.dtype) -> str | None:
     """Why rows of ``dtype`` are quantised to FP8 by Transformer Engine, or None."""
     return None if dtype == torch.bfloat16 else f"{dtype} is not covered"
 
 
-def why_not_kind(kind: str) -> str | None:
+def unsupported_reason_kind(kind: str) -> str | None:
     """Why a ``moe_token_dispatcher_type`` is Megatron's, or None."""
     if kind in ("alltoall", "allgather"):
         return None
     return f"moe_token_dispatcher_type is {kind!r} (alltoall and allgather are covered)"
 
 
-def why_not_gathered(dispatcher: Any) -> str | None:
+def unsupported_reason_gathered(dispatcher: Any) -> str | None:
     """Why a configuration of the allgather dispatcher runs natively, or None."""
     if dispatcher.tp_size * dispatcher.ep_size == 1:
         return "one rank holds all experts"
-    return why_not_dispatcher(dispatcher)
+    return unsupported_reason_dispatcher(dispatcher)
 
 
-def why_not_config(dispatcher: Any) -> str | None:
+def unsupported_reason_config(dispatcher: Any) -> str | None:
     """Why a configuration runs natively, or None."""
     config = dispatcher.config
     if dispatcher.ep_size == 1:
@@ -110,7 +110,7 @@ def why_not_config(dispatcher: Any) -> str | None:
         if get_settings().policy in ("strict", "fast"):
             return (
                 "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so "
-                "(DITRON_POLICY=bits: ours)"
+                "(DITRON_POLICY=bits: fused)"
             )
         # A dispatch holds all registers of the GPU until its peers send, an AG-GEMM its shared memory: ranks could
         # wait in a circle.
@@ -119,7 +119,7 @@ def why_not_config(dispatcher: Any) -> str | None:
                 "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for "
                 "peers, too"
             )
-    reason = why_not_dispatcher(dispatcher)
+    reason = unsupported_reason_dispatcher(dispatcher)
     if reason is not None:
         return reason
     if captures_dispatch(config):
@@ -127,12 +127,12 @@ def why_not_config(dispatcher: Any) -> str | None:
     return None
 
 
-def why_not_beside(slices: int) -> str | None:
+def unsupported_reason_beside(slices: int) -> str | None:
     """Why rows of experts that so many tensor parallel ranks share move apart from the experts' GEMMs, or None."""
     return f"experts are split over {slices} tensor parallel ranks" if slices > 1 else None
 
 
-def why_not_tensors(
+def unsupported_reason_tensors(
     hidden_states: torch.Tensor, probs: torch.Tensor, expert_capacity: int | None, *, gathered: bool = False
 ) -> str | None:
     """Why tokens and probabilities of these types, so many of them, are not covered, or None. ``gathered``: they go to
@@ -149,7 +149,7 @@ def why_not_tensors(
     return None
 
 
-def why_not_captured(*, is_decided: bool, is_sized: bool, slices: int) -> str | None:
+def unsupported_reason_captured(*, is_decided: bool, is_sized: bool, slices: int) -> str | None:
     """Why a call is native while a CUDA graph is being captured, or None.
 
     Args:

@@ -37,18 +37,18 @@ from ditron_train.megatron.ep.coverage import (
     COMPARED,
     context_of_layer,
     in_schedule_node,
+    unsupported_reason_beside,
+    unsupported_reason_captured,
+    unsupported_reason_config,
+    unsupported_reason_tensors,
     watch_schedule_nodes,
-    why_not_beside,
-    why_not_captured,
-    why_not_config,
-    why_not_tensors,
 )
-from ditron_train.megatron.ep.experts import TEGemm, why_not_called, why_not_fused_on_ranks
+from ditron_train.megatron.ep.experts import TEGemm, unsupported_reason_called, unsupported_reason_fused_on_ranks
 from ditron_train.megatron.ep.gather import ExpertSlices, all_true, exchange_counts
-from ditron_train.megatron.ep.pair_spec import fewest_rows_of_layer, fused_pairs_here, logged_pairs_of_step, with_limit
-from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_few_rows
-from ditron_train.megatron.shared.in_place import InPlaceOf
-from ditron_train.megatron.shared.interfaces import why_otherwise
+from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, min_rows_of_layer, with_limit
+from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_min_rows
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
+from ditron_train.megatron.shared.interfaces import unsupported_reason_otherwise
 from ditron_train.policy import gate, log_native
 from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.policy.probe import compares
@@ -73,7 +73,7 @@ class FixedCapacity:
         self.factor = factor
         self._reason: str | None = None  # why there is none although it was asked for
         self._is_agreed = False
-        self._fewest_rows: int | None = None  # of an expert, for its products to have native bits
+        self._min_rows: int | None = None  # of an expert, for its products to have native bits
         self._has_warned = False
 
     def take_setting(self, experts: Any, tp_size: int, *, is_apart: bool) -> None:
@@ -81,18 +81,18 @@ class FixedCapacity:
         factor = get_settings().ep_capacity
         if factor is None:
             return
-        reason = why_not_beside(tp_size)
+        reason = unsupported_reason_beside(tp_size)
         if reason is None and is_apart:
             reason = "overlap_moe_expert_parallel_comm is on"
         if reason is None and not HAVE_TE:
             reason = "Transformer Engine is not installed"
         if reason is None:
-            reason = _why_not_experts(experts)
+            reason = _unsupported_reason_experts(experts)
         if reason is None:
             self.factor = factor
             log_once(f"ep capacity {factor}", f"ep: room for {factor:g} times the rows of even routing, no host sync")
         else:
-            self._give_up(reason)
+            self._abort(reason)
 
     def drop(self) -> None:
         """Exact sizes from now on, whatever the setting asks for; on all ranks alike."""
@@ -101,49 +101,49 @@ class FixedCapacity:
     def look_at(self, experts: Any) -> None:
         """Exact sizes from now on where an adapter or a hook has come to experts since their capacity was decided. It
         is called with counts that the host does not have, and with rows behind the last that nobody has written."""
-        reason = None if self.factor is None else why_not_called(experts, is_decided=self._is_agreed)
+        reason = None if self.factor is None else unsupported_reason_called(experts, is_decided=self._is_agreed)
         if reason is not None:
-            self._give_up(reason)
+            self._abort(reason)
 
     def measure(self, experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> None:
         """From how many rows of an expert on our products of rows ``like`` these have native bits, since with a fixed
-        capacity all are ours; exact sizes where they never have, or where another rank has them (collective the first
+        capacity all are fused; exact sizes where they never have, or where another rank has them (collective the first
         time)."""
         if not self._is_agreed and (self.factor is not None or self._reason is not None):
             self._is_agreed = True
             reasons = [reason for reason in exchange(group, self._reason) if reason is not None]
             if reasons and self.factor is not None:
-                self._give_up(reasons[0])
-        if self.factor is None or self._fewest_rows is not None:
+                self._abort(reasons[0])
+        if self.factor is None or self._min_rows is not None:
             return
-        self._fewest_rows = fewest_rows_of_layer(experts, like, group)
-        if self._fewest_rows == NEVER and get_settings().policy in ("strict", "bits"):
-            self._give_up(OTHER_BITS)
+        self._min_rows = min_rows_of_layer(experts, like, group)
+        if self._min_rows == NEVER and get_settings().policy in ("strict", "bits"):
+            self._abort(OTHER_BITS)
 
     def warn(self, context: EPContext) -> None:
-        """Says once where an expert had too few rows."""
+        """Says once where an expert had fewer than the minimum rows."""
         if self.factor is not None and not self._has_warned:
-            self._has_warned = warns_of_few_rows(context, self._fewest_rows or 0)
+            self._has_warned = warns_of_min_rows(context, self._min_rows or 0)
 
-    def _give_up(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         self.factor, self._reason = None, reason
         log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
 
 
-def _why_not_experts(experts: Any) -> str | None:
+def _unsupported_reason_experts(experts: Any) -> str | None:
     try:
-        from ditron_train.megatron.ep.te_experts import why_not_capacity
+        from ditron_train.megatron.ep.te_experts import unsupported_reason_capacity
 
-        return why_not_capacity(experts)
+        return unsupported_reason_capacity(experts)
     except INTERFACE_ERRORS as error:
-        return why_otherwise("Transformer Engine", error)
+        return unsupported_reason_otherwise("Transformer Engine", error)
 
 
 @outside_compile
 class DitronMoEAlltoAllTokenDispatcher(
-    MoEAlltoAllTokenDispatcher, metaclass=InPlaceOf, native=MoEAlltoAllTokenDispatcher
+    MoEAlltoAllTokenDispatcher, metaclass=EqualsBaseClass, native=MoEAlltoAllTokenDispatcher
 ):
-    """``MoEAlltoAllTokenDispatcher`` that sends a token once to each rank and fans it out there.
+    """``MoEAlltoAllTokenDispatcher`` that sends a token once to each rank and copies it to its experts there.
 
     ``dispatch_preprocess`` exchanges counts on the device, ``token_dispatch`` waits for them (the one host sync that
     native has too) and moves the tokens straight into [local expert, source rank, token] order, ``token_combine``
@@ -159,7 +159,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self._arguments = (num_local_experts, local_expert_indices, config, pg_collection)
         self._asks_policy = True
-        self._native_because: str | None = why_not_config(self)
+        self._native_because: str | None = unsupported_reason_config(self)
         self._ep_context: EPContext | RailContext | None = None
         self._kept_context: EPContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
@@ -169,7 +169,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         self._capacity = FixedCapacity()
         self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
         self._pairs: frozenset[Pair] | None = None
-        #: Rows of an expert in a step, for the product of a pair to be ours; None: not measured.
+        #: Rows of an expert in a step, for the product of a pair to be fused; None: not measured.
         self._limit: int | None = None
         self._call: ExpertCall | None = None
         self._slices: ExpertSlices | None = None
@@ -187,7 +187,7 @@ class DitronMoEAlltoAllTokenDispatcher(
 
     @property
     def ep_context(self) -> EPContext | RailContext | None:
-        """Where the tokens of the last call moved, None on Megatron's path."""
+        """Where the tokens of the last call moved, None natively."""
         return self._ep_context
 
     @property
@@ -226,7 +226,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         if self._native_because is None and is_capturing(hidden_states.device):
             is_sized = self.drop_and_pad or self._capacity.factor is not None
             is_decided = not self._asks_policy and (not is_sized or self._has_room(hidden_states, len(probs)))
-            reason = why_not_captured(is_decided=is_decided, is_sized=is_sized, slices=self.tp_size)
+            reason = unsupported_reason_captured(is_decided=is_decided, is_sized=is_sized, slices=self.tp_size)
             if reason is not None:
                 log_native("ep", reason)
                 return None
@@ -261,7 +261,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> EPContext | RailContext | None:
         if self._native_because is None:
-            self._native_because = why_not_tensors(hidden_states, probs, self._expert_capacity(len(probs)))
+            self._native_because = unsupported_reason_tensors(hidden_states, probs, self._expert_capacity(len(probs)))
         device = hidden_states.device
         if self._native_because is None:
             fused = self.config.moe_permute_fusion
@@ -305,8 +305,8 @@ class DitronMoEAlltoAllTokenDispatcher(
         pad_factor = self.moe_expert_capacity_factor if self.drop_and_pad else None
         call = MovementCall(make, hidden_states, routing_map, probs, topk, fused, group, pad_factor)
         settings = get_settings()
-        is_told = settings.ep_rails == "on" and settings.policy == "strict" and spans_nodes(group)
-        with under_policy("bits") if is_told else contextlib.nullcontext():
+        log_decision = settings.ep_rails == "on" and settings.policy == "strict" and spans_nodes(group)
+        with under_policy("bits") if log_decision else contextlib.nullcontext():
             return gate.answer_for(MOVEMENT, call).reason
 
     def dispatch_preprocess(
@@ -376,13 +376,13 @@ class DitronMoEAlltoAllTokenDispatcher(
     def _expert_call(self, hidden_states: torch.Tensor) -> ExpertCall | None:
         """What the experts need to move tokens themselves, or None where movement and GEMMs are apart."""
         if self._slices is not None:
-            self._log_apart(f"{why_not_beside(self.tp_size)}")
+            self._log_apart(f"{unsupported_reason_beside(self.tp_size)}")
             return None
         if self._pairs is None:
             self._pairs = self._fused_pairs(hidden_states)
         if not self._pairs:  # rails have none, nor counts by expert
             return None
-        changed = why_not_called(self._experts, is_decided=True)
+        changed = unsupported_reason_called(self._experts, is_decided=True)
         if changed is not None:
             self._log_apart(changed)
             return None
@@ -391,18 +391,18 @@ class DitronMoEAlltoAllTokenDispatcher(
             if not self._pairs:
                 return None
         expert_rows = self._layout.expert_rows  # as the counts are, alike
-        pairs, fewest = logged_pairs_of_step(self._pairs, expert_rows, self._limit or 0)
+        pairs, min_rows = logged_pairs_of_step(self._pairs, expert_rows, self._limit or 0)
         if not pairs:
             return None
         gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity.factor is None else None
-        few = gemm.some if fewest and gemm is not None else None
-        return ExpertCall(self._layout, self._ep_context, self._order, pairs, gemm, fewest_rows=fewest, few=few)
+        few = gemm.some if min_rows and gemm is not None else None
+        return ExpertCall(self._layout, self._ep_context, self._order, pairs, gemm, min_rows=min_rows, few=few)
 
     def _fused_pairs(self, hidden_states: torch.Tensor) -> frozenset[Pair]:
         """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
         if not (HAVE_TE and self._experts is not None and hidden_states.device.type == "cuda"):
             return frozenset()
-        reason = why_not_fused_on_ranks(self._experts, hidden_states.device, self.ep_group)
+        reason = unsupported_reason_fused_on_ranks(self._experts, hidden_states.device, self.ep_group)
         if reason is not None:
             self._log_apart(reason)
             return frozenset()

@@ -23,10 +23,10 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.dispatcher import ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.grouped_gemm import RowTiles, group_wgrad_into
-from ditron_train.megatron.compat import activate_experts, why_not_experts
+from ditron_train.megatron.compat import activate_experts, unsupported_reason_experts
 from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, given_up_on_error, linear_scatter
-from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.forward_override import calling, unsupported_reason_stand_in
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.module_hooks import has_hooks
 from ditron_train.megatron.shared.wgrad import gradient_in_main_grad, main_grad_of
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
@@ -184,7 +184,7 @@ def _accumulates(linear: Any) -> bool:
     return bool(linear.disable_parameter_transpose_cache or not linear.is_first_microbatch)
 
 
-def own_wgrad_into(linear: Any) -> OwnMainGradWgrad | None:
+def triton_wgrad_into(linear: Any) -> OwnMainGradWgrad | None:
     """Where our weight gradients of a layer's next pass go; None: into tensors of their own."""
     into = OwnMainGradWgrad(linear) if linear.fuse_wgrad_accumulation else None
     linear.is_first_microbatch = False
@@ -197,7 +197,7 @@ _Call = TypeVar("_Call", ExpertCall, GatheredCall)
 def _call_of(linear: Any, call: _Call) -> _Call:
     """``call`` with the weight gradients of one layer's pass."""
     if isinstance(call, ExpertCall) and call.gemm is None:
-        return dataclasses.replace(call, into=own_wgrad_into(linear))
+        return dataclasses.replace(call, into=triton_wgrad_into(linear))
     splits = call.layout.tokens_per_expert.tolist()
     wgrad = _MainGradWgrad(linear, splits) if linear.fuse_wgrad_accumulation else TEWgrad(splits)
     linear.is_first_microbatch = False
@@ -209,7 +209,7 @@ def _weights_of(linear: Any) -> list[torch.nn.Parameter]:
 
 
 @outside_compile
-class DitronTEGroupedMLP(TEGroupedMLP, metaclass=InPlaceOf, native=TEGroupedMLP):
+class DitronTEGroupedMLP(TEGroupedMLP, metaclass=EqualsBaseClass, native=TEGroupedMLP):
     """``TEGroupedMLP`` that takes tokens and an ``ExpertCall`` too, and returns tokens then."""
 
     def forward(
@@ -217,7 +217,7 @@ class DitronTEGroupedMLP(TEGroupedMLP, metaclass=InPlaceOf, native=TEGroupedMLP)
         permuted_local_hidden_states: torch.Tensor,
         tokens_per_expert: Any,
         permuted_probs: torch.Tensor,
-        **kwargs: Any,  # of newer versions: buffers of dispatchers that are not ours
+        **kwargs: Any,  # of newer versions: buffers of dispatchers that are not fused
     ) -> Any:
         if isinstance(tokens_per_expert, GatheredCall):
             return self._forward_gathered(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
@@ -239,7 +239,7 @@ class DitronTEGroupedMLP(TEGroupedMLP, metaclass=InPlaceOf, native=TEGroupedMLP)
         holders = [call]  # of the started gather
         with given_up_on_error(lambda: holders[0].take_started()):
             gemm = TEGemm(call.layout.tokens_per_expert.tolist())
-            call.gemm, call.few = gemm, gemm.some if call.fewest_rows else None
+            call.gemm, call.few = gemm, gemm.some if call.min_rows else None
             first, second = (_call_of(linear, call) for linear in (self.linear_fc1, self.linear_fc2))
             second.started = None  # it gathers in backward alone
             holders[0] = first
@@ -250,7 +250,7 @@ class DitronTEGroupedMLP(TEGroupedMLP, metaclass=InPlaceOf, native=TEGroupedMLP)
             return linear(h), None
 
 
-def why_not_called(experts: torch.nn.Module, *, is_decided: bool = False) -> str | None:
+def unsupported_reason_called(experts: torch.nn.Module, *, is_decided: bool = False) -> str | None:
     """Why these experts are given rows and counts on the host, as natively, or None.
 
     To be asked at every call: an adapter, a quantizer or a hook may come to the experts, or to one of their layers,
@@ -262,12 +262,12 @@ def why_not_called(experts: torch.nn.Module, *, is_decided: bool = False) -> str
     """
     if not isinstance(experts, DitronTEGroupedMLP):
         return f"{type(experts).__name__} computes expert by expert"
-    reason = why_not_experts(experts)
+    reason = unsupported_reason_experts(experts)
     if reason is not None:
         return reason
     linears = (experts.linear_fc1, experts.linear_fc2)
     for module in (experts, *linears):
-        reason = why_not_stand_in(module)
+        reason = unsupported_reason_stand_in(module)
         if reason is not None:
             return reason
         if has_hooks(module):
@@ -281,7 +281,7 @@ def why_not_called(experts: torch.nn.Module, *, is_decided: bool = False) -> str
     return "Transformer Engine's debugging is on" if is_debugged else None
 
 
-def why_not_options(config: Any, *more: str) -> str | None:
+def unsupported_reason_options(config: Any, *more: str) -> str | None:
     """Which of the options that experts as one kernel do not have is on, or one of ``more``, in words; or None."""
     wgrads = ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
     for option in ("fp8", "fp4", "add_bias_linear", *wgrads, *more):
@@ -290,9 +290,9 @@ def why_not_options(config: Any, *more: str) -> str | None:
     return None
 
 
-def why_not_fused(experts: Any, device: torch.device) -> str | None:
+def unsupported_reason_fused(experts: Any, device: torch.device) -> str | None:
     """Why movement and GEMMs of these experts stay kernels of their own, or None."""
-    reason = why_not_called(experts)
+    reason = unsupported_reason_called(experts)
     if reason is not None:
         return reason
     config = experts.config
@@ -300,7 +300,7 @@ def why_not_fused(experts: Any, device: torch.device) -> str | None:
         return f"measured on Hopper and newer only, this is {kernel_target(device)}"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
         return f"{config.params_dtype} is not covered"
-    reason = why_not_options(config, "moe_apply_probs_on_input", "cpu_offloading")
+    reason = unsupported_reason_options(config, "moe_apply_probs_on_input", "cpu_offloading")
     if reason is not None:
         return reason
     if experts.activation_recompute:
@@ -314,7 +314,7 @@ def why_not_fused(experts: Any, device: torch.device) -> str | None:
     return None
 
 
-def why_not_fused_on_ranks(experts: Any, device: torch.device, group: dist.ProcessGroup) -> str | None:
+def unsupported_reason_fused_on_ranks(experts: Any, device: torch.device, group: dist.ProcessGroup) -> str | None:
     """The same, of any rank of ``group`` (collective): one may have wrapped its experts, or hooks on them, alone."""
-    said = exchange(group, why_not_fused(experts, device))
-    return next((reason for reason in said if reason is not None), None)
+    gathered = exchange(group, unsupported_reason_fused(experts, device))
+    return next((reason for reason in gathered if reason is not None), None)

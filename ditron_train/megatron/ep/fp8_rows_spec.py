@@ -11,9 +11,9 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 
 from ditron_train.ep.plan import giving_memory_back
-from ditron_train.megatron.ep.coverage import why_not_fp8_rows
-from ditron_train.megatron.ep.te_quantise import RowsKind, new_quantizer, quantise, why_not_quantizers
-from ditron_train.megatron.shared.devices import why_not_fp8_on_device
+from ditron_train.megatron.ep.coverage import unsupported_reason_fp8_rows
+from ditron_train.megatron.ep.te_quantise import RowsKind, new_quantizer, quantise, unsupported_reason_quantizers
+from ditron_train.megatron.shared.devices import unsupported_reason_fp8_on_device
 from ditron_train.policy import Function, Op, Trial
 from ditron_train.policy.probe import Run, same_bits
 from ditron_train.runtime.errors import NotSupportedError
@@ -60,8 +60,8 @@ class Fp8RowsOp(Op[Fp8RowsCall, None]):
         return call.kind, call.width, call.are_grads, call.num_experts, call.x.dtype, call.x.device
 
     def unsupported_reason(self, call: Fp8RowsCall) -> str | None:
-        reason = why_not_fp8_rows(call.x.dtype) or why_not_fp8_on_device(call.x.device)
-        return reason or why_not_quantizers(call.x.device)
+        reason = unsupported_reason_fp8_rows(call.x.dtype) or unsupported_reason_fp8_on_device(call.x.device)
+        return reason or unsupported_reason_quantizers(call.x.device)
 
     def make_context(self, call: Fp8RowsCall) -> None:
         """The op has no memory of its own.
@@ -107,12 +107,12 @@ class Fp8RowsOp(Op[Fp8RowsCall, None]):
 def pair_of(call: Fp8RowsCall, rows: torch.Tensor, splits: list[int]) -> tuple[Run, Run]:
     """Both ways of quantising ``rows``: what each expert with rows gets, and all quantizers' numbers."""
 
-    def run(is_ours: bool) -> list[torch.Tensor]:
+    def run(is_fused: bool) -> list[torch.Tensor]:
         quantizers = [_quantizer(call.kind, call.x.device) for _ in splits]
-        made = (quantise if is_ours else tex.split_quantize)(rows, splits, quantizers)
+        made = (quantise if is_fused else tex.split_quantize)(rows, splits, quantizers)
         of_experts = [getattr(one, name) for one, size in zip(made, splits) if size for name in _PARTS]
         kept = [name for name in _NUMBERS if hasattr(quantizers[0], name)]
-        return of_experts + [torch.cat([getattr(one, name) for one in quantizers]) for name in kept]
+        return of_experts + [torch.cat([getattr(quantizer, name) for quantizer in quantizers]) for name in kept]
 
     return lambda: run(False), lambda: run(True)
 
@@ -121,9 +121,9 @@ def _multiplied(call: Fp8RowsCall) -> tuple[Run, Run]:
     """Transformer Engine's products of rows that were quantised both ways."""
     rows = normal_values((sum(_MULTIPLIED), call.kind.columns), torch.bfloat16, call.x.device, 5)
 
-    def run(is_ours: bool) -> list[torch.Tensor]:
+    def run(is_fused: bool) -> list[torch.Tensor]:
         quantizers = [_quantizer(call.kind, call.x.device) for _ in _MULTIPLIED]
-        return _products(call, (quantise if is_ours else tex.split_quantize)(rows, _MULTIPLIED, quantizers))
+        return _products(call, (quantise if is_fused else tex.split_quantize)(rows, _MULTIPLIED, quantizers))
 
     return lambda: run(False), lambda: run(True)
 
@@ -132,8 +132,8 @@ def _unsupported_products(call: Fp8RowsCall) -> str | None:
     """Of this rank, or None."""
     try:
         with torch.no_grad(), giving_memory_back(call.x.device):
-            native, ours = (run() for run in _multiplied(call))
-            return None if same_bits(native, ours) else "products differ"
+            native, fused = (run() for run in _multiplied(call))
+            return None if same_bits(native, fused) else "products differ"
     except RuntimeError as error:  # of cuBLAS, of memory; what cannot go on fails again
         return str(error).splitlines()[0]
     except NotSupportedError as error:

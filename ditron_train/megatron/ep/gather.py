@@ -8,10 +8,11 @@ alone or with the grouped GEMM beside them.
 
 Source by source: while copy engines bring the tokens of one rank, those of the one before are placed and multiplied;
 while they take the sums of one rank away, those of the next are multiplied and added up. One grouped GEMM takes the
-rows of as many sources as the transfers allow. Experts of so few rows that cuBLAS may add up otherwise are multiplied
-natively, behind the last arrival or before the first sums. The weight gradients, each one GEMM over all rows in
-native's order, run under the last transfer, or behind the last arrival.
-Megatron's path gathers the gradient in the type of the probabilities, which is a wider copy of it; ours in its own.
+rows of as many sources as the transfers allow. Experts with so few rows that cuBLAS may add up otherwise are
+multiplied natively, behind the last arrival or before the first sums. The weight gradients, each one GEMM over all
+rows in native's order, run under the last transfer, or behind the last arrival.
+Stock Megatron gathers the gradient in the type of the probabilities, which is a wider copy of it; the fused path in
+its own.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.profiles import known_rates
-from ditron_train.schedule import arrival_order, chunk_order, groups_in_turn
+from ditron_train.schedule import arrival_order, chunk_order, groups_in_sequence
 from ditron_train.tp.context import TPContext, get_tp_context
 from ditron_train.tp.gather import PendingGather, start_all_gather
 from ditron_train.tp.reduce_scatter import reduce_scatter_rows, reserve_reduce_scatter
 
 
 @lru_cache(maxsize=256)
-def _order(rank: int, world_size: int, comes: bool) -> tuple[int, ...]:
+def _order(rank: int, world_size: int, is_gathered: bool) -> tuple[int, ...]:
     """Ranks as their rows come; as sums of theirs leave, the last one first."""
-    if comes:
+    if is_gathered:
         return tuple(arrival_order(rank, world_size).tolist())
     return (rank, *chunk_order(rank, world_size, "sum_push")[::-1].tolist())
 
@@ -66,11 +67,11 @@ class GatheredProduct:
         layout: Of the rows.
         context: Of the group of all ranks that hold experts.
         transpose: As of ``group_gemm``.
-        travels: What a source's transfer moves: features of a token, and their type.
-        comes: Whether rows come, so that a part is multiplied behind the last source that has rows in it; else sums of
-            them leave, and it is multiplied before the first.
-        few: Who multiplies experts of few rows; None: all are ours.
-        fewest_rows: Of experts that are not few.
+        payload: What a source's transfer moves: features of a token, and their type.
+        is_gathered: Whether rows come, so that a part is multiplied behind the last source that has rows in it; else
+            sums of them leave, and it is multiplied before the first.
+        few: Who multiplies experts with few rows; None: all are fused.
+        min_rows: Of experts that are not few.
     """
 
     def __init__(
@@ -81,35 +82,37 @@ class GatheredProduct:
         context: TPContext,
         *,
         transpose: bool,
-        travels: tuple[int, torch.dtype],
-        comes: bool,
+        payload: tuple[int, torch.dtype],
+        is_gathered: bool,
         few: FewProduct | None = None,
-        fewest_rows: int = 0,
+        min_rows: int = 0,
     ) -> None:
         self._rows, self._weights, self._layout, self._context = rows, weights, layout, context
-        self._transpose, self._travels, self._comes = transpose, travels, comes
-        self._few, self._fewest_rows = few, 0 if few is None else fewest_rows
-        order = _order(context.rank, context.world_size, comes)
-        self._turns = iter(order if comes else order[::-1])
+        self._transpose, self._payload, self._is_gathered = transpose, payload, is_gathered
+        self._few, self._min_rows = few, 0 if few is None else min_rows
+        order = _order(context.rank, context.world_size, is_gathered)
+        self._turns = iter(order if is_gathered else order[::-1])
 
     @cached_property
     def _groups(self) -> list[list[int]]:
         """Sources whose rows are multiplied together, in the order of their parts."""
-        layout, (features, dtype) = self._layout, self._travels
+        layout, (features, dtype) = self._layout, self._payload
         rates = known_rates(self._context.machine)
         transfer_us = layout.num_tokens * features * dtype.itemsize / (1e3 * rates.link_gbps)
         row_us = 2 * self._weights[0].numel() / (1e6 * rates.gemm_tflops)
         # Where a group's rows begin and end, half a tile of an expert is another group's on average.
         lost_us = row_us * layout.num_experts * block_rows(self._rows.device)
-        order = _order(self._context.rank, self._context.world_size, self._comes)
-        groups = groups_in_turn(order, row_us * layout.num_rows / layout.world_size, transfer_us, lost_us)
-        return groups if self._comes else [group[::-1] for group in reversed(groups)]  # the same backward in time
+        order = _order(self._context.rank, self._context.world_size, self._is_gathered)
+        groups = groups_in_sequence(order, row_us * layout.num_rows / layout.world_size, transfer_us, lost_us)
+        return (
+            groups if self._is_gathered else [group[::-1] for group in reversed(groups)]
+        )  # the same backward in time
 
     @cached_property
     def _parts(self) -> dict[int, RowTiles]:
         """By the source behind whose rows, or before whose sums, a part is due."""
-        tiles = self._layout.tiles_of_groups(self._groups, last=self._comes, fewest_rows=self._fewest_rows)
-        return {group[-1 if self._comes else 0]: part for group, part in zip(self._groups, tiles, strict=True)}
+        tiles = self._layout.tiles_of_groups(self._groups, last=self._is_gathered, min_rows=self._min_rows)
+        return {group[-1 if self._is_gathered else 0]: part for group, part in zip(self._groups, tiles, strict=True)}
 
     @cached_property
     def _operands(self) -> GemmOperands:
@@ -129,8 +132,8 @@ class GatheredProduct:
             multiply(operands, part)
 
     def compute_few(self) -> None:
-        """The experts of few rows, of all sources."""
-        experts = self._layout.experts_below(self._fewest_rows)
+        """The experts with few rows, of all sources."""
+        experts = self._layout.experts_below(self._min_rows)
         if experts and self._few is not None:
             self._few(self._rows, self._weights, self._transpose, self.result, experts)
 
@@ -145,10 +148,10 @@ class GatheredCall:
         order: Which native permutation is in force.
         sum_dtype: In which results are added up over ranks: that of the probabilities.
         started: The gather of the tokens, which is on its way.
-        wgrad: Weight gradients; None: ours.
-        gemm: As of ``ExpertCall``; products beside a movement are ours in any case.
-        fewest_rows: Experts of fewer rows, of all sources, are multiplied by ``few``.
-        few: Natively; None: ours multiplies all.
+        wgrad: Weight gradients; None: the fused path.
+        gemm: As of ``ExpertCall``; products beside a movement are fused in any case.
+        min_rows: Experts of fewer rows, of all sources, are multiplied by ``few``.
+        few: Natively; None: the fused path multiplies all.
     """
 
     layout: RowLayout
@@ -158,7 +161,7 @@ class GatheredCall:
     started: PendingGather | None = None
     wgrad: Wgrad | None = None
     gemm: Gemm | None = None
-    fewest_rows: int = 0
+    min_rows: int = 0
     few: FewProduct | None = None
 
     def take_started(self) -> PendingGather | None:
@@ -212,7 +215,7 @@ def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> Pendin
     shape = torch.Size((context.world_size * x.shape[0], x.shape[1]))
     for dtype in dict.fromkeys((sum_dtype, x.dtype)):
         reserve_reduce_scatter(shape, dtype, context=context)
-    return start_all_gather(x, context=context, in_turn=True, copies_own=False)
+    return start_all_gather(x, context=context, in_ring_order=True, copies_own=False)
 
 
 def _product(
@@ -221,11 +224,11 @@ def _product(
     call: GatheredCall,
     *,
     transpose: bool,
-    travels: tuple[int, torch.dtype],
-    comes: bool,
+    payload: tuple[int, torch.dtype],
+    is_gathered: bool,
 ) -> GatheredProduct:
-    options: dict[str, Any] = dict(transpose=transpose, travels=travels, comes=comes)
-    options.update(few=call.few, fewest_rows=call.fewest_rows)
+    options: dict[str, Any] = dict(transpose=transpose, payload=payload, is_gathered=is_gathered)
+    options.update(few=call.few, min_rows=call.min_rows)
     return GatheredProduct(rows, weights, call.layout, call.context, **options)
 
 
@@ -235,7 +238,7 @@ def _gather(
     """Fills ``rows`` as the tokens arrive; ``each`` runs behind those of each source."""
     started = call.take_started()
     if started is None:
-        started = start_all_gather(x, context=call.context, in_turn=True, copies_own=False)
+        started = start_all_gather(x, context=call.context, in_ring_order=True, copies_own=False)
 
     def place_share(share: slice, tokens: torch.Tensor) -> None:
         source = share.start // call.layout.num_tokens
@@ -300,7 +303,7 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: GatheredCall, *weights: torch.Tensor) -> torch.Tensor:
         rows = x.new_empty(call.layout.num_rows, x.shape[1])
-        product = _product(rows, weights, call, transpose=True, travels=(x.shape[1], x.dtype), comes=True)
+        product = _product(rows, weights, call, transpose=True, payload=(x.shape[1], x.dtype), is_gathered=True)
         _gather(x, call, rows, product.compute)
         product.compute_few()
         ctx.call = call
@@ -321,8 +324,8 @@ class _GatherLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:  # a rank whose GEMMs are apart scatters nothing then
             weight_grads()
             return (None, None, *grads[0])
-        travels = weights[0].shape[1], grad_y.dtype
-        product = _product(grad_y, weights, call, transpose=False, travels=travels, comes=False)
+        payload = weights[0].shape[1], grad_y.dtype
+        product = _product(grad_y, weights, call, transpose=False, payload=payload, is_gathered=False)
         product.compute_few()
         grad_x = _scatter(product.result, call, grad_y.dtype, product.compute, weight_grads)
         return (grad_x, None, *grads[0])
@@ -335,8 +338,8 @@ class _LinearScatter(torch.autograd.Function):
         h = h.contiguous()
         ctx.call = call
         ctx.save_for_backward(rows_to_save(h, weights), *weights)
-        travels = weights[0].shape[0], call.sum_dtype
-        product = _product(h, weights, call, transpose=True, travels=travels, comes=False)
+        payload = weights[0].shape[0], call.sum_dtype
+        product = _product(h, weights, call, transpose=True, payload=payload, is_gathered=False)
         product.compute_few()
         return _scatter(product.result, call, call.sum_dtype, product.compute)
 
@@ -345,8 +348,8 @@ class _LinearScatter(torch.autograd.Function):
         refuse_second_derivatives("linear_scatter")
         (h, *weights), call = ctx.saved_tensors, ctx.call
         rows = grad_out.new_empty(call.layout.num_rows, grad_out.shape[1])
-        travels = grad_out.shape[1], grad_out.dtype
-        product = _product(rows, weights, call, transpose=False, travels=travels, comes=True)
+        payload = grad_out.shape[1], grad_out.dtype
+        product = _product(rows, weights, call, transpose=False, payload=payload, is_gathered=True)
         _gather(grad_out, call, rows, product.compute)
         product.compute_few()
         grads: Sequence[torch.Tensor | None] = [None] * len(weights)
@@ -387,7 +390,7 @@ def linear_scatter(h: torch.Tensor, weights: Sequence[torch.Tensor], call: Gathe
 
 
 #: A sum of two is the same in either order. Of more ranks NCCL may add in an order that depends on where in the buffer
-#: a row lies.
+#: a row is.
 _RANKS_IN_ANY_PLACE = 2
 #: Why rows of that width and these types, of a group's slices, are left to megatron-core for good. All its ranks met
 #: it alike; to ask again would cost each forward exchanges between hosts, and the buffer that was to grow.
@@ -416,9 +419,9 @@ def exchange_counts(
         int64 ``[ranks, *shape]`` on the CPU, or None on every rank if any had none to tell.
     """
     mine = torch.full(shape, -1, device=device) if sources is None else sources
-    told = [torch.empty(shape, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(told, mine.to(device, torch.int64).contiguous(), group=group)
-    counts = torch.stack(told).cpu()
+    announced = [torch.empty(shape, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(announced, mine.to(device, torch.int64).contiguous(), group=group)
+    counts = torch.stack(announced).cpu()
     return None if bool((counts < 0).any()) else counts
 
 

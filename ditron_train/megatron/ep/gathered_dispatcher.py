@@ -17,19 +17,19 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from ditron_train.ep import SumOrder, index_add_order
 from ditron_train.ep.gather import GatheredLayout, RowLayout
 from ditron_train.ep.grouped_gemm import are_whole
-from ditron_train.ep.plan import MOST_FEW, NEVER, OTHER_BITS, fewest_rows_here, products_of
+from ditron_train.ep.plan import MOST_FEW, NEVER, OTHER_BITS, min_rows_here, products_of
 from ditron_train.megatron.ep.coverage import (
     COMPARED,
     in_schedule_node,
+    unsupported_reason_gathered,
+    unsupported_reason_tensors,
     watch_schedule_nodes,
-    why_not_gathered,
-    why_not_tensors,
 )
-from ditron_train.megatron.ep.experts import why_not_called, why_not_fused_on_ranks
+from ditron_train.megatron.ep.experts import unsupported_reason_called, unsupported_reason_fused_on_ranks
 from ditron_train.megatron.ep.gather import GatheredCall, gather_to_rows, given_up_on_error, scatter_rows, start
 from ditron_train.megatron.ep.gathered_spec import GATHERED, GATHERED_EXPERTS, ExpertsCall
 from ditron_train.megatron.ep.spec import MovementCall
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.values import own_or_normal
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.device import is_capturing
@@ -50,8 +50,8 @@ def fuses_here(
     sum_dtype: torch.dtype,
     is_fused: bool,
 ) -> bool | None:
-    """Whether a layer's GEMMs are to run beside its movement (collective); None: this step has too many experts of few
-    rows to tell, on every rank.
+    """Whether a layer's GEMMs are to run beside its movement (collective); None: this step has too many experts with
+    few rows to tell, on every rank.
 
     Args:
         experts: The layer's.
@@ -64,7 +64,7 @@ def fuses_here(
     """
     if not (HAVE_TE and experts is not None and hidden_states.is_cuda):
         return False
-    reason = why_not_fused_on_ranks(experts, hidden_states.device, context.group)
+    reason = unsupported_reason_fused_on_ranks(experts, hidden_states.device, context.group)
     if reason is None:
         first, second = (
             [own_or_normal(getattr(linear, f"weight{index}"), index) for index in range(linear.num_gemms)]
@@ -79,34 +79,36 @@ def fuses_here(
         x = hidden_states.detach()
         grad = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(1))
         seen = ExpertsCall(x, first, second, local_map, context.group, order, sum_dtype, is_fused, grad)
-        if GATHERED_EXPERTS.few_rows_reason(seen) is not None:  # also measures from how many rows on bits are native's
+        if GATHERED_EXPERTS.min_rows_reason(seen) is not None:  # also measures from how many rows on bits are native's
             return None
         return gate.context_for(GATHERED_EXPERTS, seen) is not None
 
 
-def _fewest_rows(experts: Any, like: torch.Tensor) -> int:
+def _min_rows(experts: Any, like: torch.Tensor) -> int:
     """How many rows an expert must have for our products to add up as native's do; measured the first time.
     Ranks may differ: what travels is the same."""
     products = products_of(experts.num_local_experts, experts.linear_fc1.weight0, experts.linear_fc2.weight0)
-    return max(fewest_rows_here(product, like.dtype, like.device) for product in products)
+    return max(min_rows_here(product, like.dtype, like.device) for product in products)
 
 
-def fewest_rows_of_call(experts: Any, layout: RowLayout, like: torch.Tensor) -> int | None:
+def min_rows_of_call(experts: Any, layout: RowLayout, like: torch.Tensor) -> int | None:
     """Below how many rows an expert is multiplied by Transformer Engine in a call whose GEMMs run beside the movement
     of rows ``like`` these; None: all are, apart from it. An adapter may have come since the layer was built."""
-    if why_not_called(experts) is not None:
+    if unsupported_reason_called(experts) is not None:
         return None
-    fewest = _fewest_rows(experts, like)
-    few, num_experts = layout.experts_below(fewest), layout.num_experts
+    min_rows = _min_rows(experts, like)
+    few, num_experts = layout.experts_below(min_rows), layout.num_experts
     if not few:
         return 0
     share = int(layout.tokens_per_expert[few].sum()) / layout.num_rows
     is_fused = share <= MOST_FEW
     whose = "their GEMMs" if is_fused else "all GEMMs of such a step"
-    words = f"{len(few)} of {num_experts} gathered experts have fewer than {fewest} rows in a step, {share:.0%} of all"
-    words = f"gathered {OTHER_BITS}" if fewest == NEVER else words
+    words = (
+        f"{len(few)} of {num_experts} gathered experts have fewer than {min_rows} rows in a step, {share:.0%} of all"
+    )
+    words = f"gathered {OTHER_BITS}" if min_rows == NEVER else words
     log_once(f"ep few gathered rows {is_fused}", f"ep: {words}: {whose} are Transformer Engine's")
-    return fewest if is_fused else None
+    return min_rows if is_fused else None
 
 
 _MOST_ASKED = 8  # steps in which it is asked whether GEMMs go beside the movement, each at the cost of some overlap
@@ -114,7 +116,7 @@ _MOST_ASKED = 8  # steps in which it is asked whether GEMMs go beside the moveme
 
 @outside_compile
 class DitronMoEAllGatherTokenDispatcher(
-    MoEAllGatherTokenDispatcher, metaclass=InPlaceOf, native=MoEAllGatherTokenDispatcher
+    MoEAllGatherTokenDispatcher, metaclass=EqualsBaseClass, native=MoEAllGatherTokenDispatcher
 ):
     """``MoEAllGatherTokenDispatcher`` whose tokens travel while the routing is exchanged and rows are placed, and
     whose results leave rank by rank as they are added up.
@@ -130,7 +132,7 @@ class DitronMoEAllGatherTokenDispatcher(
     ) -> None:
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self._arguments = (num_local_experts, local_expert_indices, config, pg_collection)
-        self._native_because: str | None = why_not_gathered(self)
+        self._native_because: str | None = unsupported_reason_gathered(self)
         self._asks_policy = True
         self._gathered_context: TPContext | None = None
         self._order: SumOrder | None = None
@@ -145,7 +147,7 @@ class DitronMoEAllGatherTokenDispatcher(
 
     @property
     def ep_context(self) -> TPContext | None:
-        """Where the tokens of the last call moved, None on Megatron's path."""
+        """Where the tokens of the last call moved, None natively."""
         return self._gathered_context
 
     def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
@@ -166,7 +168,7 @@ class DitronMoEAllGatherTokenDispatcher(
             return None
         if self._native_because is None:
             try:
-                self._native_because = self._why_not(hidden_states, probs)
+                self._native_because = self._unsupported_reason(hidden_states, probs)
                 if self._native_because is None:
                     return get_tp_context(self.tp_ep_group, hidden_states.device)
             except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
@@ -174,8 +176,8 @@ class DitronMoEAllGatherTokenDispatcher(
             self._log_native()
         return None
 
-    def _why_not(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> str | None:
-        reason = why_not_tensors(hidden_states, probs, None, gathered=True)
+    def _unsupported_reason(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> str | None:
+        reason = unsupported_reason_tensors(hidden_states, probs, None, gathered=True)
         device = hidden_states.device
         if reason is None and self._order is None:
             fused = self.config.moe_permute_fusion
@@ -263,15 +265,15 @@ class DitronMoEAllGatherTokenDispatcher(
             layout = GatheredLayout(self.local_map, self._gathered_context.world_size)
             # Ranks may differ in this: what they send is alike.
             experts = self._layer_modules.get("experts")
-            fewest = fewest_rows_of_call(experts, layout, hidden_states) if self._fuses else None
+            min_rows = min_rows_of_call(experts, layout, hidden_states) if self._fuses else None
         self.routing_map = None
         assert self._order is not None, "the context was asked for"
         call = self._call = GatheredCall(
             layout, self._gathered_context, self._order, probs.dtype, self._take_started()
         )
-        self._is_fused = fewest is not None
-        if fewest is not None:
-            call.fewest_rows = fewest
+        self._is_fused = min_rows is not None
+        if min_rows is not None:
+            call.min_rows = min_rows
             return hidden_states, call, self.local_probs
         return gather_to_rows(hidden_states, call), layout.tokens_per_expert, self.local_probs
 

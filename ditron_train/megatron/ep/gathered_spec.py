@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
 from ditron_train.ep.combine import SumOrder, deterministic
 from ditron_train.ep.gather import GatheredLayout
-from ditron_train.ep.plan import MOST_FEW, Product, agreed_fewest_rows, native_products, products_of
+from ditron_train.ep.plan import MOST_FEW, Product, agreed_min_rows, native_products, products_of
 from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, given_up_on_error, linear_scatter, start
 from ditron_train.megatron.ep.spec import MovementOp
 from ditron_train.policy import Function, Op, Trial
@@ -105,7 +105,7 @@ class GatheredExpertsOp(Op[ExpertsCall, TPContext]):
         return call.x, *call.firsts, *call.seconds
 
     def peak_bytes(self, call: ExpertsCall) -> int:
-        """As counted (``tests/policy/bodies_held.py``), and the data that reveals: gradients of all
+        """As counted (``tests/policy/bodies_held.py``), and the order-probe inputs: gradients of all
         weights by both paths, and the rows of this rank's experts many times."""
         (n, k), num_rows = call.firsts[0].shape, int(call.local_map.sum())
         of_weights = 4 * sum(one.nbytes for one in (*call.firsts, *call.seconds))
@@ -154,7 +154,7 @@ class GatheredExpertsOp(Op[ExpertsCall, TPContext]):
         num = len(call.firsts)
 
         def function(x: torch.Tensor, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
-            fewest = self.fewest_rows(call) if HAVE_TE and x.is_cuda else 0
+            min_rows = self.min_rows(call) if HAVE_TE and x.is_cuda else 0
             one: GatheredCall | None = None
             started = start(x, context, call.sum_dtype)  # before the sizes are there, as a layer's tokens do
             with given_up_on_error(lambda: started if one is None else one.take_started()):
@@ -164,29 +164,29 @@ class GatheredExpertsOp(Op[ExpertsCall, TPContext]):
                     from ditron_train.megatron.ep.experts import TEGemm, TEWgrad
 
                     splits = layout.tokens_per_expert.tolist()
-                    one.wgrad, one.few, one.fewest_rows = TEWgrad(splits), TEGemm(splits).some, fewest
+                    one.wgrad, one.few, one.min_rows = TEWgrad(splits), TEGemm(splits).some, min_rows
                 y = gather_linear(x, weights[:num], one)
             h = y[:, : weights[num].shape[1]].contiguous()
             return [linear_scatter(h, weights[num:], replace(one))]
 
         return function
 
-    def few_rows_reason(self, call: ExpertsCall) -> str | None:
+    def min_rows_reason(self, call: ExpertsCall) -> str | None:
         """Why a layer leaves the experts' GEMMs native, of a step's rows, or None (collective)."""
         if call.x.device.type == "cpu":
             return None
-        counts, fewest = call.local_map.sum(0), self.fewest_rows(call)
-        share = counts[counts < fewest].sum().double() / counts.sum().clamp(min=1)
+        counts, min_rows = call.local_map.sum(0), self.min_rows(call)
+        share = counts[counts < min_rows].sum().double() / counts.sum().clamp(min=1)
         dist.all_reduce(share, op=dist.ReduceOp.MAX, group=call.group)
         if float(share) <= MOST_FEW:
             return None
         return f"{float(share):.0%} of a rank's rows are of experts with so few that a layer leaves its GEMMs native"
 
-    def fewest_rows(self, call: ExpertsCall) -> int:
+    def min_rows(self, call: ExpertsCall) -> int:
         """Rows of an expert below which its product is native; the same on all ranks, which compare together. It is
         measured the first time."""
         products = products_of(len(call.firsts), call.firsts[0], call.seconds[0])
-        return agreed_fewest_rows(products, call.x.dtype, call.x.device, call.group)
+        return agreed_min_rows(products, call.x.dtype, call.x.device, call.group)
 
 
 def _without_inference(call: ExpertsCall) -> ExpertsCall:

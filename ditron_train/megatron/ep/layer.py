@@ -9,10 +9,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
-from ditron_train.megatron.ep.coverage import why_not_kind
+from ditron_train.megatron.ep.coverage import unsupported_reason_kind
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 from ditron_train.megatron.ep.gathered_dispatcher import DitronMoEAllGatherTokenDispatcher
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.policy import gate, log_native
 
@@ -22,7 +22,7 @@ _DISPATCHERS: dict[type, Any] = {
 }
 
 
-class DitronMoELayer(MoELayer, metaclass=InPlaceOf, native=MoELayer):
+class DitronMoELayer(MoELayer, metaclass=EqualsBaseClass, native=MoELayer):
     """``MoELayer`` with our dispatcher: the native layer builds its dispatcher from the configuration, not from a
     spec."""
 
@@ -38,21 +38,24 @@ class DitronMoELayer(MoELayer, metaclass=InPlaceOf, native=MoELayer):
     ) -> None:
         pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
         super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
-        ours = _DISPATCHERS.get(type(self.token_dispatcher))
-        if ours is not None:
-            self.token_dispatcher = ours(
+        fused = _DISPATCHERS.get(type(self.token_dispatcher))
+        if fused is not None:
+            self.token_dispatcher = fused(
                 self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
             )
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
-        if hasattr(self.token_dispatcher, "meet_experts"):  # one of ours
+        if hasattr(self.token_dispatcher, "meet_experts"):  # one of this package
             self.token_dispatcher.meet_experts(self._modules)
         else:
-            log_native("ep", why_not_kind(config.moe_token_dispatcher_type) or "the dispatcher is another's")
+            log_native(
+                "ep", unsupported_reason_kind(config.moe_token_dispatcher_type) or "the dispatcher is another's"
+            )
 
 
 def class_map() -> dict[type, type]:
-    """The native classes and ours; Transformer Engine's grouped layers are among them where it is installed."""
+    """The native classes and the fused ones; Transformer Engine's grouped layers are among them where it is
+    installed."""
     classes: dict[type, type] = {**_DISPATCHERS, MoELayer: DitronMoELayer}
     if HAVE_TE:
         classes.update(classes_of_te("ep", _classes_of_te))

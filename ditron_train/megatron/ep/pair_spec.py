@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ditron_train.ep import EPContext, EPHandle, ExpertCall, Pair, SumOrder, begin_layout, dispatch
 from ditron_train.ep.context import compiling
 from ditron_train.ep.dispatcher import backward_in, forward_out
-from ditron_train.ep.plan import NEVER, OTHER_BITS, PAIRS, RowProduct, agreed_fewest_rows, pairs_of_step, products_of
+from ditron_train.ep.plan import NEVER, OTHER_BITS, PAIRS, RowProduct, agreed_min_rows, pairs_of_step, products_of
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.megatron.shared.values import own_or_normal
 from ditron_train.policy import Function, Op, gate
@@ -41,7 +41,7 @@ class PairCall(NamedTuple):
 
 class PairOp(Op[PairCall, None]):
     """One kernel for a movement and a grouped GEMM, against our movement and Transformer Engine's GEMM one after the
-    other: all of these have the bits of Megatron's path."""
+    other: all of these have the bits of stock Megatron."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair, self.name = pair, f"ep {pair}"
@@ -106,8 +106,8 @@ def fused_pairs_here(
     )
     with torch.no_grad():
         runs = _PairRuns(experts, layout, context, hidden_states, order, group)
-        asked = {pair: gate.is_fused(op, PairCall(pair, runs, group, kind)) for pair, op in _PAIRS.items()}
-    chosen = frozenset(pair for pair, is_fused in asked.items() if is_fused)
+        requested = {pair: gate.is_fused(op, PairCall(pair, runs, group, kind)) for pair, op in _PAIRS.items()}
+    chosen = frozenset(pair for pair, is_fused in requested.items() if is_fused)
     names = ", ".join(sorted(chosen)) or "no pair of movement and GEMM"
     log_once(f"ep fused {names}", f"ep: one kernel for {names}")
     return chosen
@@ -121,37 +121,37 @@ def with_limit(
     if "gemm_combine" not in pairs or not like.is_cuda:
         return pairs, 0
     product = RowProduct(tuple(experts.linear_fc2.weight0.shape), experts.num_local_experts, True)
-    limit = agreed_fewest_rows(frozenset([product]), like.dtype, like.device, group)
+    limit = agreed_min_rows(frozenset([product]), like.dtype, like.device, group)
     if limit == NEVER:
         log_once("ep gemm_combine never", f"ep: no kernel for gemm_combine, {OTHER_BITS}")
         pairs -= {"gemm_combine"}
     return pairs, limit
 
 
-def fewest_rows_of_layer(experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> int:
+def min_rows_of_layer(experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> int:
     """How many rows an expert must have for all products of a layer to be as native's; 0 on CPUs (collective the first
     time)."""
     if not like.is_cuda:
         return 0
     products = products_of(experts.num_local_experts, experts.linear_fc1.weight0, experts.linear_fc2.weight0)
-    return agreed_fewest_rows(products, like.dtype, like.device, group)
+    return agreed_min_rows(products, like.dtype, like.device, group)
 
 
 def logged_pairs_of_step(
     pairs: frozenset[Pair], expert_rows: np.ndarray | None, limit: int
 ) -> tuple[frozenset[Pair], int]:
     """``pairs_of_step``, which the log says the first time that it leaves something native."""
-    left, fewest = pairs_of_step(pairs, expert_rows, limit)
-    if fewest or left != pairs:
+    left, min_rows = pairs_of_step(pairs, expert_rows, limit)
+    if min_rows or left != pairs:
         assert expert_rows is not None, "all pairs stay"
         few = expert_rows[(expert_rows > 0) & (expert_rows < limit)]
         message = (
             f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {limit} rows in a step, "
             f"{few.sum() / expert_rows.sum():.0%} of all rows: for gemm_combine "
         )
-        message += "their GEMMs" if fewest else "all GEMMs of such a step"
-        log_once(f"ep few rows {fewest > 0}", f"{message} are Transformer Engine's")
-    return left, fewest
+        message += "their GEMMs" if min_rows else "all GEMMs of such a step"
+        log_once(f"ep min rows {min_rows > 0}", f"{message} are Transformer Engine's")
+    return left, min_rows
 
 
 def _main_grad_dtype(weight: Any) -> torch.dtype:
@@ -223,7 +223,7 @@ class _PairRuns:
         )
         bodies: dict[Pair, Callable[[ExpertCall], list[Any]]] = {
             "gemm_combine": lambda call: [forward_out(narrow, back, call)],
-            "beside_wgrad": lambda call: list(backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]),
+            "overlap_wgrad": lambda call: list(backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]),
         }
         words = (
             f"{fresh.num_tokens} tokens x {hidden}, top-{shape.topk} of {shape.num_experts}, experts "

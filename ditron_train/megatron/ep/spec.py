@@ -2,7 +2,7 @@
 
 Ranks may hold different numbers of tokens, so the movement is asked about once for each kind of MoE layer, for the
 largest number of the first step, and the answer holds for every later one; the first step's own tokens, wherever they
-are routed, are compared, too. Megatron's path is compared in PyTorch's deterministic mode, where it repeats itself,
+are routed, are compared, too. Stock Megatron is compared in PyTorch's deterministic mode, where it repeats itself,
 and timed in the mode that is in force.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from ditron_train.ep import EPContext, fewest_rows_before
+from ditron_train.ep import EPContext, min_rows_before
 from ditron_train.ep.combine import deterministic
 from ditron_train.ep.plan import NEVER
 from ditron_train.policy import Function, Op, Trial
@@ -65,7 +65,7 @@ def _forward_backward(dispatcher: Any, data: tuple[torch.Tensor, ...]) -> list[t
     """Rows, results and gradients of a dispatcher around experts that scale their rows by the probabilities.
 
     Args:
-        dispatcher: Native or ours.
+        dispatcher: Native or fused.
         data: Tokens, routing map, probabilities and the results' gradient.
     """
     x, routed, weights, grad = data
@@ -83,7 +83,7 @@ class MovementCall(NamedTuple):
     """The first step of a kind of MoE layer on this rank.
 
     Attributes:
-        make: Builds a dispatcher: Megatron's (True) or ours.
+        make: Builds a dispatcher: Megatron's (True) or the fused one.
         hidden_states: Tokens ``[..., hidden]``.
         routing_map: bool ``[num_tokens, num_experts]``.
         probs: ``[num_tokens, num_experts]``.
@@ -145,10 +145,10 @@ class MovementOp(Op[MovementCall, None]):
             seed = 1 + dist.get_rank(group)
             even = random_inputs(num_tokens, call.hidden_states, probs, topk, seed, capacity)
             tensors = (call.hidden_states, call.routing_map, probs)
-            own, *routing = (one.clone() if one.is_inference() else one.detach() for one in tensors)
+            own, *routing = (tensor.clone() if tensor.is_inference() else tensor.detach() for tensor in tensors)
             own = own.view(-1, own.shape[-1])
             given = (own, *routing, even[3][: len(own)])
-        native, ours = call.make(True), call.make(False)
+        native, accelerated = call.make(True), call.make(False)
         repeats = contextlib.nullcontext if call.is_fused else functools.partial(deterministic, warn_only=True)
         num_calls = 0
 
@@ -165,14 +165,14 @@ class MovementOp(Op[MovementCall, None]):
         words = _words(self.name, call, num_tokens, capacity) + ", gathered" * self.is_gathered
         # NCCL adds up gradients of gathered tokens in their own type.
         summed = call.hidden_states.dtype if self.is_gathered and call.hidden_states.dtype != torch.float32 else None
-        fused, fused_given = (functools.partial(_forward_backward, ours, data) for data in (even, given))
+        fused, fused_given = (functools.partial(_forward_backward, accelerated, data) for data in (even, given))
         return Trial(words, native_run, fused, summed, [(native_given, fused_given)])
 
     def inputs(self, call: MovementCall) -> Sequence[torch.Tensor]:
         return call.hidden_states, call.routing_map, call.probs
 
     def peak_bytes(self, call: MovementCall) -> int:
-        """Rows are as many as tokens have experts, and lie there sent, sorted, scaled in fp32, and with
+        """Rows are as many as tokens have experts, and are there sent, sorted, scaled in fp32, and with
         their gradients."""
         return super().peak_bytes(call) + _ROWS_HELD * call.topk * call.hidden_states.nbytes
 
@@ -187,16 +187,16 @@ MOVEMENT = MovementOp()
 OPS: Sequence[Op[Any, Any]] = (MOVEMENT,)
 
 
-def warns_of_few_rows(context: EPContext, needed: int) -> bool:
+def warns_of_min_rows(context: EPContext, needed: int) -> bool:
     """With a fixed capacity: whether an expert had fewer than the ``needed`` rows, so that bits may differ, which the
     log then says (no host sync)."""
-    fewest = fewest_rows_before(context)
-    if needed < NEVER and (fewest is None or fewest >= needed):
+    min_rows = min_rows_before(context)
+    if needed < NEVER and (min_rows is None or min_rows >= needed):
         return False
-    when = "" if needed == NEVER else f"an expert had {fewest} rows; where one has fewer than {needed} "
+    when = "" if needed == NEVER else f"an expert had {min_rows} rows; where one has fewer than {needed} "
     message = (
         f"ep: {when}the GEMMs of DITRON_EP_CAPACITY may add up in another order than Transformer Engine's (exact "
         "sizes do not)"
     )
-    log_once("ep few rows", message, level=logging.WARNING)
+    log_once("ep min rows", message, level=logging.WARNING)
     return True

@@ -22,20 +22,26 @@ from ditron_train.ep import EPHandle
 from ditron_train.ep.dispatcher import group_linear
 from ditron_train.ep.gemm_combine import layout_tiles
 from ditron_train.ep.grouped_gemm import RowTiles, are_whole
-from ditron_train.ep.plan import own_wgrad_has_native_bits
-from ditron_train.megatron.compat import why_not_grouped_layer
-from ditron_train.megatron.ep.coverage import why_not_fp8_options, why_not_fp8_recipe
+from ditron_train.ep.plan import triton_wgrad_has_native_bits
+from ditron_train.megatron.compat import unsupported_reason_grouped_layer
+from ditron_train.megatron.ep.coverage import unsupported_reason_fp8_options, unsupported_reason_fp8_recipe
 from ditron_train.megatron.ep.experts import (
     DitronTEGroupedMLP,
     experts_group,
-    own_wgrad_into,
-    why_not_called,
-    why_not_options,
+    triton_wgrad_into,
+    unsupported_reason_called,
+    unsupported_reason_options,
 )
 from ditron_train.megatron.ep.fp8_rows_spec import FP8_ROWS, Fp8RowsCall
-from ditron_train.megatron.ep.te_quantise import LOG_NAME, RowsKind, grouped_base, grouped_quantization, why_not_code
-from ditron_train.megatron.shared.in_place import InPlaceOf
-from ditron_train.megatron.shared.interfaces import computes_in_fp8, why_otherwise
+from ditron_train.megatron.ep.te_quantise import (
+    LOG_NAME,
+    RowsKind,
+    grouped_base,
+    grouped_quantization,
+    unsupported_reason_code,
+)
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
+from ditron_train.megatron.shared.interfaces import computes_in_fp8, unsupported_reason_otherwise
 from ditron_train.policy import gate, log_native
 from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.device import is_capturing
@@ -70,7 +76,7 @@ def _grouped_kinds(linear: Any, x: torch.Tensor) -> frozenset[RowsKind]:
     try:
         reason, calls = _asked(linear, x, group)
     except INTERFACE_ERRORS as error:
-        reason, calls = why_otherwise("Transformer Engine", error), []
+        reason, calls = unsupported_reason_otherwise("Transformer Engine", error), []
     if reason is not None:
         log_native(LOG_NAME, reason)
     return frozenset(call.kind for call in calls if gate.is_fused(FP8_ROWS, call))
@@ -79,7 +85,7 @@ def _grouped_kinds(linear: Any, x: torch.Tensor) -> frozenset[RowsKind]:
 def _asked(linear: Any, x: torch.Tensor, group: Any) -> tuple[str | None, list[Fp8RowsCall]]:
     """Why rows are quantised natively, or None; the rows, and the gradients of results, that the policy is asked
     about: those that a step of training quantises with their transposes."""
-    reason = why_not_grouped_layer(linear) or _why_not_fp8(linear, x.device)
+    reason = unsupported_reason_grouped_layer(linear) or _unsupported_reason_fp8(linear, x.device)
     if reason is not None or not torch.is_grad_enabled():
         return reason, []
     recipe = FP8GlobalStateManager.get_fp8_recipe()
@@ -99,7 +105,7 @@ def _asks_for_rows(setting: str | None) -> bool:
     return get_settings().fp8_rows == "on"
 
 
-def _why_not_fp8(linear: Any, device: torch.device) -> str | None:
+def _unsupported_reason_fp8(linear: Any, device: torch.device) -> str | None:
     is_captured = FP8GlobalStateManager.fp8_graph_capturing() or is_capturing(device)
     if FP8GlobalStateManager.is_fp8_calibration() or is_captured:
         return "FP8 is calibrated or captured"
@@ -107,16 +113,16 @@ def _why_not_fp8(linear: Any, device: torch.device) -> str | None:
     if getattr(recipe, "backward_override", None) is not None:
         return "the backward is not in FP8 (backward_override)"
     is_plain = linear.te_quant_params is None and not linear.use_bias and not is_cpu_offload_enabled()
-    reason = why_not_fp8_options(is_plain=is_plain, has_fp8_parameters=linear.primary_weights_in_fp8)
+    reason = unsupported_reason_fp8_options(is_plain=is_plain, has_fp8_parameters=linear.primary_weights_in_fp8)
     names = [one.__name__ for one in type(recipe).__mro__]  # Megatron has subclasses of some
-    reason = reason or why_not_fp8_recipe(names)
+    reason = reason or unsupported_reason_fp8_recipe(names)
     if reason is not None:
         return reason
     if hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator:
         return "the forward product has a split accumulator"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    return why_not_code()
+    return unsupported_reason_code()
 
 
 @outside_compile
@@ -131,14 +137,14 @@ class _TakesDeviceCounts:
             with grouped_quantization(_grouped_kinds(self, x) if is_fp8 else frozenset()):
                 return super().forward(x, m_splits)  # type: ignore[misc]
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        return group_linear(x, weights, m_splits.tiles, own_wgrad_into(self)), None
+        return group_linear(x, weights, m_splits.tiles, triton_wgrad_into(self)), None
 
 
 class DitronTEColumnParallelGroupedLinear(
     _TakesDeviceCounts,
     TEColumnParallelGroupedLinear,
     _GROUPED_BASE,
-    metaclass=InPlaceOf,
+    metaclass=EqualsBaseClass,
     native=TEColumnParallelGroupedLinear,
 ):
     """First linear layer of the experts."""
@@ -148,14 +154,14 @@ class DitronTERowParallelGroupedLinear(
     _TakesDeviceCounts,
     TERowParallelGroupedLinear,
     _GROUPED_BASE,
-    metaclass=InPlaceOf,
+    metaclass=EqualsBaseClass,
     native=TERowParallelGroupedLinear,
 ):
     """Second linear layer of the experts."""
 
 
 def class_map() -> dict[type, type]:
-    """Transformer Engine's grouped experts and their linear layers, and ours."""
+    """Transformer Engine's grouped experts and their linear layers, and the fused path."""
     return {
         TEGroupedMLP: DitronTEGroupedMLP,
         TEColumnParallelGroupedLinear: DitronTEColumnParallelGroupedLinear,
@@ -163,16 +169,16 @@ def class_map() -> dict[type, type]:
     }
 
 
-def why_not_capacity(experts: Any) -> str | None:
+def unsupported_reason_capacity(experts: Any) -> str | None:
     """Why these experts need exact sizes on the host, or None."""
-    reason = why_not_called(experts)
+    reason = unsupported_reason_called(experts)
     if reason is not None:
         return reason
     for layer in (experts.linear_fc1, experts.linear_fc2):
         if not isinstance(layer, _TakesDeviceCounts):
             return f"{type(layer).__name__} takes its sizes on the host"
     config = experts.config
-    reason = why_not_options(config)
+    reason = unsupported_reason_options(config)
     if reason is not None:
         return reason
     if config.gradient_accumulation_fusion and get_settings().policy in ("strict", "bits"):
@@ -185,7 +191,7 @@ def why_not_capacity(experts: Any) -> str | None:
     for layer in (experts.linear_fc1, experts.linear_fc2):
         if not are_whole(layer.weight0.shape, config.params_dtype):
             return f"rows of weights {tuple(layer.weight0.shape)} or of their results are not whole 16 bytes"
-        if get_settings().policy != "force" and not own_wgrad_has_native_bits(*layer.weight0.shape):
+        if get_settings().policy != "force" and not triton_wgrad_has_native_bits(*layer.weight0.shape):
             return (
                 f"weights {tuple(layer.weight0.shape)} are so small that cuBLAS may add up their gradients in another "
                 "order"

@@ -2,10 +2,10 @@
 feature ``ep``).
 
 Transformer Engine takes four kernels and three allocations an expert: it clears a maximum, finds it, divides and
-casts. Ours takes four kernels for all experts: it lists tiles, clears maxima, finds them and casts. It leaves the
-quantizers' numbers as Transformer Engine does. The code of Transformer Engine's ``GroupedLinear`` runs in a copy in
-which the function that quantises is replaced; its products, and what it keeps for backward, stay Transformer Engine's.
-Imported only where Transformer Engine is installed.
+casts. The fused path takes four kernels for all experts: it lists tiles, clears maxima, finds them and casts. It
+leaves the quantizers' numbers as Transformer Engine does. The code of Transformer Engine's ``GroupedLinear`` runs in a
+copy in which the function that quantises is replaced; its products, and what it keeps for backward, stay Transformer
+Engine's. Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor
 
 from ditron_train.ep.grouped_quantization import quantised_rows
-from ditron_train.megatron.shared.other_names import called, with_names
+from ditron_train.megatron.shared.other_names import called, rebind_globals
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
@@ -64,11 +64,13 @@ def quantise(rows: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any
         NotSupportedError: They are not covered; nothing was launched.
     """
     first = quantizers[0]
-    reason = _why_not(rows, quantizers)
+    reason = _unsupported_reason(rows, quantizers)
     if reason is not None:
         raise NotSupportedError(reason)
     rule: dict[str, Any] = dict(epsilon=first.amax_epsilon, power_of_2=first.force_pow_2_scales)
-    kept = [(one.amax, one.scale) for one in quantizers] if hasattr(first, "amax") else None  # until 2.15
+    kept = (
+        [(quantizer.amax, quantizer.scale) for quantizer in quantizers] if hasattr(first, "amax") else None
+    )  # until 2.15
     made = quantised_rows(rows.contiguous(), splits, kept, _DTYPES[first.dtype.name], **rule)
     return [_tensor(*parts) for parts in zip(quantizers, *made, strict=True)]
 
@@ -88,7 +90,7 @@ def _knows_its_type(storage: type) -> bool:
     return "fake_dtype" in inspect.signature(storage.__new__).parameters
 
 
-def why_not_quantizers(device: torch.device) -> str | None:
+def unsupported_reason_quantizers(device: torch.device) -> str | None:
     """Why Transformer Engine's quantizers of current scaling are of another build, or None."""
     made = new_quantizer(RowsKind(0, "E4M3", True, 0.0), device)
     wanted = *_READ, *(("amax", "scale") if hasattr(made, "amax") or hasattr(made, "scale") else ())
@@ -103,23 +105,26 @@ def new_quantizer(kind: RowsKind, device: torch.device) -> Any:
     return Float8CurrentScalingQuantizer(dtype, device, **options)
 
 
-def _why_not(rows: torch.Tensor, quantizers: Sequence[Any]) -> str | None:
+def _unsupported_reason(rows: torch.Tensor, quantizers: Sequence[Any]) -> str | None:
     first = quantizers[0]
     if rows.dim() != 2 or rows.dtype != torch.bfloat16:
         return f"rows of {rows.dtype} in {rows.dim()} dimensions are not covered"
-    if any(type(one) is not Float8CurrentScalingQuantizer for one in quantizers):
+    if any(type(quantizer) is not Float8CurrentScalingQuantizer for quantizer in quantizers):
         return "rows have quantizers of another kind"
-    if any(getattr(one, name) != getattr(first, name) for one in quantizers for name in _ALIKE):
+    if any(getattr(quantizer, name) != getattr(first, name) for quantizer in quantizers for name in _ALIKE):
         return "experts have quantizers that differ"
-    if not all(one.rowwise_usage and one.columnwise_usage for one in quantizers):
+    if not all(quantizer.rowwise_usage and quantizer.columnwise_usage for quantizer in quantizers):
         return "rows are wanted without their transposes"
-    if any(one.with_amax_reduction or getattr(one, "use_existing_amax", False) for one in quantizers):
+    if any(
+        quantizer.with_amax_reduction or getattr(quantizer, "use_existing_amax", False) for quantizer in quantizers
+    ):
         return "amax comes from elsewhere"
     return None
 
 
 class Quantising:
-    """``transformer_engine_torch`` as Transformer Engine's code calls it, with ours for rows of some kinds."""
+    """``transformer_engine_torch`` as Transformer Engine's code calls it, with the fused path for rows of some
+    kinds."""
 
     def __init__(self, kinds: frozenset[RowsKind]) -> None:
         self._kinds = kinds
@@ -162,7 +167,7 @@ def _module() -> Any:
 
 
 @cache
-def why_not_code() -> str | None:
+def unsupported_reason_code() -> str | None:
     """Why the code of Transformer Engine's ``GroupedLinear`` cannot quantise by another function, or None."""
     native = _module()
     passes = getattr(native, "_GroupedLinear", None)
@@ -181,10 +186,11 @@ def _forward(kinds: frozenset[RowsKind]) -> Any:
     native = _module()
     names = {"tex": Quantising(kinds)}
     passes = {
-        name: staticmethod(with_names(getattr(native._GroupedLinear, name), names)) for name in ("forward", "backward")
+        name: staticmethod(rebind_globals(getattr(native._GroupedLinear, name), names))
+        for name in ("forward", "backward")
     }
     made = type("GroupedQuantization", (native._GroupedLinear,), passes)
-    return with_names(native.GroupedLinear.forward, {"_GroupedLinear": outside_compile(made)})
+    return rebind_globals(native.GroupedLinear.forward, {"_GroupedLinear": outside_compile(made)})
 
 
 def grouped_base() -> type:

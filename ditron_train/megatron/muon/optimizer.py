@@ -17,7 +17,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ditron_train.megatron import compat
 from ditron_train.megatron.plugin import patching
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
 from ditron_train.optim.newton_schulz import CoefficientType, ScaleMode
 from ditron_train.optim.options import TensorParallelMode
@@ -50,8 +50,8 @@ def start() -> None:
         patching.replace_symbol(_NATIVE, DitronTensorParallelMuon)
     else:
         patching.replace_entry(entry, "optimizer_cls", DitronTensorParallelMuon)
-    for native, ours in class_map().items():
-        patching.redirect_construction(native, ours)
+    for native, fused in class_map().items():
+        patching.redirect_construction(native, fused)
 
 
 def stop() -> None:
@@ -60,7 +60,7 @@ def stop() -> None:
         compat.availability_owner().HAVE_EMERGING_OPTIMIZERS = _had_emerging_optimizers.pop()
 
 
-def why_not_muon(mode: str, coefficient_type: str) -> str | None:
+def unsupported_reason_muon(mode: str, coefficient_type: str) -> str | None:
     """Why Megatron's own optimizer steps the matrices, or None."""
     if mode == "distributed":
         return "--muon-tp-mode distributed is another algorithm"
@@ -69,11 +69,11 @@ def why_not_muon(mode: str, coefficient_type: str) -> str | None:
     return None
 
 
-def why_not_matrix(param: torch.Tensor) -> str | None:
+def unsupported_reason_matrix(param: torch.Tensor) -> str | None:
     """Why Megatron's own optimizer steps a parameter, or None."""
     if param.dim() != 2:
         return f"a parameter has shape {tuple(param.shape)}, Muon takes matrices"
-    return compat.why_not_weight(param)
+    return compat.unsupported_reason_weight(param)
 
 
 class _OrNative(type):
@@ -142,7 +142,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
     ) -> None:
         if num_ns_steps < 1:
             raise ValueError(f"num_ns_steps must be at least 1, got {num_ns_steps}")
-        reason = why_not_muon(mode, coefficient_type)
+        reason = unsupported_reason_muon(mode, coefficient_type)
         if reason is not None:
             raise NotSupportedError(reason)
         self.pg_collection = pg_collection
@@ -189,7 +189,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
             group.pop(name, None)
 
     def _value(self, group: dict[str, Any], name: str) -> Any:
-        """Natively all but the momentum's factor lies outside of groups, the same for all of them."""
+        """Natively all but the momentum's factor is outside of groups, the same for all of them."""
         return group[compat.momentum_key()] if name == "momentum_beta" else self.defaults[name]
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
@@ -207,7 +207,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         for param in group["params"]:
-            reason = why_not_matrix(param)
+            reason = unsupported_reason_matrix(param)
             if reason is not None:
                 raise NotSupportedError(reason)
 
@@ -224,7 +224,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
 @outside_compile
 class DitronLayerWiseDistributedOptimizer(
     native_layer_wise.LayerWiseDistributedOptimizer,
-    metaclass=InPlaceOf,
+    metaclass=EqualsBaseClass,
     native=native_layer_wise.LayerWiseDistributedOptimizer,
 ):
     """Layer-wise sharding that sends each matrix as soon as it is stepped, while the next ones are computed.
@@ -247,7 +247,7 @@ class DitronLayerWiseDistributedOptimizer(
         **kwargs: Any,  # of newer versions: model_chunks, async_allgather
     ) -> None:
         self._clips_gradients = config.clip_grad > 0
-        self._native_because = compat.why_not_layer_wise(config, kwargs)
+        self._native_because = compat.unsupported_reason_layer_wise(config, kwargs)
         super().__init__(optimizers, config, pg_collection, init_state_fn_list, **kwargs)
         self._rounds: list[tuple[LayerShards, list[list[torch.Tensor]], dist.ProcessGroup]] = []
         self._model_of: dict[int, torch.Tensor] = {}
@@ -269,7 +269,7 @@ class DitronLayerWiseDistributedOptimizer(
     def shard_params(self, optimizers: list[Any], *args: Any, **kwargs: Any) -> None:
         """Deals the parameters of all optimizers out to ranks and keeps the own ones in the groups.
 
-        ``args``: since 0.18 the layout of the buffers, None where the deal is ours."""
+        ``args``: since 0.18 the layout of the buffers, None where this package deals."""
         if self._native_because is not None:
             super().shard_params(optimizers, *args, **kwargs)
             return

@@ -186,7 +186,7 @@ def _checked_trace_request(text: str) -> str:
 
 
 def _argparse_setting(variable: str) -> Callable[[str], Any]:
-    return _for_argparse(next(one.parse for one in SETTINGS if one.variable == variable), "{!r}: ")
+    return _for_argparse(next(setting.parse for setting in SETTINGS if setting.variable == variable), "{!r}: ")
 
 
 def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -210,8 +210,8 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         (
             "policy",
             "{strict,fast,bits,force}",
-            "When ours runs instead of native. strict (the default): where its bits equal native's and its time "
-            "is lower, on this machine at this shape; fast: where its time is lower; bits: where its bits equal "
+            "When the fused path runs instead of native. strict (the default): where its bits equal native's and its "
+            "time is lower, on this machine at this shape; fast: where its time is lower; bits: where its bits equal "
             "native's; force: wherever it can.",
         ),
     ):
@@ -301,6 +301,6 @@ def fuses_mlp(args: Any) -> bool:
 
 
 def options_from_argv(argv: Sequence[str]) -> Options:
-    """The options among the words of a command line whose other words are not ours."""
+    """The options among the words of a command line whose other words are not of this package."""
     parser = add_ditron_args(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     return options_from_args(parser.parse_known_args(list(argv))[0])

@@ -28,7 +28,7 @@ from megatron.core import parallel_state
 
 from ditron_train.megatron.plugin import patching
 from ditron_train.megatron.shared.devices import current_device
-from ditron_train.megatron.shared.other_names import called, with_names
+from ditron_train.megatron.shared.other_names import called, rebind_globals
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
 from ditron_train.runtime.freed_memory import await_freed_memory
@@ -61,7 +61,6 @@ class _Distributed:
     """``torch.distributed``, whose broadcast of a tensor on the CPU takes the group's hosts."""
 
     def broadcast(self, tensor: torch.Tensor, src: int, group: Any = None, **options: Any) -> Any:
-        """See ``torch.distributed.broadcast``."""
         if tensor.device.type != "cpu":
             return dist.broadcast(tensor, src, group=group, **options)
         host_group = _known_host_group(group)
@@ -83,13 +82,11 @@ class _Torch:
     distributed = _Distributed()
 
     def tensor(self, data: Any, *args: Any, **options: Any) -> torch.Tensor:
-        """See ``torch.tensor``."""
         if isinstance(data, int) and _is_number_elsewhere((), options):
             options["device"] = "cpu"
         return torch.tensor(data, *args, **options)
 
     def empty(self, *size: Any, **options: Any) -> torch.Tensor:
-        """See ``torch.empty``."""
         given = options.get("size", size[0] if len(size) == 1 else size)
         if _is_number_elsewhere((given,) if isinstance(given, int) else tuple(given), options):
             options["device"] = "cpu"
@@ -131,7 +128,7 @@ def _is_number(value: Any) -> bool:
 def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """``native``, Megatron-LM's function, whose numbers go from host to host where ``start`` has made a group for it.
     What it returns is the same, on the same devices."""
-    on_hosts = with_names(native, {"torch": _Torch()})
+    on_hosts = rebind_globals(native, {"torch": _Torch()})
     get_args = native.__globals__["get_args"]
 
     @functools.wraps(native)
@@ -186,9 +183,9 @@ def start() -> None:
     if group.size() > 1 and _host_group(group) is None:
         return
     if known is native:
-        ours = told_by_hosts(native)
+        fused = told_by_hosts(native)
         for package in ("megatron", "__main__"):  # the script has imported it by name
-            patching.replace_symbol(native, ours, package=package)
+            patching.replace_symbol(native, fused, package=package)
         patching.replace_symbol(parallel_state.update_pg_timeout, _with_hosts(parallel_state.update_pg_timeout))
         log_once("batch numbers", "numbers of a microbatch go from host to host")
 

@@ -37,7 +37,7 @@ _make_groups = parallel_state.initialize_model_parallel  # the hook's, where it 
 
 
 @functools.wraps(_make_groups)
-def _make_groups_and_meet(*args: Any, **kwargs: Any) -> None:
+def _make_groups_and_rendezvous(*args: Any, **kwargs: Any) -> None:
     getattr(_make_groups, "ditron_native", _make_groups)(*args, **kwargs)
     if _features:
         after_groups()
@@ -46,14 +46,14 @@ def _make_groups_and_meet(*args: Any, **kwargs: Any) -> None:
 def after_groups() -> None:
     """Megatron has made its groups: all ranks meet, those without a feature, too (collective over WORLD)."""
     _agreed.clear()
-    meet()
+    rendezvous()
 
 
 def before_model() -> None:
     """A model is about to be built: where its groups are not Megatron's own (``HyperCommGrid``), all ranks meet here
     (collective over WORLD the first time with these features)."""
     if _features and dist.is_initialized() and not parallel_state.model_parallel_is_initialized():
-        _meet()
+        _rendezvous()
 
 
 def announce(features: Iterable[str]) -> None:
@@ -63,7 +63,7 @@ def announce(features: Iterable[str]) -> None:
     features on for some of its ranks, the stages with experts for instance.
     """
     _features.update(features)
-    patching.replace_symbol(_make_groups, _make_groups_and_meet)
+    patching.replace_symbol(_make_groups, _make_groups_and_rendezvous)
     watch_models()
     if parallel_state.model_parallel_is_initialized():
         _start()
@@ -76,7 +76,7 @@ def stop() -> None:
     batches.stop()
 
 
-def meet() -> None:
+def rendezvous() -> None:
     """Collective over WORLD, the first time with these features; nothing before Megatron's groups are there.
 
     Raises:
@@ -84,10 +84,10 @@ def meet() -> None:
         PeerTimeoutError: A rank did not come.
     """
     if parallel_state.model_parallel_is_initialized():
-        _meet()
+        _rendezvous()
 
 
-def _meet() -> None:
+def _rendezvous() -> None:
     features = frozenset(_features)
     if features in _agreed:
         return
@@ -125,6 +125,8 @@ def _is_needed() -> bool:
     has_groups = parallel_state.model_parallel_is_initialized()  # else they are in a model's collection: unknown here
     group = parallel_state.get_tensor_model_parallel_group() if has_groups else None
     ranks = [] if group is None else dist.get_process_group_ranks(group)
-    told = exchange(world_group(), (is_asked_for, ranks, node_of_process()))
-    nodes = [node for _, _, node in told]
-    return any(asked for asked, _, _ in told) or any(len({nodes[rank] for rank in ranks}) > 1 for _, ranks, _ in told)
+    announced = exchange(world_group(), (is_asked_for, ranks, node_of_process()))
+    nodes = [node for _, _, node in announced]
+    return any(requested for requested, _, _ in announced) or any(
+        len({nodes[rank] for rank in ranks}) > 1 for _, ranks, _ in announced
+    )

@@ -2,13 +2,13 @@
 
 Two kinds of replacement:
 
-- `redirect_construction(native, ours)`: calling the class `native` builds an `ours`, a subclass of it. Every alias of
-  the class keeps its identity, whenever it was or will be imported, so ``isinstance`` and ``spec.module in (...)``
-  tests inside megatron-core go on working. The right tool wherever ours is a subclass.
-- `replace_symbol(native, ours)`: every name bound to the object `native` in any module of a package is bound to `ours`
-  instead. For functions and for classes that cannot be subclassed. Modules imported later are reached only if they
-  import the name from a module that was already patched.
-- `replace_entry(namespace, key, ours)`: one entry of a dictionary, for classes that a registry names.
+- `redirect_construction(native, fused)`: calling the class `native` builds an `fused`, a subclass of it. Every alias
+  of the class keeps its identity, whenever it was or will be imported, so ``isinstance`` and ``spec.module in (...)``
+  tests inside megatron-core go on working. The right tool wherever the fused path is a subclass.
+- `replace_symbol(native, fused)`: every name bound to the object `native` in any module of a package is bound to
+  `fused` instead. For functions and for classes that cannot be subclassed. Modules imported later are reached only if
+  they import the name from a module that was already patched.
+- `replace_entry(namespace, key, the fused path)`: one entry of a dictionary, for classes that a registry names.
 
 All are idempotent; `undo_all` restores the state before the first of them.
 """
@@ -26,17 +26,17 @@ _hooked: set[type] = set()
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
 
-def redirect_construction(native: type, ours: type) -> None:
-    """Make ``native(...)`` build an instance of its subclass `ours`, and other subclasses of `native` what
+def redirect_construction(native: type, fused: type) -> None:
+    """Make ``native(...)`` build an instance of its subclass `fused`, and other subclasses of `native` what
     `subclasses.fused_subclass` says.
 
     Raises:
-        TypeError: `ours` is not a subclass of `native`.
+        TypeError: `fused` is not a subclass of `native`.
         RuntimeError: `native` is already redirected to another class.
     """
-    if not issubclass(ours, native):
-        raise TypeError(f"{ours.__qualname__} is not a subclass of {native.__qualname__}")
-    if _redirected.setdefault(native, ours) is not ours:
+    if not issubclass(fused, native):
+        raise TypeError(f"{fused.__qualname__} is not a subclass of {native.__qualname__}")
+    if _redirected.setdefault(native, fused) is not fused:
         raise RuntimeError(f"{native.__qualname__} is already redirected to {_redirected[native].__qualname__}")
     if native not in _hooked:
         _hook_construction(native)
@@ -52,12 +52,12 @@ def _hook_construction(native: type) -> None:
     inherited = native.__new__
 
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
-        target, ours = cls, _redirected.get(native)
-        if ours is not None and (args or kwargs):
+        target, fused = cls, _redirected.get(native)
+        if fused is not None and (args or kwargs):
             if cls is native:
-                target = ours
+                target = fused
             elif not any(base is one for base in cls.__mro__ for one in _redirected.values()):
-                target = fused_subclass(cls, native, ours)
+                target = fused_subclass(cls, native, fused)
         if inherited is object.__new__:
             return object.__new__(target)
         return inherited(target, *args, **kwargs)
@@ -72,8 +72,8 @@ def is_redirected(native: type) -> bool:
     return native in _redirected
 
 
-def replace_symbol(native: Any, ours: Any, *, package: str = "megatron") -> int:
-    """Bind every module-level name that refers to `native` in `package` to `ours`; returns how many were bound.
+def replace_symbol(native: Any, fused: Any, *, package: str = "megatron") -> int:
+    """Bind every module-level name that refers to `native` in `package` to `fused`; returns how many were bound.
 
     Calling it again reaches modules that were imported since, and changes nothing elsewhere.
     """
@@ -83,23 +83,23 @@ def replace_symbol(native: Any, ours: Any, *, package: str = "megatron") -> int:
             continue
         namespace = vars(module)
         for key in [key for key, value in list(namespace.items()) if value is native]:
-            _replaced.append((namespace, key, native, ours))
-            namespace[key] = ours
+            _replaced.append((namespace, key, native, fused))
+            namespace[key] = fused
             count += 1
     return count
 
 
-def replace_entry(namespace: dict[str, Any], key: str, ours: Any) -> None:
-    """Bind `key` of `namespace`, where megatron-core looks a class up, to `ours`; nothing where it is so already."""
-    if namespace[key] is not ours:
-        _replaced.append((namespace, key, namespace[key], ours))
-        namespace[key] = ours
+def replace_entry(namespace: dict[str, Any], key: str, fused: Any) -> None:
+    """Bind `key` of `namespace`, where megatron-core looks a class up, to `fused`; nothing where it is so already."""
+    if namespace[key] is not fused:
+        _replaced.append((namespace, key, namespace[key], fused))
+        namespace[key] = fused
 
 
 def undo_all() -> None:
     """Take back every redirection and replacement. Names that someone else has bound since are left alone."""
     while _replaced:
-        namespace, key, native, ours = _replaced.pop()
-        if namespace.get(key) is ours:
+        namespace, key, native, fused = _replaced.pop()
+        if namespace.get(key) is fused:
             namespace[key] = native
     _redirected.clear()

@@ -24,19 +24,19 @@ _FEATURES = "--ditron (or DITRON)"
 
 def _told(features: Iterable[str]) -> dict[str, str]:
     """Name of each setting, and of what decides beside them: its value on this rank, in words."""
-    settings, told = get_settings(), {_FEATURES: ",".join(sorted(features)) or "none"}
-    told["libraries that are other than what was tried"] = ", ".join(newer_libraries()) or "none"
+    settings, announced = get_settings(), {_FEATURES: ",".join(sorted(features)) or "none"}
+    announced["libraries that are other than what was tried"] = ", ".join(newer_libraries()) or "none"
     for setting in SETTINGS:
         value = getattr(settings, setting.field)
         if setting.field == "tuning":
             value = named_table()  # by content: a rank decides by its table alone
         elif setting.field == "plan" and value is not None:
             value = (
-                "a file"  # copies may lie in other places; whoever takes a decision from one asks what the others' say
+                "a file"  # copies may be in other places; whoever takes a decision from one asks what the others' say
             )
         if setting.field not in _OWN:
-            told[setting.variable] = "unset" if value is None else str(value)
-    return told
+            announced[setting.variable] = "unset" if value is None else str(value)
+    return announced
 
 
 def _ranks_in_words(ranks: list[int]) -> str:
@@ -57,11 +57,11 @@ def check_ranks_agree(features: Iterable[str]) -> None:
     digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
     if len(set(exchange(world_group(), digest))) == 1:  # hundreds of ranks are not to read what each of them was told
         return
-    said = exchange(world_group(), mine)
-    for name in said[0]:
+    gathered = exchange(world_group(), mine)
+    for name in gathered[0]:
         ranks_of: dict[str, list[int]] = {}
-        for rank, told in enumerate(said):
-            ranks_of.setdefault(told[name], []).append(rank)
+        for rank, announced in enumerate(gathered):
+            ranks_of.setdefault(announced[name], []).append(rank)
         if len(ranks_of) > 1:
             listed = ", ".join(f"{value} on {_ranks_in_words(ranks)}" for value, ranks in ranks_of.items())
             raise SettingError(f"ranks differ in {name}: {listed}; set it to one value everywhere")

@@ -26,7 +26,7 @@ from ditron_train.runtime.device_hold import energy_mj, sm_clock_mhz
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import decisions, log_once
 from ditron_train.runtime.provenance import collect_provenance
-from ditron_train.symm.arena import held_bytes
+from ditron_train.symm.arena import peak_bytes
 
 _LOOP = "megatron.training.training"
 _GRAD_NORM = 5  # of what train_step returns; the losses stand first
@@ -172,7 +172,7 @@ class StepRecorder:
             "grad_norm": _text(grad_norm),
             "fused_calls": FUSED_CALLS.take(),
         }
-        values["symmetric_bytes"] = held_bytes()
+        values["symmetric_bytes"] = peak_bytes()
         if torch.cuda.is_available():
             values["clock_mhz"] = sm_clock_mhz()  # the GPU is at work still
             torch.cuda.synchronize()

@@ -96,7 +96,7 @@ class StepTracer:
             gpu, cpu = ProfilerActivity.CUDA, ProfilerActivity.CPU
             self._profiler = profile(activities=[gpu if gpu in supported_activities() else cpu])
             self._profiler.prepare_trace()
-        _meet()
+        _rendezvous()
         if self._profiler is not None:
             self._profiler.start_trace()
 
@@ -109,10 +109,10 @@ class StepTracer:
             assert self._path is not None
             export_trace(self._profiler, self._path)
             self._profiler = None
-        _meet()
+        _rendezvous()
 
 
-def _meet() -> None:
+def _rendezvous() -> None:
     dist.barrier()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,8 +1,9 @@
 """Frameworks' subclasses of the classes that features replace.
 
 A subclass that only wraps what it inherits (a head that scales its output, a layer with a constructor of its own) is
-built as a subclass of both: ``class Fused(Sub, Ours)``, in whose order of methods ``super().forward`` of ``Sub`` is
-ours. One that replaces a method stays native, and the log names it: ours may not call that method.
+built as a subclass of both: ``class Fused(Sub, The fused path)``, in whose order of methods ``super().forward`` of
+``Sub`` is fused. One that replaces a method stays native, and the log names it: the fused path may not call that
+method.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def _defined(cls: type, native: type) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in named if name in _CALLED or not name.startswith(("__", "_abc_"))]
 
 
-def replaced_methods(sub: type, native: type, ours: type) -> list[str]:
-    """What of ``native`` its subclass ``sub`` replaces, or wraps although ``ours`` may not come to it."""
-    reached = {"__init__", "forward", *(name for name, _ in _defined(ours, native))}
+def replaced_methods(sub: type, native: type, fused: type) -> list[str]:
+    """What of ``native`` its subclass ``sub`` replaces, or wraps although ``fused`` may not come to it."""
+    reached = {"__init__", "forward", *(name for name, _ in _defined(fused, native))}
     found = [
         name
         for name, value in _defined(sub, native)
@@ -47,16 +48,16 @@ def replaced_methods(sub: type, native: type, ours: type) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def fused_subclass(sub: type, native: type, ours: type) -> type:
-    """What ``sub(...)`` builds where ``native(...)`` builds an ``ours``: a subclass of both, or ``sub`` itself."""
-    if (sub, ours) in _made:
-        return _made[sub, ours]
+def fused_subclass(sub: type, native: type, fused: type) -> type:
+    """What ``sub(...)`` builds where ``native(...)`` builds an ``fused``: a subclass of both, or ``sub`` itself."""
+    if (sub, fused) in _made:
+        return _made[sub, fused]
     name = f"{sub.__module__}.{sub.__qualname__}"
-    replaced, made = replaced_methods(sub, native, ours), sub
+    replaced, made = replaced_methods(sub, native, fused), sub
     if not replaced:
         qualified = "Ditron_" + "".join(sign if sign.isalnum() else "_" for sign in name)
         try:
-            made = type(ours)(qualified, (sub, ours), {"__module__": __name__}, native=sub)
+            made = type(fused)(qualified, (sub, fused), {"__module__": __name__}, native=sub)
         except TypeError as error:  # their bases do not fit
             replaced = [str(error)]
         else:
@@ -65,5 +66,5 @@ def fused_subclass(sub: type, native: type, ours: type) -> type:
             log_once(f"subclass {name}", f"{name}: on, as {native.__name__}, whose methods it wraps")
     if replaced:
         log_native(name, f"a subclass of {native.__name__} with its own {', '.join(replaced)}")
-    _made[sub, ours] = made
+    _made[sub, fused] = made
     return made

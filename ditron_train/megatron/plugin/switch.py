@@ -33,7 +33,7 @@ from ditron_train.megatron.plugin.arguments import (
 )
 from ditron_train.megatron.plugin.record_steps import record_steps
 from ditron_train.megatron.plugin.specs import count_replacements, is_spec, rewrite_spec
-from ditron_train.megatron.shared.interfaces import why_otherwise
+from ditron_train.megatron.shared.interfaces import unsupported_reason_otherwise
 from ditron_train.policy import add_switch, check_plan, forget_plans, log_native
 from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.errors import SettingError, VersionError
@@ -67,7 +67,7 @@ def apply(
         spec: A ``ModuleSpec`` or ``TransformerBlockSubmodules``; Megatron's parsed arguments are taken by `apply_args`
             instead. A rewritten copy is returned and only models built
             from it are accelerated; modules that ``GPTModel`` hard-codes (its output layer) stay native. None: calls
-            of megatron-core's own classes build ours, the output layer included, and None is returned.
+            of megatron-core's own classes build the fused ones, the output layer included, and None is returned.
         features: Names as after ``--ditron``: a sequence, or one string with commas.
         transport: Sets ``DITRON_TRANSPORT`` until `restore`.
         timeout_s: Sets ``DITRON_TIMEOUT_S`` until `restore`.
@@ -130,7 +130,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     if spec is not None and not modules:
         return spec
     if spec is not None:
-        classes = {native: ours for module in modules.values() for native, ours in _classes(module).items()}
+        classes = {native: fused for module in modules.values() for native, fused in _classes(module).items()}
         names, number = ", ".join(modules), count_replacements(spec, classes)
         level = logging.INFO if number else logging.WARNING
         log_once(f"spec {names} {number}", f"{names}: {number} modules of the layer spec replaced", level=level)
@@ -145,7 +145,7 @@ def _feature(name: str) -> ModuleType | None:
     try:
         return _start(FEATURE_MODULES[name])
     except INTERFACE_ERRORS as error:
-        log_native(name, why_otherwise("Megatron-core, or of what it needs,", error))
+        log_native(name, unsupported_reason_otherwise("Megatron-core, or of what it needs,", error))
         return None
 
 
@@ -159,20 +159,20 @@ def _start(name: str) -> ModuleType:
 
 
 def _classes(module: ModuleType) -> dict[type, type]:
-    """What a feature replaces. Ours are called as native's are, since Megatron-FSDP and converters of checkpoints tell
-    layers apart by the names of their classes; pickles find them by ``__qualname__``, which stays."""
+    """What a feature replaces. The fused ones are called as native's are, since Megatron-FSDP and converters of
+    checkpoints tell layers apart by the names of their classes; pickles find them by ``__qualname__``, which stays."""
     classes: dict[type, type] = module.class_map()
-    for native, ours in classes.items():
-        ours.__name__ = native.__name__
+    for native, fused in classes.items():
+        fused.__name__ = native.__name__
     return classes
 
 
 def _patch(name: str, module: ModuleType) -> None:
     classes = _classes(module)
-    for native, ours in classes.items():
-        patching.redirect_construction(native, ours)
-    for native, ours in module.symbols() if hasattr(module, "symbols") else ():
-        patching.replace_symbol(native, ours)
+    for native, fused in classes.items():
+        patching.redirect_construction(native, fused)
+    for native, fused in module.symbols() if hasattr(module, "symbols") else ():
+        patching.replace_symbol(native, fused)
     if name not in _patched and classes:
         _patched.append(name)
         listed = ", ".join(sorted(native.__name__ for native in classes))
@@ -272,7 +272,7 @@ def wrap_model_provider(model_provider: Any) -> Any:
         apply_options(options)
         if options.overlapping:
             # Every rank of Megatron's training builds its part of the model.
-            _start("ditron_train.megatron.plugin.job_start").meet()
+            _start("ditron_train.megatron.plugin.job_start").rendezvous()
         return model_provider(*args, **kwargs)
 
     return provider

@@ -25,9 +25,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from ditron_train.megatron.compat import captures_iteration
 from ditron_train.megatron.shared.devices import current_device
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.policy import gate, log_native
-from ditron_train.policy.gate import FAILURES, why_all_failed
+from ditron_train.policy.gate import FAILURES, reason_all_failed
 from ditron_train.policy.self_check import self_check
 from ditron_train.pp import PipelineContext, exchange, get_pipeline_context
 from ditron_train.pp.channel import turns_of_stages
@@ -54,7 +54,7 @@ def _uses_other_streams(config: Any) -> bool:
     return any(getattr(config, flag, False) for flag in flags)
 
 
-def why_not_group(group: dist.ProcessGroup, config: Any) -> str | None:
+def unsupported_reason_group(group: dist.ProcessGroup, config: Any) -> str | None:
     """Why this group and configuration are not covered; a function of what all of its ranks see alike."""
     if group.size() < 2:
         return "one stage"
@@ -66,7 +66,7 @@ def why_not_group(group: dist.ProcessGroup, config: Any) -> str | None:
 
 
 @outside_compile
-class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PCommunicator):
+class DitronP2PCommunicator(P2PCommunicator, metaclass=EqualsBaseClass, native=P2PCommunicator):
     """``P2PCommunicator`` by the paths of ``pp.paths``: by default copy engines inside a node, a communicator of its
     own beyond."""
 
@@ -74,7 +74,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PComm
         super().__init__(pp_group, config)
         self._variable_shapes = bool(config.variable_seq_lengths or getattr(config, "mtp_standalone", False))
         self._join_sends = _uses_cuda_graphs(config)
-        self._lend = not (self._join_sends or _uses_other_streams(config))
+        self._may_lease = not (self._join_sends or _uses_other_streams(config))
         self._turns = turns_of_stages(self.pp_group.size())  # of hosts where stages meet for the first time
         self._first_call = True
         self._reason: str | None = None
@@ -118,7 +118,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PComm
         }
         large = {name: one for name, one in given.items() if one is not None and not _fits(context, one)}
         fitting = {name: one for name, one in given.items() if name not in large}
-        handles = exchange(context, **fitting, variable_shapes=self._variable_shapes, lend=self._lend)
+        handles = exchange(context, **fitting, variable_shapes=self._variable_shapes, may_lease=self._may_lease)
         names: list[str] = [name for name in ("recv_prev", "recv_next") if name in handles]
         received: dict[str, torch.Tensor] = {}
         for name in names:
@@ -126,7 +126,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PComm
             assert tensor is not None
             received[name] = tensor.requires_grad_(True)
         requests: dict[str, Any] = {}
-        if large:  # behind the start of ours, since it may block
+        if large:  # behind the start of the fused path, since it may block
             of_large, requests = self._communicate_large(large, tensor_shape, wait_on_reqs)
             received.update(of_large)
         if wait_on_reqs:
@@ -163,11 +163,11 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PComm
         shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         return max(num_bytes, num_bytes // rows * -(-most_rows // shards))
 
-    def _num_loans(self) -> int:
+    def _num_leases(self) -> int:
         """As many received activations as the first stage of the schedule holds, one on its way, and one that the
         model holds on to: what native allocates, too. None where all are copied out into memory of torch's.
         """
-        if not self._lend:
+        if not self._may_lease:
             return 0
         stages, chunks = self.pp_group.size(), self.config.virtual_pipeline_model_parallel_size or 1
         if chunks == 1:
@@ -196,11 +196,11 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PComm
                 self.pp_group,
                 current_device(),
                 with_network=self._variable_shapes,
-                num_loans=self._num_loans(),
+                num_leases=self._num_leases(),
                 turns=self._turns,
             )
         except FAILURES as error:
-            raise NotSupportedError(why_all_failed("pp", error, self.pp_group, self._turns)) from error
+            raise NotSupportedError(reason_all_failed("pp", error, self.pp_group, self._turns)) from error
 
     def _failed_self_check(self) -> str | None:
         """In front of the context, and whether the gate is asked or not (collective as ``_made_context``)."""
@@ -233,7 +233,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=InPlaceOf, native=P2PComm
                 return context
         messages = [message for message in (expected, *sent) if message is not None]
         num_bytes = max((self._bytes_with_room(message) for message in messages), default=0)
-        self._reason = why_not_group(self.pp_group, self.config) or self._failed_self_check()
+        self._reason = unsupported_reason_group(self.pp_group, self.config) or self._failed_self_check()
         if self._reason is None:
             try:
                 context = self._made_context()
@@ -258,9 +258,9 @@ def _fits(context: PipelineContext, message: torch.Tensor | Header) -> bool:
 def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bool) -> str | None:
     """Makes room for messages of ``num_bytes``; why they go natively, or None (collective where the size is new).
 
-    Messages of shapes that vary are not compared: there native's device sync for each shape is what ours does without.
-    Stages know different sizes of them (since 0.17 none but the first of the first stage, without interleaving), so
-    slots begin with those of the first step; what is larger takes the network until they have grown.
+    Messages of shapes that vary are not compared: there native's device sync for each shape is what the fused path
+    does without. Stages know different sizes of them (since 0.17 none but the first of the first stage, without
+    interleaving), so slots begin with those of the first step; what is larger takes the network until they have grown.
     """
     call = MessageCall(context, num_bytes)
     is_new = not context.slot_bytes if variable_shapes else not gate.knows(MESSAGE, call)

@@ -14,7 +14,7 @@ def current_device() -> torch.device:
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
 
 
-def why_not_on_device(device: torch.device) -> str | None:
+def unsupported_reason_on_device(device: torch.device) -> str | None:
     """Why our kernels do not run on a device, or None."""
     if device.type == "cpu":
         return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
@@ -25,9 +25,9 @@ def why_not_on_device(device: torch.device) -> str | None:
     return None
 
 
-def why_not_fp8_on_device(device: torch.device) -> str | None:
+def unsupported_reason_fp8_on_device(device: torch.device) -> str | None:
     """Why those of FP8 operands do not, or None."""
-    reason = why_not_on_device(device)
+    reason = unsupported_reason_on_device(device)
     if reason is None and device.type != "cpu" and kernel_target(device) != "sm_90":
         return f"products of FP8 are covered on Hopper, not on {kernel_target(device)}"
     return reason

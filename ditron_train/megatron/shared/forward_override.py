@@ -11,8 +11,8 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: Where the forwards are that ours know. Not all of megatron-core: for inference, and for attentions of other kinds,
-#: it has subclasses of these layers whose forwards do more.
+#: Where the forwards are that the fused ones know. Not all of megatron-core: for inference, and for attentions of
+#: other kinds, it has subclasses of these layers whose forwards do more.
 _KNOWN = (
     "megatron.core.tensor_parallel.layers",
     "megatron.core.extensions.transformer_engine",
@@ -48,7 +48,7 @@ def calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[to
             module.forward = before
 
 
-def why_not_stand_in(module: torch.nn.Module) -> str | None:
+def unsupported_reason_stand_in(module: torch.nn.Module) -> str | None:
     """Why nothing may stand in for the forward of ``module``, or None: an adapter, a quantizer or a subclass has put
     one of its own there, which would not be called."""
     methods = (getattr(type(module), name, None) for name in ("forward", "_forward_impl"))

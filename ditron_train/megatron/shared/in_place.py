@@ -1,4 +1,4 @@
-"""Classes of ours in layer specs, where Megatron asks which class stands there."""
+"""Classes of this package in layer specs, where Megatron asks which class stands there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from abc import ABCMeta
 from typing import Any
 
 
-class InPlaceOf(ABCMeta):
-    """Of a class that equals the one it stands for: ``class Ours(Native, metaclass=InPlaceOf, native=Native)``.
+class EqualsBaseClass(ABCMeta):
+    """Of a class that equals the one it stands for: ``class Fused(Native, metaclass=EqualsBaseClass, native=Native)``.
 
     Megatron compares the classes in a spec with its own, by ``==`` and ``in`` lists, and builds other layers, passes
-    other arguments or refuses the model where they differ. Classes that inherit from ours equal themselves alone.
+    other arguments or refuses the model where they differ. Classes that inherit from the fused path equal themselves
+    alone.
 
     Hashes stay apart: what is kept by class in dictionaries, such as the classes that torch's FSDP makes and what
     ``isinstance`` remembers of abstract classes, is never the other's.
@@ -20,7 +21,7 @@ class InPlaceOf(ABCMeta):
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, native: type | None = None
-    ) -> InPlaceOf:
+    ) -> EqualsBaseClass:
         return super().__new__(mcs, name, bases, {**namespace, "_stands_for": native})
 
     def __eq__(cls, other: object) -> bool:

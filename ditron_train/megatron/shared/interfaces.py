@@ -1,4 +1,4 @@
-"""What becomes of a library that is built otherwise than its interface says here: Megatron's path, with one log line.
+"""What becomes of a library that is built otherwise than its interface says here: native, with one log line.
 
 Versions beside those that were tried may lack a name or take other arguments. Ranks have the same library, so each of
 them finds the same.
@@ -14,8 +14,8 @@ from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.settings import get_settings
 
 
-def why_otherwise(library: str, error: Exception) -> str:
-    """Why what met ``error`` runs by Megatron's path.
+def unsupported_reason_otherwise(library: str, error: Exception) -> str:
+    """Why what met ``error`` runs natively.
 
     Raises:
         Exception: ``error`` itself under ``force``.
@@ -35,10 +35,10 @@ def computes_in_fp8(states: Any) -> bool:
 
 
 def classes_of_te(feature: str, class_map: Callable[[], dict[type, type]]) -> dict[type, type]:
-    """Transformer Engine's classes that ``feature`` replaces and ours, which ``class_map`` imports; none where the
-    version has other names than these are written with."""
+    """Transformer Engine's classes that ``feature`` replaces and the fused ones, which ``class_map`` imports; none
+    where the version has other names than these are written with."""
     try:
         return class_map()
     except INTERFACE_ERRORS as error:
-        log_native(f"{feature} (TE)", why_otherwise("Transformer Engine", error))
+        log_native(f"{feature} (TE)", unsupported_reason_otherwise("Transformer Engine", error))
         return {}

@@ -17,7 +17,7 @@ from typing import Any
 from ditron_train.runtime.outside_compile import outside_compile
 
 
-def with_names(function: Any, names: dict[str, Any]) -> Any:
+def rebind_globals(function: Any, names: dict[str, Any]) -> Any:
     """The same code, in which global ``names`` are others, in functions of its module that it calls, too; without
     what decorates it.
 

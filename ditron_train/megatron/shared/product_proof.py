@@ -14,7 +14,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from ditron_train.gemm.ops import matmul_nn, matmul_nt
-from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
+from ditron_train.gemm.order_probe import HIDDEN_TERMS, order_probe_matrix
 
 _ROWS = 128  # that differ
 _MOST_BLOCK = 512  # rows of the weight that differ
@@ -35,9 +35,9 @@ class ProductProof:
         self._shape = shape
         block = next((one for one in range(min(_MOST_BLOCK, n), 2 * HIDDEN_TERMS, -1) if n % one == 0), n)
         with torch.inference_mode(False):
-            self._x = revealing_matrix((_ROWS, k), dtype, device, seed=311, signed=None)
-            self._weight_block = revealing_matrix((block, k), dtype, device, seed=312, signed="columns")
-            grad = revealing_matrix((n, _ROWS), dtype, device, seed=313, signed="rows", row_block=block)
+            self._x = order_probe_matrix((_ROWS, k), dtype, device, seed=311, signed=None)
+            self._weight_block = order_probe_matrix((block, k), dtype, device, seed=312, signed="columns")
+            grad = order_probe_matrix((n, _ROWS), dtype, device, seed=313, signed="rows", row_block=block)
             self._grad = grad.t().contiguous()
             weight = self._weight()
             self._y, self._dgrad = matmul_nt(self._x, weight), matmul_nn(self._grad, weight)

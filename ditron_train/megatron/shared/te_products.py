@@ -1,7 +1,7 @@
 """Whether Transformer Engine's products have the bits of cuBLAS's as torch asks for them.
 
-Ours have the latter. Transformer Engine's layers ask cuBLASLt themselves, whose choice (of K splits, say) may be
-another.
+The fused ones have the latter. Transformer Engine's layers ask cuBLASLt themselves, whose choice (of K splits, say)
+may be another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.gemm.order_probe import order_probe_matrix
 from ditron_train.policy.probe import Run
 from ditron_train.runtime.device import kernel_target
 
@@ -27,10 +27,10 @@ def product_with_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
-    """What to compare beside native and ours, for ``decide(also=)``: forward's and dgrad's product of one rank by both
-    libraries, on data that shows the order of sums. Nothing where Transformer Engine is not installed.
+    """What to compare beside native and fused, for ``decide(extra_cases=)``: forward's and dgrad's product of one rank
+    by both libraries, on data that shows the order of sums. Nothing where Transformer Engine is not installed.
 
-    wgrad is left out: in Transformer Engine's layers ours compute it by Transformer Engine's own product.
+    wgrad is left out: in Transformer Engine's layers the fused ones compute it by Transformer Engine's own product.
 
     Args:
         rows: Tokens that the products have on a rank.
@@ -44,9 +44,9 @@ def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
 
     @functools.cache
     def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x = revealing_matrix((rows, k), dtype, device, seed=301, signed="rows")
-        w = revealing_matrix((n, k), dtype, device, seed=302, signed="columns")
-        return x, w, revealing_matrix((rows, n), dtype, device, seed=303, signed="columns")
+        x = order_probe_matrix((rows, k), dtype, device, seed=301, signed="rows")
+        w = order_probe_matrix((n, k), dtype, device, seed=302, signed="columns")
+        return x, w, order_probe_matrix((rows, n), dtype, device, seed=303, signed="columns")
 
     def by_transformer_engine() -> list[torch.Tensor]:
         x, w, grad = data()
@@ -61,7 +61,7 @@ def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
     return [(by_transformer_engine, by_torch)]
 
 
-def why_not_bias(bias: torch.Tensor | None, x: torch.Tensor) -> str | None:
+def unsupported_reason_bias(bias: torch.Tensor | None, x: torch.Tensor) -> str | None:
     """Why a layer runs natively whose bias is added inside the product, or None."""
     if bias is None:
         return None

@@ -27,7 +27,7 @@ class TELinearWgrad:
         is_first_microbatch: Whether the call is of one, or None where the layer does not count them.
         bias: What the layer adds inside its product: its gradient comes out of the same GEMM.
         store: Where a delayed gradient waits (``--delay-wgrad-compute``) for the layer's ``backward_dw``, or None.
-        borrowed: Which operand lies in memory that the next op overwrites; a delayed gradient copies it.
+        borrowed: Which operand is in memory that the next op overwrites; a delayed gradient copies it.
     """
 
     def __init__(

@@ -6,12 +6,12 @@ from typing import Literal
 
 import torch
 
-from ditron_train.gemm.revealing import HIDDEN_TERMS, revealing_matrix
+from ditron_train.gemm.order_probe import HIDDEN_TERMS, order_probe_matrix
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.values import normal_values
 
 
-def why_hidden(device: torch.device, rows_of_a_rank: int, *features: int) -> str | None:
+def unsupported_reason_hidden(device: torch.device, rows_of_a_rank: int, *features: int) -> str | None:
     """Why the bits of a linear layer cannot be compared, or None, also where the policy compares none: the partners of
     wgrad's sums are among the rows of one rank, those of forward's and dgrad's among the features."""
     if get_settings().policy in ("fast", "force"):
@@ -21,12 +21,12 @@ def why_hidden(device: torch.device, rows_of_a_rank: int, *features: int) -> str
     return None
 
 
-def revealing_like(
+def order_probe_like(
     tensor: torch.Tensor, seed: int, signed: Literal["rows", "columns"], row_block: int | None = None
 ) -> torch.Tensor:
     """Values whose sums show their order, in the layout of `tensor`; the user's random state does not move."""
     shape = (tensor.shape[:-1].numel(), tensor.shape[-1])
-    values = revealing_matrix(shape, tensor.dtype, tensor.device, seed=seed, signed=signed, row_block=row_block)
+    values = order_probe_matrix(shape, tensor.dtype, tensor.device, seed=seed, signed=signed, row_block=row_block)
     return torch.empty_like(tensor).copy_(values.view(tensor.shape))
 
 

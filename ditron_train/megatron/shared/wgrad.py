@@ -1,6 +1,6 @@
 """The weight gradient as megatron-core's own layers compute it: the GEMM, and where its result goes.
 
-The ops of floor 3 call these objects in backward instead of a plain ``grad_output.t().matmul(total_input)``, so they
+The ops of layer 3 call these objects in backward instead of a plain ``grad_output.t().matmul(total_input)``, so they
 need to know nothing of ``main_grad`` and its flags.
 """
 
@@ -82,8 +82,8 @@ class NativeWgrad:
         return True
 
     def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
-        """Itself: native multiplies a gradient with strides as it lies; newer versions its rows where the weight is
-        frozen."""
+        """Itself: native multiplies a gradient with strides as it is stored; newer versions its rows where the weight
+        is frozen."""
         if grad_output.dim() > 2 and not self._weight.requires_grad and multiplies_rows_of_frozen():
             return grad_output.reshape(-1, grad_output.shape[-1])
         return grad_output

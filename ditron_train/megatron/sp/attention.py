@@ -23,14 +23,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from ditron_train.megatron.compat import rope_arguments
-from ditron_train.megatron.shared.forward_override import calling, signed_as, why_not_stand_in
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.forward_override import calling, signed_as, unsupported_reason_stand_in
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.sp.dot_product_attention import DitronDotProductAttention
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import linears_of
 from ditron_train.megatron.sp.nodes import forget_nodes
-from ditron_train.megatron.sp.norms import norms_of, why_not_norms
+from ditron_train.megatron.sp.norms import norms_of, unsupported_reason_norms
 from ditron_train.megatron.sp.output import output_fused
 from ditron_train.megatron.sp.packed import (
     OneRank,
@@ -38,17 +38,17 @@ from ditron_train.megatron.sp.packed import (
     packed_of,
     starts_of,
     table_of,
+    unsupported_reason_packed,
     whole_rotary_table,
-    why_not_packed,
 )
-from ditron_train.megatron.sp.projections import forget_hooks, why_not_hooks_of_ranks
+from ditron_train.megatron.sp.projections import forget_hooks, unsupported_reason_hooks_of_ranks
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp import SPContext, late_wgrad
 
 
 @outside_compile
-class DitronSelfAttention(SelfAttention, metaclass=InPlaceOf, native=SelfAttention):
+class DitronSelfAttention(SelfAttention, metaclass=EqualsBaseClass, native=SelfAttention):
     """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as
     inherited."""
 
@@ -77,8 +77,12 @@ class DitronSelfAttention(SelfAttention, metaclass=InPlaceOf, native=SelfAttenti
     def _route(self, hidden_states: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SPContext | None:
         linears, layers = linears_of(self.linear_proj), (self.linear_qkv, self.linear_proj)
         norms = norms_of(self)
-        reason = why_not_hooks_of_ranks(self)  # first, since all ranks have to come to it
-        reason = reason or self._why_not_fused(args, kwargs) or linears.why_not(*layers, hidden_states)
+        reason = unsupported_reason_hooks_of_ranks(self)  # first, since all ranks have to come to it
+        reason = (
+            reason
+            or self._unsupported_reason_fused(args, kwargs)
+            or linears.unsupported_reason(*layers, hidden_states)
+        )
         if reason is not None:
             log_native("sp projections", reason)
             return None
@@ -89,7 +93,7 @@ class DitronSelfAttention(SelfAttention, metaclass=InPlaceOf, native=SelfAttenti
         input_shape = (length, *hidden_states.shape[1:])
         return linears.route(group, self._shape(), input_shape, layers, hidden_states, norms)
 
-    def _why_not_fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def _unsupported_reason_fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """What stands between a projection and its exchange, or is not training, in this call."""
         config, packed = self.config, kwargs.get("packed_seq_params")
         covered = {"rotary_pos_emb", "packed_seq_params"} if self.core_attention.takes_packed else {"rotary_pos_emb"}
@@ -97,7 +101,7 @@ class DitronSelfAttention(SelfAttention, metaclass=InPlaceOf, native=SelfAttenti
         if any(value is not None for value in args) or others:
             return f"the attention is called with {', '.join(sorted(others)) or 'positional options'}"
         if packed is not None:
-            reason = why_not_packed(packed)
+            reason = unsupported_reason_packed(packed)
             if reason is None and config.mrope_section is not None:
                 reason = "packed sequences have positions in several dimensions"
             if reason is not None:
@@ -105,15 +109,15 @@ class DitronSelfAttention(SelfAttention, metaclass=InPlaceOf, native=SelfAttenti
         if self.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             return f"the mask is {self.attn_mask_type}"
         if self.world_size > 1 and config.num_query_groups < self.world_size:
-            return "tensor parallel ranks share query groups: the exchanges alone are ours"
-        reason = why_not_norms(norms_of(self))
+            return "tensor parallel ranks share query groups: the exchanges alone are fused"
+        reason = unsupported_reason_norms(norms_of(self))
         if reason is not None:
             return reason
         if config.attention_output_gate or config.fused_single_qkv_rope or config.flash_decode or config.test_mode:
             return "an output gate, fused RoPE of q and k, flash decoding or test mode is on"
         if self.offload_qkv_linear or self.offload_core_attention or self.offload_attn_proj:
             return "activations are offloaded"
-        return why_not_stand_in(self.core_attention)
+        return unsupported_reason_stand_in(self.core_attention)
 
     def _forward_fused(
         self, hidden_states: torch.Tensor, rotary_pos_emb: Any, packed: Any, context: SPContext
@@ -180,7 +184,7 @@ class DitronSelfAttention(SelfAttention, metaclass=InPlaceOf, native=SelfAttenti
 
 
 @outside_compile
-class DitronMLASelfAttention(MLASelfAttention, metaclass=InPlaceOf, native=MLASelfAttention):
+class DitronMLASelfAttention(MLASelfAttention, metaclass=EqualsBaseClass, native=MLASelfAttention):
     """``MLASelfAttention`` whose output projection is fused with its exchange where that covers it."""
 
     @signed_as(MLASelfAttention.forward)
@@ -194,7 +198,7 @@ class DitronMLASelfAttention(MLASelfAttention, metaclass=InPlaceOf, native=MLASe
 
 
 def class_map() -> dict[type, type]:
-    """The native classes and ours; Transformer Engine's attention is among them where it is installed."""
+    """The native classes and the fused ones; Transformer Engine's attention is among them where it is installed."""
     classes: dict[type, type] = {
         SelfAttention: DitronSelfAttention,
         MLASelfAttention: DitronMLASelfAttention,

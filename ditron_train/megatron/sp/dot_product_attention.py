@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank, exchanged
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
@@ -38,7 +38,7 @@ def _kept_causal_mask(length: int, device: torch.device) -> CachedTensor:
 
 
 @outside_compile
-class DitronDotProductAttention(DotProductAttention, metaclass=InPlaceOf, native=DotProductAttention):
+class DitronDotProductAttention(DotProductAttention, metaclass=EqualsBaseClass, native=DotProductAttention):
     """``DotProductAttention`` that also takes a context parallel group, with ``cp_comm_type`` ``a2a``.
 
     ``forward`` gets and returns local parts of the sequence, ``attend`` the whole sequence of this rank's heads.

@@ -5,7 +5,7 @@ With N nodes of L ranks each, what rank (n, l) owes to rank (n', l') goes to ran
 the rail l (the ranks of one local rank, whose NICs face each other), then inside node n' by ``ditron_train.sp``'s
 exchange: its
 "local rows" are those of the rail's N ranks, one rank behind the other, and a table says where in the sequence they
-lie. The way back is the mirror. Data only moves: the bits are those of one all-to-all.
+are. The way back is the mirror. Data only moves: the bits are those of one all-to-all.
 """
 
 from __future__ import annotations

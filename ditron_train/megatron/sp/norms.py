@@ -22,8 +22,9 @@ def norms_of(attention: Any) -> Norms:
     return (*norms, None) if any(norm is not None for norm in norms) else ()
 
 
-def why_not_norms(norms: Norms) -> str | None:
-    """Why these cannot follow the exchange, or None: ours know torch's and Transformer Engine's, head by head."""
+def unsupported_reason_norms(norms: Norms) -> str | None:
+    """Why these cannot follow the exchange, or None: the fused ones know torch's and Transformer Engine's, head by
+    head."""
     for norm in norms:
         if norm is None:
             continue
@@ -45,7 +46,9 @@ def _kinds() -> tuple[type[torch.nn.Module], ...]:
 def key_of(norms: Norms) -> tuple[Hashable, ...]:
     """What a decision about them depends on."""
     return tuple(
-        None if norm is None else (type(norm), tuple([(one.dtype, one.requires_grad) for one in norm.parameters()]))
+        None
+        if norm is None
+        else (type(norm), tuple([(parameter.dtype, parameter.requires_grad) for parameter in norm.parameters()]))
         for norm in norms
     )
 

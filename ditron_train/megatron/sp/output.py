@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ditron_train.megatron.shared.forward_override import calling, why_not_stand_in
+from ditron_train.megatron.shared.forward_override import calling, unsupported_reason_stand_in
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import linears_of
-from ditron_train.megatron.sp.packed import why_not_packed
-from ditron_train.megatron.sp.projections import why_not_hooks_of_ranks
+from ditron_train.megatron.sp.packed import unsupported_reason_packed
+from ditron_train.megatron.sp.projections import unsupported_reason_hooks_of_ranks
 from ditron_train.megatron.sp.spec import route_output
 from ditron_train.policy import log_native
 from ditron_train.sp import SPContext
@@ -50,7 +50,7 @@ def output_fused(attention: Any, shape: AttentionShape, hidden_states: torch.Ten
         attention.core_attention.left_in_heads = None
 
 
-def why_not_left(attention: Any) -> str | None:
+def unsupported_reason_left(attention: Any) -> str | None:
     """Why an attention's output, by its options alone, is not left for the projection to exchange, or None."""
     if attention.checkpoint_core_attention:
         return "the attention is computed again in backward, apart from its projection"
@@ -69,15 +69,15 @@ def _route(attention: Any, shape: AttentionShape, hidden_states: torch.Tensor, p
     length = hidden_states.shape[0] * (attention.world_size if config.sequence_parallel else 1)
     if length % 2 or shape.num_heads % group.size() or shape.num_groups % group.size():
         return None  # the exchange says what is wrong
-    reason = why_not_hooks_of_ranks(attention)  # first: what else is not covered may differ between ranks
+    reason = unsupported_reason_hooks_of_ranks(attention)  # first: what else is not covered may differ between ranks
     if packed is not None:
-        reason = reason or why_not_packed(packed)
+        reason = reason or unsupported_reason_packed(packed)
     reason = (
         reason
-        or why_not_stand_in(core)
-        or linears_of(attention.linear_proj).why_not_out(attention.linear_proj, hidden_states)
+        or unsupported_reason_stand_in(core)
+        or linears_of(attention.linear_proj).unsupported_reason_out(attention.linear_proj, hidden_states)
     )
-    reason = why_not_left(attention) or reason
+    reason = unsupported_reason_left(attention) or reason
     if reason is not None:
         log_native("sp output projection", reason)
         return None

@@ -1,4 +1,4 @@
-"""Packed sequences (THD) around an attention whose exchanges are ours (part of feature ``sp``).
+"""Packed sequences (THD) around an attention whose exchanges are fused (part of feature ``sp``).
 
 RoPE's tables of the whole sequence, from those of a rank's part of it (part of feature ``sp``).
 """
@@ -37,7 +37,7 @@ def packed_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return next((given for given in (*args, *kwargs.values()) if isinstance(given, PackedSeqParams)), None)
 
 
-def why_not_packed(packed: Any) -> str | None:
+def unsupported_reason_packed(packed: Any) -> str | None:
     """What of packed sequences is not covered."""
     if packed.qkv_format != "thd":
         return f"the packed sequences are {packed.qkv_format}"

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from ditron_train.megatron.plugin.patching import is_redirected
-from ditron_train.megatron.shared.forward_override import why_not_stand_in
+from ditron_train.megatron.shared.forward_override import unsupported_reason_stand_in
 from ditron_train.megatron.shared.module_hooks import has_hooks
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.spec import route_projections
@@ -39,24 +39,24 @@ _OF_OUT = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")  # that se
 _differ: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
-def why_not_hooks_of_qkv(qkv: Any) -> str | None:
+def unsupported_reason_hooks_of_qkv(qkv: Any) -> str | None:
     """Why the QKV projection is not fused with its exchange for the sake of hooks on it, or None."""
     return "hooks on the QKV projection look at q, k and v" if has_hooks(qkv, _OF_QKV) else None
 
 
-def why_not_hooks_of_out(out: Any) -> str | None:
+def unsupported_reason_hooks_of_out(out: Any) -> str | None:
     """Why the output projection is not fused with its exchange for the sake of hooks on it, or None."""
     return "hooks on the output projection look at its input" if has_hooks(out, _OF_OUT) else None
 
 
-def why_not_hooks_of_ranks(attention: Any) -> str | None:
+def unsupported_reason_hooks_of_ranks(attention: Any) -> str | None:
     """Why no projection of ``attention`` is fused for the sake of hooks that only some ranks have, as where the first
     alone logs, or None; collective at its first call."""
     differ = _differ.get(attention)
     if differ is None:
         mine = has_hooks(getattr(attention, "linear_qkv", None), _OF_QKV), has_hooks(attention.linear_proj, _OF_OUT)
-        said = exchange(attention.core_attention.exchange_group, mine)
-        differ = _differ[attention] = len(set(said)) > 1
+        gathered = exchange(attention.core_attention.exchange_group, mine)
+        differ = _differ[attention] = len(set(gathered)) > 1
     return "some ranks have hooks on the projections, others have none" if differ else None
 
 
@@ -131,12 +131,12 @@ def overlaps_tensor_parallelism(*layers: Any) -> bool:
     """Whether one of these layers has its tensor parallel communication overlapped by feature ``tp``: it cannot have
     both."""
     return any(
-        layer.tp_group is not None and layer.tp_group.size() > 1 and layer.sequence_parallel and _is_ours(type(layer))
+        layer.tp_group is not None and layer.tp_group.size() > 1 and layer.sequence_parallel and _is_fused(type(layer))
         for layer in layers
     )
 
 
-def _is_ours(kind: type) -> bool:
+def _is_fused(kind: type) -> bool:
     return kind.__module__.startswith("ditron_train.") or is_redirected(kind)
 
 
@@ -148,27 +148,35 @@ class Projections(ABC):
     qkv_kinds: ClassVar[tuple[type[torch.nn.Module], ...]]
     out_kind: ClassVar[type[torch.nn.Module]]
 
-    def why_not(self, qkv: Any, out: Any, x: torch.Tensor) -> str | None:
+    def unsupported_reason(self, qkv: Any, out: Any, x: torch.Tensor) -> str | None:
         """Why these two layers cannot be fused with the exchanges, or None."""
-        return self._why_not_front(qkv, x) or self.why_not_out(out, x)
+        return self._unsupported_reason_front(qkv, x) or self.unsupported_reason_out(out, x)
 
-    def _why_not_front(self, qkv: Any, x: torch.Tensor) -> str | None:
+    def _unsupported_reason_front(self, qkv: Any, x: torch.Tensor) -> str | None:
         """Why the QKV projection cannot be fused with its exchange, or None."""
         if not isinstance(qkv, self.qkv_kinds):
             return f"the QKV projection is {type(qkv).__name__}"
         if overlaps_tensor_parallelism(qkv):
             return "the projections overlap with tensor parallel communication"
-        reason = self._why_not_qkv(qkv) or why_not_stand_in(qkv) or why_not_hooks_of_qkv(qkv)
-        return reason or self._why_not_layer(qkv, x)
+        reason = (
+            self._unsupported_reason_qkv(qkv)
+            or unsupported_reason_stand_in(qkv)
+            or unsupported_reason_hooks_of_qkv(qkv)
+        )
+        return reason or self._unsupported_reason_layer(qkv, x)
 
-    def why_not_out(self, out: Any, x: torch.Tensor) -> str | None:
+    def unsupported_reason_out(self, out: Any, x: torch.Tensor) -> str | None:
         """Why the output projection cannot be fused with its exchange, or None."""
         if not isinstance(out, self.out_kind):
             return f"the output projection is {type(out).__name__}"
         if overlaps_tensor_parallelism(out):
             return "the output projection overlaps with tensor parallel communication"
-        reason = self._why_not_out(out) or why_not_stand_in(out) or why_not_hooks_of_out(out)
-        return reason or self._why_not_layer(out, x)
+        reason = (
+            self._unsupported_reason_out(out)
+            or unsupported_reason_stand_in(out)
+            or unsupported_reason_hooks_of_out(out)
+        )
+        return reason or self._unsupported_reason_layer(out, x)
 
     def route(
         self,
@@ -220,14 +228,14 @@ class Projections(ABC):
         return self._with_bias(layer, reduced_output(layer, out))
 
     @abstractmethod
-    def _why_not_qkv(self, layer: Any) -> str | None:
+    def _unsupported_reason_qkv(self, layer: Any) -> str | None:
         """What of the QKV projection is not covered."""
 
     @abstractmethod
-    def _why_not_out(self, layer: Any) -> str | None:
+    def _unsupported_reason_out(self, layer: Any) -> str | None:
         """What of the output projection is not covered."""
 
-    def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
+    def _unsupported_reason_layer(self, layer: Any, x: torch.Tensor) -> str | None:
         """What of any layer of this kind is not covered in this call."""
         return None
 

@@ -16,8 +16,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
-from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
-from ditron_train.megatron.shared.values import own_or_normal, revealing_like, why_hidden
+from ditron_train.megatron.shared.te_products import (
+    bias_like,
+    product_pairs,
+    product_with_bias,
+    unsupported_reason_bias,
+)
+from ditron_train.megatron.shared.values import order_probe_like, own_or_normal, unsupported_reason_hidden
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
 from ditron_train.megatron.sp.norms import key_of, twins_of, words_of
@@ -103,7 +108,10 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
         local = rows // dist.get_world_size(call.group) // call.rows[1]
         like, *weights = (
             one.new_empty(()).expand(shape)
-            for one, shape in ((call.like, (local, *call.rows[1:])), *((one, one.shape) for one in call.weights))
+            for one, shape in (
+                (call.like, (local, *call.rows[1:])),
+                *((weight, weight.shape) for weight in call.weights),
+            )
         )
         return call._replace(rows=(local, call.rows[1]), like=like, weights=tuple(weights))
 
@@ -112,7 +120,7 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
         return reason or ("the group spans nodes" if call.weights and spans_nodes(call.group) else None)
 
     def unsupported_tensors(self, call: UlyssesCall) -> str | None:
-        """As ``why_not``, of the tensors alone."""
+        """As ``unsupported_reason``, of the tensors alone."""
         reason = _unsupported_device(call.like)
         if reason is not None or not call.weights:
             return reason
@@ -123,7 +131,9 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
                 f"the input is {call.like.dtype}, the weights are {', '.join(str(one.dtype) for one in call.weights)}"
             )
         features = [size for weight in call.weights for size in weight.shape]
-        return why_not_bias(call.bias, call.like) or why_hidden(call.like.device, math.prod(call.rows), *features)
+        return unsupported_reason_bias(call.bias, call.like) or unsupported_reason_hidden(
+            call.like.device, math.prod(call.rows), *features
+        )
 
     def make_context(self, call: UlyssesCall) -> SPContext | NodesContext:
         if not call.weights and spans_nodes(call.group):
@@ -276,11 +286,11 @@ class ProjectionsOp(_UlyssesOp):
         rank, (qkv, out), exchange = context.rank, call.weights, Exchange(call.group, call.shape, None)
         layout = call.shape.qkv_layout(context.world_size)
         with torch.inference_mode(False):
-            (attended, revealing_out), (grad,) = _probe_of_output(exchange, call, out, rank)
-            x = revealing_like(call.like.new_empty(self._lead(call)), 81 + rank, "rows")
-            mixed = revealing_like(call.like.new_empty(*call.rows, qkv.shape[0]), 82 + rank, "columns")
+            (attended, order_probe_out), (grad,) = _probe_of_output(exchange, call, out, rank)
+            x = order_probe_like(call.like.new_empty(self._lead(call)), 81 + rank, "rows")
+            mixed = order_probe_like(call.like.new_empty(*call.rows, qkv.shape[0]), 82 + rank, "columns")
             grads = exchange.to_heads(*split_by_heads(mixed, layout, context.world_size))
-            values = (x, revealing_like(qkv, 83 + rank, "columns"), revealing_out, attended)
+            values = (x, order_probe_like(qkv, 83 + rank, "columns"), order_probe_out, attended)
         # Norms would make roundings as large as anything; the order of sums does not depend on them.
         return [call._replace(values=values, grads=(*grads, grad), norms=())]
 
@@ -293,8 +303,8 @@ class ProjectionsOp(_UlyssesOp):
         exchange, layout = Exchange(call.group, call.shape, None), call.shape.qkv_layout(world)
 
         def data() -> tuple[torch.Tensor, torch.Tensor]:
-            x = revealing_like(call.like.new_empty(self._lead(call)), 91 + context.rank, "rows")
-            return x, revealing_like(call.weights[0], 92, "columns")
+            x = order_probe_like(call.like.new_empty(self._lead(call)), 91 + context.rank, "rows")
+            return x, order_probe_like(call.weights[0], 92, "columns")
 
         def by_library() -> list[torch.Tensor]:
             x, weight = data()
@@ -369,10 +379,10 @@ def _probe_of_output(
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Attended values and weight; gradient of the output."""
     like, rows, shape = call.like, call.rows, call.shape
-    gathered = revealing_like(like.new_empty(*rows, weight.shape[1]), 71 + rank, "rows")
+    gathered = order_probe_like(like.new_empty(*rows, weight.shape[1]), 71 + rank, "rows")
     (attended,) = exchange.to_heads(gathered.view(*rows, shape.num_heads, shape.value_head_dim))
-    grad = revealing_like(like.new_empty(*rows, weight.shape[0]), 72 + rank, "columns")
-    return (attended, revealing_like(weight, 73 + rank, "columns")), (grad,)
+    grad = order_probe_like(like.new_empty(*rows, weight.shape[0]), 72 + rank, "columns")
+    return (attended, order_probe_like(weight, 73 + rank, "columns")), (grad,)
 
 
 def _parts(

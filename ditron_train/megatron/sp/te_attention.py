@@ -20,11 +20,15 @@ import transformer_engine.pytorch.attention.dot_product_attention.utils as dpa_u
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank, exchanged, shape_of
-from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_levels, why_not_te_attention
+from ditron_train.megatron.sp.coverage import (
+    unsupported_reason_comm_type,
+    unsupported_reason_levels,
+    unsupported_reason_te_attention,
+)
 from ditron_train.megatron.sp.exchange import Exchange
-from ditron_train.megatron.sp.packed import table_of, why_not_packed
+from ditron_train.megatron.sp.packed import table_of, unsupported_reason_packed
 from ditron_train.megatron.sp.spec import route_exchange
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import NotSupportedError
@@ -34,15 +38,15 @@ _VALUE_SIZE = "hidden_size_per_attention_head_v"  # since 0.18 that of padded va
 
 
 @outside_compile
-class DitronTEDotProductAttention(TEDotProductAttention, metaclass=InPlaceOf, native=TEDotProductAttention):
-    """``TEDotProductAttention`` whose ``a2a`` exchanges are ours.
+class DitronTEDotProductAttention(TEDotProductAttention, metaclass=EqualsBaseClass, native=TEDotProductAttention):
+    """``TEDotProductAttention`` whose ``a2a`` exchanges are fused.
 
     Built natively, so that what is not covered (an attention in FP8, dropout, ...) runs as it did; beside it stands
     the same attention for this rank's heads, of the whole sequence or by a ring over what the exchanges do not reach.
     It is no submodule: checkpoints stay as they were.
 
     Attributes:
-        exchange_group: The ranks that exchange, where that is ours: the context parallel group, of ``a2a+p2p`` its
+        exchange_group: The ranks that exchange, where that is fused: the context parallel group, of ``a2a+p2p`` its
             first level.
         takes_packed: Whether packed sequences are covered; Transformer Engine refuses them in ``a2a+p2p``.
     """
@@ -87,11 +91,11 @@ class DitronTEDotProductAttention(TEDotProductAttention, metaclass=InPlaceOf, na
         self, group: dist.ProcessGroup, cp_comm_type: str | None
     ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """The ranks of one exchange, and those of one ring of what has been exchanged."""
-        reason = why_not_comm_type(cp_comm_type)
+        reason = unsupported_reason_comm_type(cp_comm_type)
         if reason is None and cp_comm_type == "a2a":
             return group, None
         levels = self._own_group if isinstance(self._own_group, list) else []
-        reason = reason or why_not_levels([level.size() for level in levels])
+        reason = reason or unsupported_reason_levels([level.size() for level in levels])
         if reason is not None:
             raise NotSupportedError(reason)
         return levels[0], levels[1]
@@ -99,12 +103,12 @@ class DitronTEDotProductAttention(TEDotProductAttention, metaclass=InPlaceOf, na
     @property
     def can_attend(self) -> bool:
         """Whether ``attend`` may be called by a module that has made the exchanges itself."""
-        return bool(self._whole) and self._why_not() is None
+        return bool(self._whole) and self._unsupported_reason() is None
 
-    def _why_not(self) -> str | None:
+    def _unsupported_reason(self) -> str | None:
         if self.cp_group is not self._own_group:  # it stays until another batch brings a group
             return "a batch before this one has changed the context parallel group"
-        return why_not_te_attention(self.config, self.training)
+        return unsupported_reason_te_attention(self.config, self.training)
 
     def attend(
         self,
@@ -145,7 +149,9 @@ class DitronTEDotProductAttention(TEDotProductAttention, metaclass=InPlaceOf, na
         if self._whole:
             others = {"attention_bias": attention_bias, "num_splits": num_splits}
             others["packed_seq_params"] = None if self.takes_packed else packed
-            reason = self._why_not() or self._why_not_call(query, key, attn_mask_type, packed, others)
+            reason = self._unsupported_reason() or self._unsupported_reason_call(
+                query, key, attn_mask_type, packed, others
+            )
             if reason is not None:
                 log_native("sp attention", reason)
         if not self._whole or reason is not None:
@@ -168,13 +174,13 @@ class DitronTEDotProductAttention(TEDotProductAttention, metaclass=InPlaceOf, na
         return exchange.to_sequence(attended)
 
     @staticmethod
-    def _why_not_call(
+    def _unsupported_reason_call(
         query: torch.Tensor, key: torch.Tensor, attn_mask_type: Any, packed: Any, others: dict[str, Any]
     ) -> str | None:
         given = sorted(name for name, value in others.items() if value is not None)
         if given:
             return f"the attention is called with {', '.join(given)}"
-        reason = None if packed is None else why_not_packed(packed)
+        reason = None if packed is None else unsupported_reason_packed(packed)
         if reason is None and len(key) != len(query):  # cross attention
             reason = f"q and k have {len(query)} and {len(key)} rows"
         if reason is None and packed is None and attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
@@ -227,5 +233,5 @@ def _hand_over_fp8(of: Any, to: Any) -> None:
 
 
 def class_map() -> dict[type, type]:
-    """Transformer Engine's attention as megatron-core wraps it, and ours."""
+    """Transformer Engine's attention as megatron-core wraps it, and the fused ones."""
     return {TEDotProductAttention: DitronTEDotProductAttention}

@@ -16,9 +16,9 @@ from megatron.core.extensions.transformer_engine import (
 
 from ditron_train.megatron.shared.te_wgrad import TELinearWgrad, wgrad_of
 from ditron_train.megatron.sp.projections import Projections
-from ditron_train.megatron.tp.te_coverage import why_not_delayed
+from ditron_train.megatron.tp.te_coverage import unsupported_reason_delayed
 from ditron_train.megatron.tp.te_layers import normalised
-from ditron_train.megatron.tp.te_routes import why_not_covered
+from ditron_train.megatron.tp.te_routes import unsupported_reason_covered
 
 __all__ = ["TELinears"]
 
@@ -30,17 +30,17 @@ class TELinears(Projections):
     out_kind = TERowParallelLinear
     rounds_bias_once = True
 
-    def _why_not_qkv(self, layer: Any) -> str | None:
+    def _unsupported_reason_qkv(self, layer: Any) -> str | None:
         return "the bias of q, k and v is not added by their layer" if layer.te_return_bias else None
 
-    def _why_not_out(self, layer: Any) -> str | None:
+    def _unsupported_reason_out(self, layer: Any) -> str | None:
         kind = layer.symmetric_ar_type
         if kind is not None and layer.tp_size > 1 and not layer.sequence_parallel:
             return f"symmetric_ar_type is {kind}, which adds up over tensor parallel ranks in an order of its own"
         return None
 
-    def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
-        return why_not_covered(layer, x) or why_not_delayed(layer)
+    def _unsupported_reason_layer(self, layer: Any, x: torch.Tensor) -> str | None:
+        return unsupported_reason_covered(layer, x) or unsupported_reason_delayed(layer)
 
     def _qkv_input(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         return normalised(layer, x) if isinstance(layer, TELayerNormColumnParallelLinear) else x

@@ -1,9 +1,9 @@
 """Tensor parallel linear layers of Transformer Engine in FP8, declared for the policy.
 
 What is compared is a layer's forward and backward from quantized operands on: gather, products and reduce-scatter, by
-the functions that Transformer Engine's own layers call and by ours. Quantizing is Transformer Engine's either way, but
-for the largest amax of all ranks that the recipe tensorwise asks for. Imported only where Transformer Engine is
-installed.
+the functions that Transformer Engine's own layers call and by the fused path. Quantizing is Transformer Engine's
+either way, but for the largest amax of all ranks that the recipe tensorwise asks for. Imported only where Transformer
+Engine is installed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-from ditron_train.gemm.revealing import revealing_matrix
-from ditron_train.megatron.shared.devices import why_not_fp8_on_device
+from ditron_train.gemm.order_probe import order_probe_matrix
+from ditron_train.megatron.shared.devices import unsupported_reason_fp8_on_device
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_blocks import travel_options
-from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, why_not_fp8_sizes
+from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, unsupported_reason_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Decision, Function, Op, Trial
@@ -139,7 +139,9 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
 
     def unsupported_reason(self, call: Fp8Call) -> str | None:
         sizes = call.x, call.weight, dist.get_world_size(call.group)
-        return why_not_fp8_sizes(self.kind, *sizes, has_blocks=call.has_blocks) or unsupported_device(call.x.device)
+        return unsupported_reason_fp8_sizes(self.kind, *sizes, has_blocks=call.has_blocks) or unsupported_device(
+            call.x.device
+        )
 
     def make_context(self, call: Fp8Call) -> TPContext:
         return get_tp_context(call.group, call.x.device)
@@ -203,7 +205,7 @@ def _operands(kind: Kind, call: Fp8Call, context: TPContext, *, order_probe: boo
 
     def made(shape: tuple[int, int], seed: int, signed: Any, row_block: int, quantizer: Any) -> Any:
         if order_probe:
-            values = revealing_matrix(shape, torch.bfloat16, device, seed=seed, signed=signed, row_block=row_block)
+            values = order_probe_matrix(shape, torch.bfloat16, device, seed=seed, signed=signed, row_block=row_block)
         else:
             values = normal_values(shape, torch.bfloat16, device, seed)
         return quantizer(values)
@@ -211,8 +213,8 @@ def _operands(kind: Kind, call: Fp8Call, context: TPContext, *, order_probe: boo
     is_column, has_blocks = kind == "column", call.has_blocks
     by_columns = has_blocks and not call.is_frozen  # of what travels; of one scale the transpose is made behind it
     of_x, of_grad = (
-        _quantizer(call, name, columnwise=by_columns if travels else True, travels=travels)
-        for name, travels in (("E4M3", is_column), (call.grad_format, not is_column))
+        _quantizer(call, name, columnwise=by_columns if payload else True, payload=payload)
+        for name, payload in (("E4M3", is_column), (call.grad_format, not is_column))
     )
     x = made((rows, k), 1 + rank, "rows", block, of_x)
     weight = made((n, k), 101 + rank, "columns", n, _quantizer(call, "E4M3", num_dimensions=2))
@@ -285,7 +287,7 @@ def _wgrad(x: Any, grad: Any) -> torch.Tensor:
 
 
 def _quantizer(
-    call: Fp8Call, name: str, *, columnwise: bool = True, travels: bool = False, num_dimensions: int = 1
+    call: Fp8Call, name: str, *, columnwise: bool = True, payload: bool = False, num_dimensions: int = 1
 ) -> Any:
     """One that nobody else has, and that asks no peer."""
     if not call.has_blocks:
@@ -296,7 +298,7 @@ def _quantizer(
         columnwise=columnwise,
         force_pow_2_scales=call.scaling == "block",
         block_scaling_dim=num_dimensions,
-        **travel_options(travels),
+        **travel_options(payload),
     )
     quantizer.internal = True
     return quantizer
@@ -311,7 +313,7 @@ def tensor_quantizer(name: str, device: torch.device, *, columnwise: bool) -> An
 
 def unsupported_device(device: torch.device) -> str | None:
     """Why products of FP8 are not covered on a device, or None."""
-    reason = why_not_fp8_on_device(device)
+    reason = unsupported_reason_fp8_on_device(device)
     if reason is None and device.type != "cpu" and not has_driver():
         return "cuda-bindings is not installed"
     return reason

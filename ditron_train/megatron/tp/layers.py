@@ -13,8 +13,8 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ditron_train.megatron.compat import why_not_arguments, why_not_weight
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.compat import unsupported_reason_arguments, unsupported_reason_weight
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of
 from ditron_train.megatron.tp.routing import op_of, route
@@ -25,7 +25,7 @@ from ditron_train.tp.linear import column_linear, is_whole
 
 
 @outside_compile
-class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=InPlaceOf, native=ColumnParallelLinear):
+class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=EqualsBaseClass, native=ColumnParallelLinear):
     """``ColumnParallelLinear`` whose gather of the input (and reduce-scatter of its gradient) overlaps with the GEMM.
 
     Forward ``[s/W, b, K] -> [s, b, N/W]``: all-gather fused with ``x @ weight.T``. Backward: ``grad @ weight`` fused
@@ -37,8 +37,8 @@ class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=InPlaceOf, nati
         answer = None
         # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of
         # experts are exchanged by their dispatcher.
-        is_ours = not args and not self.explicit_expert_comm and _communicates(kwargs)
-        if is_ours and self._is_covered(input, weight, kwargs):
+        is_fused = not args and not self.explicit_expert_comm and _communicates(kwargs)
+        if is_fused and self._is_covered(input, weight, kwargs):
             answer = route(
                 "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"],
                 is_frozen=not weight.requires_grad,
@@ -56,7 +56,7 @@ class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=InPlaceOf, nati
         return observed(answer, input, lambda: column_linear(input, weight, **options))
 
     def _is_covered(self, input: torch.Tensor, weight: torch.Tensor, arguments: Mapping[str, Any]) -> bool:
-        reason = why_not_weight(weight) or why_not_arguments(input, arguments)
+        reason = unsupported_reason_weight(weight) or unsupported_reason_arguments(input, arguments)
         if reason is not None:
             log_native("tp column", reason)
         return reason is None
@@ -68,14 +68,14 @@ def _communicates(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("sequence_parallel") or arguments.get("allreduce_dgrad"))
 
 
-def _why_not_input(x: torch.Tensor) -> str | None:
-    """Why the product of a row layer is native by how its input lies, or None: cuBLAS chooses its kernel by that, and
+def _unsupported_reason_input(x: torch.Tensor) -> str | None:
+    """Why the product of a row layer is native by how its input is, or None: cuBLAS chooses its kernel by that, and
     compared were whole ones."""
     return None if is_whole(x) else "the input has strides"
 
 
 @outside_compile
-class DitronRowParallelLinear(RowParallelLinear, metaclass=InPlaceOf, native=RowParallelLinear):
+class DitronRowParallelLinear(RowParallelLinear, metaclass=EqualsBaseClass, native=RowParallelLinear):
     """``RowParallelLinear`` whose reduce-scatter of the output (and gather of its gradient) overlaps with the GEMM.
 
     Forward ``[s, b, K/W] -> [s/W, b, N]``: ``x @ weight.T`` fused with the reduce-scatter, the bias added after it.
@@ -84,12 +84,15 @@ class DitronRowParallelLinear(RowParallelLinear, metaclass=InPlaceOf, native=Row
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        is_ours = self.input_is_parallel and not self.explicit_expert_comm
-        is_ours = is_ours and self.config._cpu_offloading_context is None
-        answer, reason = None, why_not_weight(self.weight) or (_why_not_input(input_) if is_ours else None)
+        is_fused = self.input_is_parallel and not self.explicit_expert_comm
+        is_fused = is_fused and self.config._cpu_offloading_context is None
+        answer, reason = (
+            None,
+            unsupported_reason_weight(self.weight) or (_unsupported_reason_input(input_) if is_fused else None),
+        )
         if reason is not None:
             log_native("tp row", reason)
-        elif is_ours:
+        elif is_fused:
             answer = route("row", input_, self.weight, group=self.tp_group, sequence_parallel=self.sequence_parallel)
         if answer is None or not answer.is_fused:
             native = super().forward
@@ -104,7 +107,7 @@ class DitronRowParallelLinear(RowParallelLinear, metaclass=InPlaceOf, native=Row
 
 
 def class_map() -> dict[type, type]:
-    """The native classes and ours; Transformer Engine's are among them where it is installed."""
+    """The native classes and the fused ones; Transformer Engine's are among them where it is installed."""
     classes: dict[type, type] = {
         ColumnParallelLinear: DitronColumnParallelLinear,
         RowParallelLinear: DitronRowParallelLinear,

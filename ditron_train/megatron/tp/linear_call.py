@@ -72,7 +72,7 @@ def decide_over_nodes(
 
     Where times count, each pass is asked about by itself, and where rails are not faster its exchange is left to the
     process group: the forward, since an evaluation runs nothing else, then the backward behind the forward that was
-    chosen. At last the layer as it would run is compared with Megatron's path.
+    chosen. At last the layer as it would run is compared with stock Megatron.
 
     Args:
         decide: Of one way to run the layer.

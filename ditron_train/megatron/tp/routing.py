@@ -12,7 +12,7 @@ from ditron_train.policy import Answer, gate, log_native
 _OPS: dict[tuple[Kind, bool], LinearOp] = {("column", True): COLUMN, ("row", True): ROW, ("row", False): ROW_AR}
 
 
-def why_not_kind(kind: Kind, sequence_parallel: bool) -> str | None:
+def unsupported_reason_kind(kind: Kind, sequence_parallel: bool) -> str | None:
     """Why such layers run natively, whatever their shapes, or None."""
     if kind == "column" and not sequence_parallel:
         return "without sequence parallelism Megatron itself overlaps the all-reduce with the weight gradient"
@@ -38,7 +38,7 @@ def route(
             tokens.
         sequence_parallel: Whether activations outside the layer are split along the sequence.
     """
-    reason = why_not_kind(kind, sequence_parallel)
+    reason = unsupported_reason_kind(kind, sequence_parallel)
     if reason is not None:
         log_native(f"tp {kind}", reason)
         return None
@@ -47,5 +47,5 @@ def route(
 
 
 def op_of(kind: Kind, sequence_parallel: bool) -> LinearOp:
-    """How such a layer, which ``why_not_kind`` has nothing against, is declared for the policy."""
+    """How such a layer, which ``unsupported_reason_kind`` has nothing against, is declared for the policy."""
     return _OPS[kind, bool(sequence_parallel)]

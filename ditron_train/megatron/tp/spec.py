@@ -2,7 +2,7 @@
 
 Whether a call is covered depends on what all ranks of the group see alike (shapes, types, options). What they cannot
 know beforehand is tried once per shape, all ranks together (`ditron_train.policy`): whether the symmetric memory can
-be had, whether all results have the bits of Megatron's path, and whether they come sooner.
+be had, whether all results have the bits of stock Megatron, and whether they come sooner.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
-from ditron_train.megatron.shared.devices import why_not_on_device
+from ditron_train.megatron.shared.devices import unsupported_reason_on_device
 from ditron_train.megatron.shared.product_proof import ProductProof
-from ditron_train.megatron.shared.te_products import bias_like, product_pairs, product_with_bias, why_not_bias
-from ditron_train.megatron.shared.values import revealing_like, why_hidden
+from ditron_train.megatron.shared.te_products import (
+    bias_like,
+    product_pairs,
+    product_with_bias,
+    unsupported_reason_bias,
+)
+from ditron_train.megatron.shared.values import order_probe_like, unsupported_reason_hidden
 from ditron_train.megatron.tp.linear_call import LinearCall, decide_over_nodes, words_over_nodes
 from ditron_train.policy import Decision, Function, Op, Run, Trial
 from ditron_train.policy.decide import is_untimed
@@ -46,7 +51,7 @@ _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 #: How often a comparison holds what all ranks' rows are of the input, the weight, and all rows of the product: as
-#: counted (``tests/policy/bodies_held.py``), and the data that reveals.
+#: counted (``tests/policy/bodies_held.py``), and the order-probe inputs.
 _HELD: dict[Kind, tuple[int, int, int]] = {"column": (8, 4, 5), "row": (5, 8, 6)}
 _BYTES_OF_ORDERS = 10  # of an element: values, what was read, two comparisons
 
@@ -129,7 +134,7 @@ class LinearOp(Op[LinearCall, Any]):
             return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not covered"
         if call.bias is not None and spans_nodes(call.group):
             return "the bias is added inside the GEMM, in a group over nodes"
-        return why_not_bias(call.bias, x) or _unsupported_rows(self, call, world_size)
+        return unsupported_reason_bias(call.bias, x) or _unsupported_rows(self, call, world_size)
 
     def make_context(self, call: LinearCall) -> TPContext | NodesTPContext:
         """By peer memory where that reaches all ranks, else with rails between nodes."""
@@ -244,7 +249,7 @@ def _unsupported_rows(op: LinearOp, call: LinearCall, world_size: int) -> str | 
         if x.shape[0] % world_size:
             return f"the sequence of {x.shape[0]} does not divide by {world_size}"
         rows //= world_size
-    return why_hidden(x.device, rows, *call.weight.shape)
+    return unsupported_reason_hidden(x.device, rows, *call.weight.shape)
 
 
 def _extra_cases(op: LinearOp, call: LinearCall, context: Any) -> Sequence[tuple[Run, Run]]:
@@ -257,7 +262,7 @@ def _extra_cases(op: LinearOp, call: LinearCall, context: Any) -> Sequence[tuple
     bias = bias_like(call.bias, 504 + context.rank)
 
     def data() -> tuple[torch.Tensor, torch.Tensor]:
-        return revealing_like(x, 304 + context.rank, "rows"), revealing_like(call.weight, 404, "columns")
+        return order_probe_like(x, 304 + context.rank, "rows"), order_probe_like(call.weight, 404, "columns")
 
     def by_library() -> list[torch.Tensor]:
         rows, weight = data()
@@ -275,8 +280,8 @@ def _extra_cases(op: LinearOp, call: LinearCall, context: Any) -> Sequence[tuple
 def _order_probe(op: LinearOp, call: LinearCall, context: Any) -> LinearCall:
     x, weight = call.x, call.weight
     with torch.inference_mode(False):
-        probe_x = revealing_like(x, 1 + context.rank, "rows", _rows_of_a_rank(op, x, context))
-        probe_weight = revealing_like(weight, 101 + context.rank, "columns", weight.shape[0])
+        probe_x = order_probe_like(x, 1 + context.rank, "rows", _rows_of_a_rank(op, x, context))
+        probe_weight = order_probe_like(weight, 101 + context.rank, "columns", weight.shape[0])
         grad_y = _order_probe_grad(op, call, context)
     return call._replace(x=probe_x, weight=probe_weight, grad_y=grad_y)
 
@@ -288,7 +293,7 @@ def _rows_of_a_rank(op: LinearOp, x: torch.Tensor, context: Any) -> int:
 def _order_probe_grad(op: LinearOp, call: LinearCall, context: Any) -> torch.Tensor:
     x = call.x
     y = x.new_empty(op.output_rows(x.shape[0], context.world_size), *x.shape[1:-1], call.weight.shape[0])
-    return revealing_like(y, 201 + context.rank, "columns", _rows_of_a_rank(op, x, context))
+    return order_probe_like(y, 201 + context.rank, "columns", _rows_of_a_rank(op, x, context))
 
 
 def _table_prefers_native(op: LinearOp, call: LinearCall, context: TPContext) -> bool:
@@ -306,7 +311,7 @@ def _table_prefers_native(op: LinearOp, call: LinearCall, context: TPContext) ->
 
 
 def _unsupported_device(x: torch.Tensor) -> str | None:
-    reason = why_not_on_device(x.device)
+    reason = unsupported_reason_on_device(x.device)
     covered = _CPU_DTYPES if x.device.type == "cpu" else _GPU_DTYPES
     return reason if reason is not None or x.dtype in covered else f"{x.dtype} is not covered"
 

@@ -2,7 +2,7 @@
 
 A tensor's bytes and its scales travel together, by rows for the products with W and by columns for the weight
 gradient: neither can be made from the other. All products are Transformer Engine's own, for the rows of one rank or of
-a block of ranks at a time; its bits do not depend on the number of rows. How operands lie and travel differs from
+a block of ranks at a time; its bits do not depend on the number of rows. How operands are stored and sent differs from
 version to version (``te_blocks``). Imported only where Transformer Engine is installed.
 """
 
@@ -44,7 +44,7 @@ def _num_products(rows: int, n: int, k: int, world_size: int, flops: float = _FL
 
 
 def _start(
-    operand: Any, sides: Sequence[Side], context: TPContext, *, num_in_turn: int, num_columns: int | None = None
+    operand: Any, sides: Sequence[Side], context: TPContext, *, num_in_ring_order: int, num_columns: int | None = None
 ) -> PendingParts:
     """A gather of the bytes of each side and their scales; ``num_columns``: of the product of what comes in turn."""
     parts = [part for side in sides for part in sent(operand, side)]
@@ -54,11 +54,12 @@ def _start(
         num_blocks = _num_products(rows * context.world_size, num_columns, k, context.world_size)
         if num_blocks < context.world_size:
             _scales_of_block(context, parts[1], num_blocks)  # it may have to grow before the gather starts
-    return start_gather_of_parts(parts, context=context, num_in_turn=num_in_turn, num_blocks=num_blocks)
+    return start_gather_of_parts(parts, context=context, num_in_ring_order=num_in_ring_order, num_blocks=num_blocks)
 
 
 def _scales_of_block(context: TPContext, own: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Where the scales of a block of ranks' rows lie side by side; those of one rank's are ``own`` [K / 128, rows]."""
+    """Where the scales of a block of ranks' rows are stored side by side; those of one rank's are ``own`` [K / 128,
+    rows]."""
     num_ranks = context.world_size // num_blocks
     return context.scratch("scales", (own.shape[0], num_ranks * own.shape[1]), own.dtype)
 
@@ -114,7 +115,7 @@ class ColumnForward(Pass):
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
         if not is_sendable(inp, (ROWS,)):
             return super().gather(inp, group, async_op, quantizer)
-        self._started = _start(inp, (ROWS,), self._context, num_in_turn=2, num_columns=self.features[0] or None)
+        self._started = _start(inp, (ROWS,), self._context, num_in_ring_order=2, num_columns=self.features[0] or None)
         return Sharded(inp), None
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -167,12 +168,12 @@ class RowForward(tensorwise.RowForward):
 
 
 class ColumnBackward(tensorwise.ColumnBackward):
-    """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather, by columns, lies under dY @ W."""
+    """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather, by columns, overlaps with dY @ W."""
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
         if not is_sendable(inp, (COLUMNS,)):
             return Pass.gather(self, inp, group, async_op, quantizer)
-        self._started = started = _start(inp, (COLUMNS,), self._context, num_in_turn=0)
+        self._started = started = _start(inp, (COLUMNS,), self._context, num_in_ring_order=0)
         data, scales = started.totals
         num_columns = scales.shape[-1]  # 128 of a column have a scale
         total = _total(inp, (data.numel() // num_columns, num_columns), (COLUMNS,), started)
@@ -197,7 +198,7 @@ class RowBackward(tensorwise.RowBackward):
     """dX = AG(dY) @ W for the rows of each rank as they arrive, while dY by columns is on its way for dW."""
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`. As natively, this rank's rows are quantized as they travel."""
+        """As natively, this rank's rows are quantized as they travel."""
         sides = [ROWS, COLUMNS] if quantizer.columnwise_usage else [ROWS]
         if not quantizer.rowwise_usage or (not hasattr(inp, "get_metadata") and not quantizer.is_quantizable(inp)):
             return Pass.gather(self, inp, group, async_op, quantizer)
@@ -206,7 +207,7 @@ class RowBackward(tensorwise.RowBackward):
         if not is_sendable(inp, sides):
             return Pass.gather(self, inp, group, async_op, quantizer)
         self._started = started = _start(
-            inp, sides, self._context, num_in_turn=2, num_columns=self.features[1] or None
+            inp, sides, self._context, num_in_ring_order=2, num_columns=self.features[1] or None
         )
         self._rows, self._total = inp, _total(inp, started.totals[0].shape, sides, started)
         if not self._needs_dgrad:

@@ -1,12 +1,12 @@
-"""How FP8 operands with a scale for each block lie and travel, by the version of Transformer Engine.
+"""How FP8 operands with a scale for each block are stored and sent, by the version of Transformer Engine.
 
 Of a tensor [rows, K] there are bytes and scales by rows, bytes and scales by columns. GEMMs take scales of rows as
 [K / 128, rows], bytes of columns as [K, rows] and their scales as [rows / 128, K].
 
-- Until 2.11 a quantizer is told that what it makes travels. It then lies as the tensor does (COMPACT), so what comes
-  from the ranks is whole one behind the other, and is transposed for GEMMs.
-- From 2.12 on everything lies as GEMMs take it. Rows of one rank are an operand as they arrive; bytes of columns are
-  put side by side.
+- Until 2.11 a quantizer is told that what it makes travels. It then is stored as the tensor does (COMPACT), so what
+  comes from the ranks is whole one behind the other, and is transposed for GEMMs.
+- From 2.12 on everything is stored as GEMMs take it. Rows of one rank are an operand as they arrive; bytes of columns
+  are put side by side.
 
 Imported only where Transformer Engine is installed.
 """
@@ -30,7 +30,7 @@ ROWS: Side = "rowwise"
 COLUMNS: Side = "columnwise"
 
 _TOLD = "all_gather_usage"  # by which a quantizer is told, until 2.11
-_FORM = "data_format"  # the field in which a tensor says how it lies, until 2.11
+_FORM = "data_format"  # the field in which a tensor says how it is, until 2.11
 
 
 @cache
@@ -54,16 +54,16 @@ def _quantizer_class() -> Any:
     return importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor").Float8BlockQuantizer
 
 
-def why_not_form() -> str | None:
-    """Why blocks of the Transformer Engine that is installed do not travel by ours, or None."""
+def unsupported_reason_form() -> str | None:
+    """Why blocks of the Transformer Engine that is installed do not travel by the fused path, or None."""
     if _form(_quantizer_class()) is None:
         return "this version of Transformer Engine sends blocks in another form"
     return None
 
 
-def travel_options(travels: bool) -> dict[str, bool]:
+def travel_options(payload: bool) -> dict[str, bool]:
     """Keywords of ``Float8BlockQuantizer``, of one whose tensors travel or not."""
-    return {_TOLD: travels} if _form(_quantizer_class()) == "compact" else {}
+    return {_TOLD: payload} if _form(_quantizer_class()) == "compact" else {}
 
 
 def quantized_to_travel(quantizer: Any, values: torch.Tensor) -> Any:
@@ -80,15 +80,15 @@ def is_sendable(operand: Any, sides: Sequence[Side]) -> bool:
     """Whether an operand holds these sides as they travel."""
     fields = operand.get_metadata() if hasattr(operand, "get_metadata") else {}
     if _FORM in fields:
-        travels = fields[_FORM].name == "COMPACT"
+        payload = fields[_FORM].name == "COMPACT"
     else:
-        travels = fields.get("is_2D_scaled") is False
-    return travels and all(fields[f"{side}_data"] is not None for side in sides)
+        payload = fields.get("is_2D_scaled") is False
+    return payload and all(fields[f"{side}_data"] is not None for side in sides)
 
 
 def sent(operand: Any, side: Side) -> list[torch.Tensor]:
     """Bytes and scales of one side as they travel: matrices, those of the ranks one behind the other. Scales of rows
-    lie as GEMMs take them, so that those of each rank are an operand's as they arrive."""
+    are stored as GEMMs take them, so that those of each rank are an operand's as they arrive."""
     fields = operand.get_metadata()
     data, scales = fields[f"{side}_data"], fields[f"{side}_scale_inv"]
     if _FORM not in fields:
@@ -97,7 +97,7 @@ def sent(operand: Any, side: Side) -> list[torch.Tensor]:
 
 
 def rows_of(like: Any, data: torch.Tensor, scales: torch.Tensor) -> Any:
-    """An operand of rows and of their scales, which lie as GEMMs take them: [K / 128, rows], in memory of their
+    """An operand of rows and of their scales, which are stored as GEMMs take them: [K / 128, rows], in memory of their
     own."""
     fields = {f"{ROWS}_data": data, f"{ROWS}_scale_inv": scales, **_ready(like)}
     return operand_like(like, data.shape, **fields, columnwise_data=None, columnwise_scale_inv=None)
@@ -122,6 +122,6 @@ def finish_columns(total: Any, world_size: int) -> None:
 
 
 def _ready(operand: Any) -> dict[str, Any]:
-    """The field that says that an operand lies as GEMMs take it; none where all do."""
+    """The field that says that an operand is stored as GEMMs take it; none where all do."""
     form = operand.get_metadata().get(_FORM)
     return {} if form is None else {_FORM: type(form).GEMM_READY}

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ditron_train.megatron.compat import why_not_weight
-from ditron_train.megatron.shared.values import why_hidden
+from ditron_train.megatron.compat import unsupported_reason_weight
+from ditron_train.megatron.shared.values import unsupported_reason_hidden
 
 #: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).
 FP8_RECIPES = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
@@ -27,7 +27,7 @@ _USERBUFFERS = (
 )
 
 
-def why_not_options(layer: Any, x: torch.Tensor) -> str | None:
+def unsupported_reason_options(layer: Any, x: torch.Tensor) -> str | None:
     """What a layer does, by its attributes, in a call with ``x`` that the op does not do, or None."""
     if layer.parallel_mode is None:
         return "its communication is another's (--moe-shared-expert-overlap)"
@@ -41,15 +41,15 @@ def why_not_options(layer: Any, x: torch.Tensor) -> str | None:
         return "its all-reduce is another's (symmetric_ar_type)"
     if getattr(layer, "return_layernorm_output", False):
         return "the layer returns what it has normalised, too"
-    return why_not_weight(layer.weight)
+    return unsupported_reason_weight(layer.weight)
 
 
-def why_not_delayed(layer: Any) -> str | None:
+def unsupported_reason_delayed(layer: Any) -> str | None:
     """Why a layer in FP8, or of ``sp``, is native: it computes the weight gradient at once. Or None."""
     return "the weight gradient is delayed" if layer.wgrad_store.delay_wgrad_compute() else None
 
 
-def why_not_fp8_sizes(
+def unsupported_reason_fp8_sizes(
     kind: str, x: torch.Tensor, weight: torch.Tensor, world_size: int, *, has_blocks: bool
 ) -> str | None:
     """Why a ``column`` or a ``row`` layer that computes in FP8 runs natively, by types and sizes alone, or None.
@@ -73,15 +73,15 @@ def why_not_fp8_sizes(
     gathered_columns = weight.shape[kind == "column"]
     if has_blocks and (rows_of_a_rank % BLOCK or gathered_columns % BLOCK):
         return f"{rows_of_a_rank} tokens a rank and {gathered_columns} columns are not multiples of {BLOCK}"
-    return why_hidden(x.device, rows_of_a_rank, *weight.shape)
+    return unsupported_reason_hidden(x.device, rows_of_a_rank, *weight.shape)
 
 
-def why_not_recipe_name(name: str) -> str | None:
+def unsupported_reason_recipe_name(name: str) -> str | None:
     """Why layers of an FP8 recipe, as its class is called, run natively, or None."""
     return None if name in FP8_RECIPES else f"FP8 by the recipe {name}"
 
 
-def why_not_parameters(names: Collection[str]) -> str | None:
+def unsupported_reason_parameters(names: Collection[str]) -> str | None:
     """Why layers whose parameters are FP8 run natively, or None; the state of delayed scaling was seen to differ.
 
     Args:

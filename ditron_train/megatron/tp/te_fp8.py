@@ -21,11 +21,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ditron_train.megatron.shared.other_names import called, with_names
+from ditron_train.megatron.shared.other_names import called, rebind_globals
 from ditron_train.megatron.tp import te_block_passes, te_blocks, te_passes, te_tensor_passes
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, why_not_recipe_name
-from ditron_train.policy import LateHost
+from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, unsupported_reason_recipe_name
+from ditron_train.policy import CpuBound
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.tp.context import TPContext
@@ -43,7 +43,7 @@ class _Layer(NamedTuple):
     context: TPContext
     scaling: Scaling
     features: tuple[int, int]
-    late_host: LateHost | None
+    cpu_bound: CpuBound | None
 
     def forward(self) -> te_passes.Pass | None:
         """What its forward communicates and multiplies by; None: natively."""
@@ -51,8 +51,8 @@ class _Layer(NamedTuple):
 
     def backward(self, needs_dgrad: bool) -> te_passes.Pass | None:
         """As ``forward``, of its backward."""
-        if self.late_host is not None:
-            self.late_host.look()
+        if self.cpu_bound is not None:
+            self.cpu_bound.look()
         return backward_pass(self.kind, self.context, self.scaling, self.features, needs_dgrad=needs_dgrad)
 
 
@@ -68,7 +68,7 @@ def _is_a(recipe: Any, *names: str) -> bool:
     return any(owner.__name__ in names for owner in type(recipe).__mro__)
 
 
-def why_not_recipe(recipe: Any) -> str | None:
+def unsupported_reason_recipe(recipe: Any) -> str | None:
     """Why layers are not overlapped that compute in FP8 by this recipe of Transformer Engine's, or None."""
     if getattr(recipe, "backward_override", None) is not None:
         return "the backward is not in FP8 (backward_override)"
@@ -76,18 +76,18 @@ def why_not_recipe(recipe: Any) -> str | None:
         is_split = hasattr(recipe, "fp8_gemm_fprop") and recipe.fp8_gemm_fprop.use_split_accumulator
         return "the forward product has a split accumulator" if is_split else None
     if not _is_a(recipe, _BLOCKS):
-        return why_not_recipe_name(type(recipe).__name__)
+        return unsupported_reason_recipe_name(type(recipe).__name__)
     if (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) != (1, 2, 1):
         return "blocks of another shape than 128 of inputs and gradients, 128 x 128 of weights"
-    return te_blocks.why_not_form()
+    return te_blocks.unsupported_reason_form()
 
 
 def scaling_of(recipe: Any) -> Scaling:
-    """What a scale of a recipe is for that ``why_not_recipe`` has nothing against."""
+    """What a scale of a recipe is for that ``unsupported_reason_recipe`` has nothing against."""
     if not _is_a(recipe, _BLOCKS):
         return "tensor"
     params = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
-    return "block" if all(one.power_2_scale for one in params) else "block fp32"
+    return "block" if all(param.power_2_scale for param in params) else "block fp32"
 
 
 def _passes(scaling: Scaling) -> Any:
@@ -131,11 +131,11 @@ def overlapping(
     context: TPContext,
     scaling: Scaling = "tensor",
     features: tuple[int, int] = (0, 0),
-    late_host: LateHost | None = None,
+    cpu_bound: CpuBound | None = None,
 ) -> Iterator[None]:
     """Inside, a layer on ``overlapped_base`` is overlapped in its forward, and later in its backward, at which
-    ``late_host`` looks, too."""
-    token = _chosen.set(_Layer(kind, context, scaling, features, late_host))
+    ``cpu_bound`` looks, too."""
+    token = _chosen.set(_Layer(kind, context, scaling, features, cpu_bound))
     try:
         yield
     finally:
@@ -157,7 +157,7 @@ def _arguments(function: Any) -> list[str]:
 
 
 @cache
-def why_not_code(layer_class: type) -> str | None:
+def unsupported_reason_code(layer_class: type) -> str | None:
     """Why the code of this Transformer Engine's layer cannot run with other functions, or None."""
     native: Any = _native_layer(layer_class)
     if native is None:
@@ -180,11 +180,11 @@ def _function_of(native: type) -> type:
     """Transformer Engine's autograd function of a layer with the functions of the pass: a subclass."""
     module = importlib.import_module(native.__module__)
     function, base = getattr(module, f"_{native.__name__}"), module.TransformerEngineBaseModule
-    preprocess = with_names(base.grad_output_preprocess, te_passes.STAND_INS)
+    preprocess = rebind_globals(base.grad_output_preprocess, te_passes.STAND_INS)
     names = {**te_passes.STAND_INS, "TransformerEngineBaseModule": _Namespace(base, preprocess)}
     if hasattr(module, _GIVES_GROUP):
         names[_GIVES_GROUP] = te_passes.giving_group(getattr(module, _GIVES_GROUP))
-    run_forward, run_backward = (with_names(code, names) for code in (function.forward, function.backward))
+    run_forward, run_backward = (rebind_globals(code, names) for code in (function.forward, function.backward))
     place = _arguments(function).index(_INPUT)
 
     class Overlapped(function):  # type: ignore[misc, valid-type]
@@ -221,8 +221,8 @@ class _Namespace:
 
 @cache
 def _forward_of(native: type) -> Any:
-    """The forward of a layer of Transformer Engine with ours for its autograd function."""
-    return with_names(native.forward, {f"_{native.__name__}": _function_of(native)})  # type: ignore[attr-defined]
+    """The forward of a layer of Transformer Engine with the fused path for its autograd function."""
+    return rebind_globals(native.forward, {f"_{native.__name__}": _function_of(native)})  # type: ignore[attr-defined]
 
 
 def overlapped_base(layer_class: type) -> type:

@@ -19,7 +19,7 @@ from megatron.core.extensions.transformer_engine import (
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module import layernorm_linear as te_layernorm_linear
 
-from ditron_train.megatron.shared.in_place import InPlaceOf
+from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.interfaces import computes_in_fp8
 from ditron_train.megatron.shared.te_wgrad import bias_in_product, wgrad_of
 from ditron_train.megatron.tp.routing import op_of, route
@@ -27,7 +27,7 @@ from ditron_train.megatron.tp.spec import Kind, linear_of
 from ditron_train.megatron.tp.te_coverage import WITHOUT_SEQUENCE_PARALLEL
 from ditron_train.megatron.tp.te_fp8 import overlapped_base, overlapping, scaling_of
 from ditron_train.megatron.tp.te_passes import reduce_amax_in_passes
-from ditron_train.megatron.tp.te_routes import answer_in_fp8, why_not_covered
+from ditron_train.megatron.tp.te_routes import answer_in_fp8, unsupported_reason_covered
 from ditron_train.policy import Answer, log_native, observed
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
@@ -93,7 +93,7 @@ def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torc
 def _run_overlapped(layer: Any, kind: Kind, answer: Answer, forward: Callable[[torch.Tensor], Any], x: Any) -> Any:
     reduce_amax_in_passes(layer)
     scaling = scaling_of(FP8GlobalStateManager.get_fp8_recipe())
-    with overlapping(kind, answer.context, scaling, tuple(layer.weight.shape), answer.late_host):
+    with overlapping(kind, answer.context, scaling, tuple(layer.weight.shape), answer.cpu_bound):
         return forward(x)
 
 
@@ -120,7 +120,7 @@ def _run(
 def _route(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
     if not layer.sequence_parallel and layer.tp_size == 1:
         return None
-    reason = why_not_covered(layer, x)
+    reason = unsupported_reason_covered(layer, x)
     if reason is not None:
         log_native(f"tp {kind} (TE)", reason)
         return None
@@ -139,7 +139,7 @@ def _linear(layer: Any, kind: Kind, x: torch.Tensor, context: TPContext) -> torc
 
 @outside_compile
 class DitronTEColumnParallelLinear(
-    TEColumnParallelLinear, _COLUMN_BASE, metaclass=InPlaceOf, native=TEColumnParallelLinear
+    TEColumnParallelLinear, _COLUMN_BASE, metaclass=EqualsBaseClass, native=TEColumnParallelLinear
 ):
     """``TEColumnParallelLinear`` with the gather of its input and the reduce-scatter of its gradient overlapped."""
 
@@ -149,7 +149,10 @@ class DitronTEColumnParallelLinear(
 
 @outside_compile
 class DitronTELayerNormColumnParallelLinear(
-    TELayerNormColumnParallelLinear, _NORM_COLUMN_BASE, metaclass=InPlaceOf, native=TELayerNormColumnParallelLinear
+    TELayerNormColumnParallelLinear,
+    _NORM_COLUMN_BASE,
+    metaclass=EqualsBaseClass,
+    native=TELayerNormColumnParallelLinear,
 ):
     """``TELayerNormColumnParallelLinear``: Transformer Engine's norm on the local sequence, then the overlapped
     linear."""
@@ -159,7 +162,7 @@ class DitronTELayerNormColumnParallelLinear(
 
 
 @outside_compile
-class DitronTERowParallelLinear(TERowParallelLinear, _ROW_BASE, metaclass=InPlaceOf, native=TERowParallelLinear):
+class DitronTERowParallelLinear(TERowParallelLinear, _ROW_BASE, metaclass=EqualsBaseClass, native=TERowParallelLinear):
     """``TERowParallelLinear`` with the reduce-scatter of its output and the gather of its gradient overlapped."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -167,7 +170,7 @@ class DitronTERowParallelLinear(TERowParallelLinear, _ROW_BASE, metaclass=InPlac
 
 
 def class_map() -> dict[type, type]:
-    """Transformer Engine's layers as megatron-core wraps them, and ours."""
+    """Transformer Engine's layers as megatron-core wraps them, and the fused ones."""
     return {
         TEColumnParallelLinear: DitronTEColumnParallelLinear,
         TELayerNormColumnParallelLinear: DitronTELayerNormColumnParallelLinear,

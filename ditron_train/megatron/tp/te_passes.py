@@ -213,7 +213,7 @@ def _amax_group(group: dist.ProcessGroup) -> AmaxGroup:
 
 def giving_group(native: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """The function of Transformer Engine's by which a pass of a layer gives a quantizer the group to reduce its amax
-    over, or None: inside a pass of ours the amax is reduced by it."""
+    over, or None: inside a pass of this package the amax is reduced by it."""
 
     def give(quantizer: Any, amax_reduction_group: Any) -> None:
         is_native = amax_reduction_group is None or _active.get() is None

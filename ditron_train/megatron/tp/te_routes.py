@@ -15,10 +15,15 @@ from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
 from transformer_engine.pytorch.export import is_in_onnx_export_mode
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
-from ditron_train.megatron.shared.interfaces import why_otherwise
+from ditron_train.megatron.shared.interfaces import unsupported_reason_otherwise
 from ditron_train.megatron.tp.spec import Kind
-from ditron_train.megatron.tp.te_coverage import OFFLOADED, why_not_delayed, why_not_options, why_not_parameters
-from ditron_train.megatron.tp.te_fp8 import scaling_of, why_not_code, why_not_recipe
+from ditron_train.megatron.tp.te_coverage import (
+    OFFLOADED,
+    unsupported_reason_delayed,
+    unsupported_reason_options,
+    unsupported_reason_parameters,
+)
+from ditron_train.megatron.tp.te_fp8 import scaling_of, unsupported_reason_code, unsupported_reason_recipe
 from ditron_train.policy import Answer, gate, log_native
 from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.device import is_capturing
@@ -28,9 +33,9 @@ _known: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], tuple[Hashable, ..
 _known = weakref.WeakKeyDictionary()
 
 
-def why_not_now(layer: Any, x: torch.Tensor) -> str | None:
+def unsupported_reason_now(layer: Any, x: torch.Tensor) -> str | None:
     """Why a call of a layer runs natively, by its options and by what is switched on in the process, or None."""
-    reason = why_not_options(layer, x)
+    reason = unsupported_reason_options(layer, x)
     if reason is None and is_cpu_offload_enabled():
         reason = OFFLOADED
     if reason is None and (is_in_onnx_export_mode() or layer.is_debug_iter() or layer.fsdp_group is not None):
@@ -38,7 +43,7 @@ def why_not_now(layer: Any, x: torch.Tensor) -> str | None:
     return reason
 
 
-def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
+def unsupported_reason_covered(layer: Any, x: torch.Tensor) -> str | None:
     """What Transformer Engine would do in this call that the op does not do, or would not do that it does."""
     try:
         if (
@@ -47,24 +52,28 @@ def why_not_covered(layer: Any, x: torch.Tensor) -> str | None:
             or layer.primary_weights_in_fp8
         ):
             return "the layer computes in FP8"
-        return why_not_now(layer, x)
+        return unsupported_reason_now(layer, x)
     except INTERFACE_ERRORS as error:
-        return why_otherwise("Transformer Engine", error)
+        return unsupported_reason_otherwise("Transformer Engine", error)
 
 
-def why_not_fp8(layer: Any, x: torch.Tensor) -> str | None:
+def unsupported_reason_fp8(layer: Any, x: torch.Tensor) -> str | None:
     """Why a call of a layer that computes in FP8 runs natively, or None."""
     if _is_unusual(x):
         return "FP8 is calibrated or captured"
     recipe = FP8GlobalStateManager.get_fp8_recipe()
-    reason = why_not_recipe(recipe)
+    reason = unsupported_reason_recipe(recipe)
     if reason is None and layer.primary_weights_in_fp8:
-        reason = why_not_parameters([one.__name__ for one in type(recipe).__mro__])
+        reason = unsupported_reason_parameters([one.__name__ for one in type(recipe).__mro__])
     if reason is not None:
         return reason
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
-    return why_not_now(layer, x) or why_not_delayed(layer) or why_not_code(layer.__class__)
+    return (
+        unsupported_reason_now(layer, x)
+        or unsupported_reason_delayed(layer)
+        or unsupported_reason_code(layer.__class__)
+    )
 
 
 def _is_unusual(x: torch.Tensor) -> bool:
@@ -101,23 +110,23 @@ def _state(layer: Any, x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def answer_in_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
-    """The answer with the context to run this call of a layer in FP8 with, or None for Megatron's path.
+    """The answer with the context to run this call of a layer in FP8 with, or None to run natively.
 
     Raises:
         MismatchError: The ranks' calls differ in shapes, types or recipes.
     """
     try:
-        answer, asked = _answer(layer, kind, x)
+        answer, requested = _answer(layer, kind, x)
     except INTERFACE_ERRORS as error:
-        log_native(f"tp {kind} (TE, FP8)", why_otherwise("Transformer Engine", error))
+        log_native(f"tp {kind} (TE, FP8)", unsupported_reason_otherwise("Transformer Engine", error))
         return None
-    return answer if asked is None else _route(layer, *asked)
+    return answer if requested is None else _route(layer, *requested)
 
 
 def _answer(layer: Any, kind: Kind, x: torch.Tensor) -> tuple[Answer | None, tuple[Any, ...] | None]:
     """The same where this rank knows it by itself, or what the gate is to be asked."""
     if _is_unusual(x):
-        log_native(f"tp {kind} (TE, FP8)", str(why_not_fp8(layer, x)))
+        log_native(f"tp {kind} (TE, FP8)", str(unsupported_reason_fp8(layer, x)))
         return None, None
     state, known = _state(layer, x), _known.get(layer)
     if known is not None and known[0] == state:
@@ -126,7 +135,7 @@ def _answer(layer: Any, kind: Kind, x: torch.Tensor) -> tuple[Answer | None, tup
         answer = gate.recall(known[1])
         if answer is not None:
             return (answer if answer.is_fused else None), None
-    reason = why_not_fp8(layer, x)
+    reason = unsupported_reason_fp8(layer, x)
     if reason is not None:
         _known[layer] = state, None
         log_native(f"tp {kind} (TE, FP8)", reason)

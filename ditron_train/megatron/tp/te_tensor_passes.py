@@ -1,7 +1,7 @@
 """The passes of layers whose FP8 operands have one scale a tensor (recipes tensorwise and delayed).
 
-Bytes travel and lie side by side, and the scale is the same on all ranks (or this rank's own, of an operand that is
-not gathered). Imported only where Transformer Engine is installed.
+Bytes are sent and stored side by side, and the scale is the same on all ranks (or this rank's own, of an operand that
+is not gathered). Imported only where Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class _Gathering(Pass):
         super().__init__(context)
         self._started: Any = None  # a ``PendingGather``; of blocks a ``PendingParts``
 
-    def _start(self, rows: Any, quantizer: Any, *, in_turn: bool) -> Any:
+    def _start(self, rows: Any, quantizer: Any, *, in_ring_order: bool) -> Any:
         """All ranks' rows, where they will be."""
         data = rows.get_metadata()["data"]
-        self._started = started = start_all_gather(data, context=self._context, in_turn=in_turn)
+        self._started = started = start_all_gather(data, context=self._context, in_ring_order=in_ring_order)
         shape = (data.shape[0] * self._context.world_size, *data.shape[1:])
         return _with_data(rows, started.rows.view(shape), quantizer)
 
@@ -92,7 +92,7 @@ class RowForward(Pass):
 
 
 class ColumnBackward(_Gathering):
-    """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather lies under dY @ W: as natively, but no multiprocessor
+    """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather overlaps with dY @ W: as natively, but no multiprocessor
     moves data."""
 
     def __init__(self, context: TPContext) -> None:
@@ -100,7 +100,7 @@ class ColumnBackward(_Gathering):
         self._scatter: _StartedScatter | None = None
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        return self._start(inp, quantizer, in_turn=False), self
+        return self._start(inp, quantizer, in_ring_order=False), self
 
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
         self.wait()  # one at a time; it also orders this stream behind the communication stream
@@ -142,13 +142,13 @@ class RowBackward(_Gathering):
         self._total: Any = None
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """See `Pass`. As natively, this rank's rows are quantized without their transpose."""
+        """As natively, this rank's rows are quantized without their transpose."""
         if not hasattr(inp, "get_metadata"):
             rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
             quantizer.set_usage(rowwise=True, columnwise=False)
             inp = quantizer(inp)
             quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
-        self._total = self._start(inp, quantizer, in_turn=True)
+        self._total = self._start(inp, quantizer, in_ring_order=True)
         if not self._needs_dgrad:
             self.wait()
         return self._total, None

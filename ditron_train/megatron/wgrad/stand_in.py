@@ -79,7 +79,7 @@ def start() -> None:
     if get_settings().wgrad == "off":
         log_once("wgrad off", "wgrad: off by DITRON_WGRAD")
     elif _FLAG not in namespace:
-        words = f"wgrad: this Megatron-core asks for {MODULE} in another way; Megatron's path"
+        words = f"wgrad: this Megatron-core asks for {MODULE} in another way; stock Megatron"
         log_once("wgrad unknown", words, level=logging.WARNING)
     elif namespace[_FLAG] is not _availability and namespace[_FLAG]:
         log_once("wgrad apex", f"wgrad: nothing to provide, {MODULE} is installed")

@@ -1,15 +1,15 @@
-"""Tool: measures native, peers and ours in one run.
+"""Tool: measures native, peers and the fused path in one run.
 
-A benchmark is a module ``ditron_train.tools.bench.<room>`` with ``add_arguments(parser)`` and ``run(arguments) ->
+A benchmark is a module ``ditron_train.tools.bench.<package>`` with ``add_arguments(parser)`` and ``run(arguments) ->
 int`` (the exit status). ``run`` works inside ``session.bench_session``, adds a ``rows.Row`` for each shape and returns
 ``finish()``; see ``tp`` for an example. Once the module exists the command line lists it.
 """
 
 import importlib.util
 
-__all__ = ["ROOMS", "available_benches"]
+__all__ = ["PACKAGES", "available_benches"]
 
-ROOMS = {
+PACKAGES = {
     "tp": "tensor parallel: AG-GEMM, GEMM-RS, their layers' backward, a transformer layer",
     "pp": "pipeline: send and receive by copy engine",
     "sp": "Ulysses: projections and all-to-all",
@@ -22,4 +22,6 @@ ROOMS = {
 
 def available_benches() -> dict[str, str]:
     """Returns name and description of every benchmark that has a module in this package."""
-    return {name: text for name, text in ROOMS.items() if importlib.util.find_spec(f"ditron_train.tools.bench.{name}")}
+    return {
+        name: text for name, text in PACKAGES.items() if importlib.util.find_spec(f"ditron_train.tools.bench.{name}")
+    }

@@ -1,7 +1,7 @@
 """Benchmark of the tile GEMM, alone, against cuBLAS: one rank's share of the published layers' products, forward and
 dgrad.
 
-Ours is what AG-GEMM and GEMM-RS multiply with, without anything to wait for; native is ``torch.matmul``.
+The fused path is what AG-GEMM and GEMM-RS multiply with, without anything to wait for; native is ``torch.matmul``.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def _row(session: BenchSession, product: _Product, layout: str) -> Row:
         a, b = inputs[index % num_sets]
         return torch.matmul(a, b.t() if layout == "nt" else b)
 
-    def ours(index: int) -> torch.Tensor:
+    def fused(index: int) -> torch.Tensor:
         a, b = inputs[index % num_sets]
         return matmul_nt(a, b) if layout == "nt" else matmul_nn(a, b)
 
-    equal = all(session.equal([ours(index)], [native(index)]) for index in range(num_sets))
-    timings = session.measure({"native": native, "ditron": ours})
-    tflops = 2 * m * n * k / timings["ditron"].median_us / 1e6
+    equal = all(session.equal([fused(index)], [native(index)]) for index in range(num_sets))
+    timings = session.measure({"native": native, "fused": fused})
+    tflops = 2 * m * n * k / timings["fused"].median_us / 1e6
     shape = {"m": m, "n": n, "k": k}
     return session.row(f"gemm_{layout}", "forward", model, shape, timings, equal, world_size=1, tflops=tflops)

@@ -30,7 +30,7 @@ from ditron_train.policy import gate
 from ditron_train.policy.lengths import Family, Lengths
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import under_policy
-from ditron_train.symm.arena import held_bytes
+from ditron_train.symm.arena import peak_bytes
 from ditron_train.tools.arguments import add_common_arguments, choose_models
 from ditron_train.tools.bench.megatron_tp import megatron_world
 from ditron_train.tools.results import Row
@@ -260,7 +260,7 @@ def _measured(session: BenchSession, arguments: argparse.Namespace, name: str, l
         "proof_us": statistics.median(proofs) if proofs else 0.0,
         "host_ratio": _host_ratio(clock, budget, session.world_size, set(lengths)),
         "excess_gib": max(0, clock.peak_bytes[True] - clock.peak_bytes[False]) / 2**30,
-        "symmetric_gib": held_bytes() / 2**30,
+        "symmetric_gib": peak_bytes() / 2**30,
     }
     del os.environ["DITRON_ROWS"]
     return Row(

@@ -42,10 +42,10 @@ def layer_pair(config: TransformerConfig, device: torch.device) -> dict[str, tor
     """The MoE layer, native and with ``ep``, with equal weights."""
     spec = get_moe_module_spec(use_te=HAVE_TE, num_experts=config.num_moe_experts, moe_grouped_gemm=HAVE_TE)
     layers = {}
-    for name, tree in (("native", spec), ("ditron", apply(spec, ("ep",)))):
+    for name, tree in (("native", spec), ("fused", apply(spec, ("ep",)))):
         megatron_cpu.seed(1234)
         layers[name] = build_module(tree, config=config, layer_number=1).to(device)
-    layers["ditron"].load_state_dict(layers["native"].state_dict())
+    layers["fused"].load_state_dict(layers["native"].state_dict())
     return layers
 
 
@@ -94,7 +94,7 @@ class _MoeLayers:
 def moe_contenders(
     session: BenchSession, fp8: str | None = None
 ) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
-    """Forward and backward of one MoE layer, ``native`` and ``ditron``, on the same values."""
+    """Forward and backward of one MoE layer, ``native`` and ``fused``, on the same values."""
     on_gpu = session.device.type == "cuda"
     sizes = (8192, 7168, 2048, 128, 8) if on_gpu else (24, 32, 48, 4 * session.world_size, 2)
     layer = moe_layer("traced", *sizes)
@@ -111,9 +111,9 @@ def layer_rows(session: BenchSession, layer: Shape, fp8: str | None = None) -> I
         pair, dtype = _MoeLayers(session, layer, fp8), None if fp8 is None else FP8_PREFIX + fp8
         direction: Pass
         for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
-            equal = session.equal_layer("ep", lambda _: body("ditron"), lambda _: body("native"))  # noqa: B023
+            equal = session.equal_layer("ep", lambda _: body("fused"), lambda _: body("native"))  # noqa: B023
             timings = session.measure({name: lambda i, n=name, run=body: run(n) for name in pair.layers})
-            comm_sms = _comm_sms(pair.layers["ditron"])
+            comm_sms = _comm_sms(pair.layers["fused"])
             sizes = dict(layer.sizes)
             options: dict[str, Any] = dict(comm_sms=comm_sms, dtype=dtype)
             yield session.row("moe_layer", direction, layer.model, sizes, timings, equal, **options)

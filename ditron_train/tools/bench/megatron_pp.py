@@ -116,7 +116,7 @@ class _Step:
 
 
 class _Switch:
-    """``native`` and ``ours`` of one step; the features change between series of calls, not in each."""
+    """``native`` and ``fused`` of one step; the features change between series of calls, not in each."""
 
     def __init__(self, step: _Step) -> None:
         self._step = step
@@ -132,8 +132,8 @@ class _Switch:
         self._turn(False)
         return self._step(index)
 
-    def ours(self, index: int) -> list[torch.Tensor]:
-        """One step with ours."""
+    def fused(self, index: int) -> list[torch.Tensor]:
+        """One step with the fused path."""
         self._turn(True)
         return self._step(index)
 
@@ -145,7 +145,8 @@ def step_rows(session: BenchSession) -> Iterator[Row]:
             step = _Step(session, chunks, overlap)
             switch = _Switch(step)
             native = [*switch.native(0), *step.gradients()]
-            equal = session.equal_layer("pp", lambda index: [*switch.ours(index), *step.gradients()], lambda _: native)  # noqa: B023
-            timings = session.measure({"native": switch.native, "ditron": switch.ours}, in_turn=False)
+            run = lambda index: [*switch.fused(index), *step.gradients()]  # noqa: B023, E731
+            equal = session.equal_layer("pp", run, lambda _: native)  # noqa: B023
+            timings = session.measure({"native": switch.native, "fused": switch.fused}, interleaved=False)
             shape = {"tokens": step.sequence, "microbatches": step.microbatches, "layers_per_stage": _LAYERS_A_STAGE}
             yield session.row("pipeline_step", "forward_backward", name, shape, timings, equal)

@@ -57,7 +57,7 @@ def _attention(deterministic: bool) -> Iterator[None]:
             os.environ[_DETERMINISM] = before
 
 
-def _build(session: BenchSession, ours: bool, fp8: str | None) -> torch.nn.Module:
+def _build(session: BenchSession, fused: bool, fp8: str | None) -> torch.nn.Module:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8192,
@@ -78,16 +78,16 @@ def _build(session: BenchSession, ours: bool, fp8: str | None) -> torch.nn.Modul
     spec = get_gpt_layer_with_transformer_engine_spec().submodules.self_attention
     megatron_cpu.seed(1234)
     layer = build_module(
-        apply(spec, "sp", policy="force") if ours else spec, config=config, layer_number=1, cp_comm_type="a2a"
+        apply(spec, "sp", policy="force") if fused else spec, config=config, layer_number=1, cp_comm_type="a2a"
     )
     return layer.cuda(session.device).to(torch.bfloat16)
 
 
 def _pair(session: BenchSession, deterministic: bool, fp8: str | None = None) -> dict[str, torch.nn.Module]:
-    """Native and ours, with the same weights."""
+    """Native and fused, with the same weights."""
     with _attention(deterministic):
-        layers = {"native": _build(session, False, fp8), "ditron": _build(session, True, fp8)}
-    layers["ditron"].load_state_dict(layers["native"].state_dict())
+        layers = {"native": _build(session, False, fp8), "fused": _build(session, True, fp8)}
+    layers["fused"].load_state_dict(layers["native"].state_dict())
     return layers
 
 
@@ -109,7 +109,7 @@ class _WithoutExchanges:
     """The native layer with nothing moved between ranks: its norm, projections and attention, on data of their own.
 
     Args:
-        layers: Native and ours, whose attention of the whole sequence is called.
+        layers: Native and fused, whose attention of the whole sequence is called.
         values: Makes a random tensor of a shape.
         length: Tokens of all ranks.
         world_size: Ranks.
@@ -118,7 +118,7 @@ class _WithoutExchanges:
     def __init__(
         self, layers: dict[str, Any], values: Callable[..., torch.Tensor], length: int, world_size: int
     ) -> None:
-        self._native, self._attend = layers["native"], layers["ditron"].core_attention.attend
+        self._native, self._attend = layers["native"], layers["fused"].core_attention.attend
         self.parameters, self.config = self._native.parameters, self._native.config
         self._parts = [values(length, 1, heads // world_size, 128) for heads in (64, 8, 8)]
         self._gathered = values(length // world_size, 1, 8192)
@@ -186,7 +186,7 @@ class _Passes:
 def attention_contenders(
     session: BenchSession, fp8: str | None = None
 ) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
-    """Forward and backward of the layer, ``native`` and ``ditron``, on the same values."""
+    """Forward and backward of the layer, ``native`` and ``fused``, on the same values."""
     with _world(session):
         passes = _Passes(session, _TRACED_LENGTH)
         layers = _pair(session, False, fp8)
@@ -210,7 +210,7 @@ def _rows_of(
         ):
             torch.cuda.empty_cache()
             continue
-        equal = session.equal_layer("sp", lambda _: body(exact["ditron"]), lambda _: body(exact["native"]))  # noqa: B023
+        equal = session.equal_layer("sp", lambda _: body(exact["fused"]), lambda _: body(exact["native"]))  # noqa: B023
         torch.cuda.empty_cache()
         contenders = {**fast, "limit": _WithoutExchanges(fast, passes.values, length, session.world_size)}
         timings = session.measure(

@@ -85,7 +85,7 @@ def _build_layer(spec: Any, session: BenchSession, config: TransformerConfig) ->
 
 
 class _LayerPair:
-    """The same LLaMA-70B layer natively and with ours, TE's spec where TE is installed, and its inputs; ``is_split``:
+    """The same LLaMA-70B layer natively and fused, TE's spec where TE is installed, and its inputs; ``is_split``:
     whether the ranks share tokens (sequence parallelism), or each has all of them."""
 
     def __init__(self, session: BenchSession, fp8: str | None = None, *, is_split: bool = True) -> None:
@@ -95,9 +95,9 @@ class _LayerPair:
             spec = get_gpt_layer_with_transformer_engine_spec()
         else:
             spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-        specs = {"native": spec, "ditron": apply(spec, ("tp",))}
+        specs = {"native": spec, "fused": apply(spec, ("tp",))}
         self.layers = {name: _build_layer(one, session, self._config) for name, one in specs.items()}
-        self._copy_parameters("ditron")
+        self._copy_parameters("fused")
         self.tokens = LAYER_SHAPE["tokens"]
         shape = (self.tokens // (session.world_size if is_split else 1), 1, _LLAMA_70B["hidden_size"])
         self.x, self.grad = session.values(shape, torch.bfloat16, 1), session.values(shape, torch.bfloat16, 2)
@@ -149,7 +149,7 @@ class _LayerPair:
 def layer_contenders(
     session: BenchSession, fp8: str | None = None, *, is_split: bool = True
 ) -> dict[str, Callable[[int], list[torch.Tensor]]]:
-    """Forward and backward of one LLaMA-70B layer, ``native`` and ``ditron``, on the same values; ``is_split``: with
+    """Forward and backward of one LLaMA-70B layer, ``native`` and ``fused``, on the same values; ``is_split``: with
     sequence parallelism."""
     pair = _LayerPair(session, fp8, is_split=is_split)
     return {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
@@ -167,7 +167,7 @@ def layer_rows(session: BenchSession, fp8: str | None = None, *, is_split: bool 
     )
     direction: Pass
     for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
-        equal = session.equal_layer("tp", lambda _: body("ditron"), lambda _: body("native"))  # noqa: B023
+        equal = session.equal_layer("tp", lambda _: body("fused"), lambda _: body("native"))  # noqa: B023
         contenders = {name: lambda index, n=name, run=body: run(n) for name in pair.layers}
         peer = contenders.get("userbuffers")
         if peer is not None and not session.attempt(f"userbuffers' layer, {direction}", peer):

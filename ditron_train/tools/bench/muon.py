@@ -76,14 +76,17 @@ def _shapes(case: BenchCase[Any, Any], arguments: argparse.Namespace, session: B
         if arguments.shape:
             shapes = [step_shape("custom", arguments.shape, 1)]
         shapes = [
-            step_shape(one.model, one.options["layer"], arguments.layers or one.sizes["num_layers"]) for one in shapes
+            step_shape(shape.model, shape.options["layer"], arguments.layers or shape.sizes["num_layers"])
+            for shape in shapes
         ]
     free = ("custom", "tiny")
     return [
-        one for one in shapes if not arguments.model or one.model in free or one.model.split()[0] in arguments.model
+        shape
+        for shape in shapes
+        if not arguments.model or shape.model in free or shape.model.split()[0] in arguments.model
     ]
 
 
 def _spread_of_paths(calls: OpCalls, timings: Mapping[str, Timing]) -> dict[str, float]:
     """Without that of a compiler's code."""
-    return {"spread": max(timings["native"].spread, timings["ditron"].spread)}
+    return {"spread": max(timings["native"].spread, timings["fused"].spread)}

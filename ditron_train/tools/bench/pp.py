@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
                 add_row(session, case, shape, with_peers=with_limited)
             session.save()
         if "gemm_beside_transfer" in parts:
-            for shape in [one for one in rings if one.sizes["num_bytes"] >= 8 * _MB] or rings[-1:]:
+            for shape in [ring for ring in rings if ring.sizes["num_bytes"] >= 8 * _MB] or rings[-1:]:
                 for row in _beside_rows(session, shape, limited):
                     session.add(row)
                 session.save()
@@ -153,7 +153,7 @@ class _Beside:
             work.wait()
         return received
 
-    def ours(self, index: int, around: Around = nullcontext) -> torch.Tensor:
+    def fused(self, index: int, around: Around = nullcontext) -> torch.Tensor:
         """The same with our transfer."""
         call, data, _ = self._pick(index)
         handles = start_fused(call, data)
@@ -188,14 +188,14 @@ def _beside_rows(session: BenchSession, shape: Shape, limited: dict[str, dist.Pr
     which take bandwidth of the memory and power that the GEMMs want), and how long both take together; figures:
     ``docs/measurements/index.md``."""
     calls = OpCalls(session, MESSAGES, shape)
-    num_bytes, fused = shape.sizes["num_bytes"], calls.both()["ditron"]
+    num_bytes, fused = shape.sizes["num_bytes"], calls.both()["fused"]
     comm_us = session.measure({"comm": fused})["comm"].median_us
     beside = _Beside(session, calls.calls, comm_us)
     world: Any = dist.group.WORLD
     contenders: dict[str, Any] = {"gemm": beside.alone, "native": partial(beside.nccl, group=world)}
     contenders.update((name, partial(beside.nccl, group=group)) for name, group in limited.items())
-    contenders.update(ditron=beside.ours, copy=beside.copy)
-    equal = session.equal([contenders["ditron"](0)], [contenders["native"](0)])
+    contenders.update(fused=beside.fused, copy=beside.copy)
+    equal = session.equal([contenders["fused"](0)], [contenders["native"](0)])
     for op, timings in (
         ("gemm_beside_transfer", session.measure(contenders, inside=True)),
         ("gemm_and_transfer", session.measure(contenders)),

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     with bench_session("tp", arguments) as session:
         known = _parts(fp8)
         for name in set(arguments.part or ()) - known.keys():
-            get_logger("bench").warning("no rows for %s: in FP8 it is Megatron's path", name)
+            get_logger("bench").warning("no rows for %s: in FP8 it is native", name)
         parts = {name: cases for name, cases in known.items() if name in (arguments.part or known)}
         on_gpu = session.device.type == "cuda"
         models = [shape.model for shape in linear_shapes("ag_gemm", session.world_size, True)]

@@ -30,7 +30,7 @@ class GatheredExpertsCase(MoeCase[ExpertsCall, TPContext]):
         return repeating(shape)
 
     def no_row_reason(self, call: ExpertsCall) -> str | None:
-        return self.op.few_rows_reason(call)
+        return self.op.min_rows_reason(call)
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> ExpertsCall:
         """Collective."""

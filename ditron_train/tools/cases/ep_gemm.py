@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.ep.grouped_gemm import GroupOp, group_gemm, group_wgrad, row_tiles
-from ditron_train.ep.plan import Product, RowProduct, fewest_rows_here, native_products, own_wgrad_has_native_bits
+from ditron_train.ep.plan import Product, RowProduct, min_rows_here, native_products, triton_wgrad_has_native_bits
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.policy import Function, Op
 from ditron_train.tools.cases.case import Pass, RunEnvironment, Shape
@@ -33,8 +33,8 @@ class GroupCall(NamedTuple):
         weights: One [N, K] an expert.
         tokens_per_expert: On the device.
         counts: The same on the host.
-        fewest_rows: Of any expert of any rank; None where every sum is exact.
-        native: Megatron's path.
+        min_rows: Of any expert of any rank; None where every sum is exact.
+        native: native.
         group: The expert-parallel group.
     """
 
@@ -43,7 +43,7 @@ class GroupCall(NamedTuple):
     weights: list[torch.Tensor]
     tokens_per_expert: torch.Tensor
     counts: list[int]
-    fewest_rows: int | None
+    min_rows: int | None
     native: Callable[..., Any]
     group: dist.ProcessGroup
 
@@ -113,14 +113,14 @@ class GroupGemmCase(MoeCase[GroupCall, None]):
     def no_row_reason(self, call: GroupCall) -> str | None:
         """What a layer leaves native."""
         weight = call.weights[0]
-        if call.fewest_rows is None or (self.op.product == "wgrad" and own_wgrad_has_native_bits(*weight.shape)):
+        if call.min_rows is None or (self.op.product == "wgrad" and triton_wgrad_has_native_bits(*weight.shape)):
             return None
         products = [RowProduct(tuple(weight.shape), len(call.weights), transpose) for transpose in (True, False)]
         if self.op.product != "wgrad":
             products = products[:1] if self.op.product == "forward" else products[1:]
-        if call.fewest_rows >= max(fewest_rows_here(product, weight.dtype, weight.device) for product in products):
+        if call.min_rows >= max(min_rows_here(product, weight.dtype, weight.device) for product in products):
             return None
-        return f"an expert has {call.fewest_rows} rows, where a layer leaves it native"
+        return f"an expert has {call.min_rows} rows, where a layer leaves it native"
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> GroupCall:
         """Collective."""
@@ -138,9 +138,9 @@ class GroupGemmCase(MoeCase[GroupCall, None]):
 
         x, grad, weights = values(sum(counts), k), values(sum(counts), n), [values(n, k) for _ in counts]
         native = native_products(counts, n, k, environment.dtype, device)[self.op.product]
-        fewest = _fewest_rows(total, device)
+        min_rows = _min_rows(total, device)
         return GroupCall(
-            x, grad, weights, torch.tensor(counts, device=device), counts, fewest, native, environment.group
+            x, grad, weights, torch.tensor(counts, device=device), counts, min_rows, native, environment.group
         )
 
     def backward(self, call: GroupCall, context: None, *, is_fused: bool) -> Function | None:
@@ -150,7 +150,7 @@ class GroupGemmCase(MoeCase[GroupCall, None]):
         return self.op.fused(call, context) if is_fused else self.op.native(call)
 
 
-def _fewest_rows(counts: torch.Tensor, device: torch.device) -> int | None:
+def _min_rows(counts: torch.Tensor, device: torch.device) -> int | None:
     """What decides whether a layer takes our GEMMs; None on CPU, where the values are integers and every sum exact."""
     return None if device.type == "cpu" else int(counts[counts > 0].min())
 

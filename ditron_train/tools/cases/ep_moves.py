@@ -77,10 +77,10 @@ class DispatcherPair:
         arguments = (local, list(range(first, first + local)))
         keywords = dict(config=config, pg_collection=get_default_pg_collection())
         self.native = MoEAlltoAllTokenDispatcher(*arguments, **keywords)
-        self.ditron = DitronMoEAlltoAllTokenDispatcher(*arguments, **keywords)
+        self.fused = DitronMoEAlltoAllTokenDispatcher(*arguments, **keywords)
 
     def __getitem__(self, name: str) -> MoEAlltoAllTokenDispatcher:
-        return {"native": self.native, "ditron": self.ditron}[name]
+        return {"native": self.native, "fused": self.fused}[name]
 
     def dispatch(
         self, name: str, x: torch.Tensor, routed: torch.Tensor, probs: torch.Tensor
@@ -144,8 +144,8 @@ class _MoveOp(Op[TokensCall, EPContext]):
     def make_context(self, call: TokensCall) -> EPContext:
         """The dispatcher's own, which it has from its first call."""
         tokens = call.tokens if call.dispatched is None else call.dispatched
-        call.pair.dispatch("ditron", tokens, call.routed, call.probs)
-        context = call.pair.ditron.ep_context
+        call.pair.dispatch("fused", tokens, call.routed, call.probs)
+        context = call.pair.fused.ep_context
         assert isinstance(context, EPContext), "of a group that spans no nodes"
         return context
 
@@ -162,7 +162,7 @@ class DispatchOp(_MoveOp):
         return lambda *inputs: call.pair.dispatch("native", *inputs)
 
     def fused(self, call: TokensCall, context: EPContext) -> Function:
-        return lambda *inputs: call.pair.dispatch("ditron", *inputs)
+        return lambda *inputs: call.pair.dispatch("fused", *inputs)
 
 
 class CombineOp(_MoveOp):
@@ -177,7 +177,7 @@ class CombineOp(_MoveOp):
         return lambda rows: [call.pair.combine("native", rows)]
 
     def fused(self, call: TokensCall, context: EPContext) -> Function:
-        dispatched: Any = call.pair.ditron.dispatched
+        dispatched: Any = call.pair.fused.dispatched
         layout, order = dispatched
         return lambda rows: [combine(rows, layout, context, order=order)[0]]
 

@@ -1,6 +1,6 @@
 """Muon as tools measure it: Newton-Schulz iterations of one matrix, and whole steps, sharded by matrices.
 
-Megatron's path is the published algorithm in torch's operators (`ditron_train.optim.reference`). Operations are those
+Stock Megatron is the published algorithm in torch's operators (`ditron_train.optim.reference`). Operations are those
 of the whole algorithm, whoever computes less of it.
 """
 
@@ -133,7 +133,7 @@ class OrthogonalizeCase(BenchCase[MatrixCall, None]):
         return {
             "dtype": torch.bfloat16,
             "limit_us": times_us["native"] / symmetry_ceiling(rows, columns),
-            "tflops": newton_schulz_flops(rows, columns) / times_us["ditron"] / 1e6,
+            "tflops": newton_schulz_flops(rows, columns) / times_us["fused"] / 1e6,
         }
 
     def peers(self, call: MatrixCall, context: None) -> Mapping[str, Callable[[], object]]:
@@ -267,7 +267,7 @@ class MuonStepCase(BenchCase[StepCall, Muon]):
         return _most(_step_flops(shape) / world_size)
 
     def columns(self, call: StepCall, context: Muon, times_us: Mapping[str, float]) -> dict[str, Any]:
-        return {"dtype": torch.float32, "tflops": _step_flops(call.shape) / times_us["ditron"] / 1e6}
+        return {"dtype": torch.float32, "tflops": _step_flops(call.shape) / times_us["fused"] / 1e6}
 
 
 ORTHOGONALIZE, MUON_STEP = OrthogonalizeCase(OrthogonalizeOp()), MuonStepCase(MuonStepOp())

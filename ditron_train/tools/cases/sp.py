@@ -37,7 +37,7 @@ class ProjectionCall(NamedTuple):
         x: In front of the attention [s / W, b, hidden], behind it [s, b, heads / W, head size].
         weight: [columns of all heads, hidden], behind the attention [hidden, columns of all heads].
         layout: Columns of one rank.
-        exchange: Of Megatron's path.
+        exchange: Of stock Megatron.
         group: Context parallel group.
         gradients: Of the results; empty where a row measures the forward pass.
         gathered: Behind the attention: what is multiplied, which a backward pass has kept.

@@ -9,7 +9,7 @@ from ditron_train.policy import Op
 from ditron_train.policy.op import Call
 from ditron_train.tools.cases.case import Shape
 from ditron_train.tools.cases.tp_gemm import GemmCase, GemmShapedCase
-from ditron_train.tools.fp8.recipes import why_not_aligned
+from ditron_train.tools.fp8.recipes import unsupported_reason_aligned
 from ditron_train.tools.results import FP8_PREFIX
 
 
@@ -31,7 +31,7 @@ class RecipeCase(GemmShapedCase[Call]):
 
     def unsupported_shape(self, shape: Shape, world_size: int) -> str | None:
         reason = super().unsupported_shape(shape, world_size)
-        return reason or why_not_aligned(self.gemm.op.kind, shape, world_size, self.recipe)
+        return reason or unsupported_reason_aligned(self.gemm.op.kind, shape, world_size, self.recipe)
 
     def columns(self, call: Call, context: Any, times_us: Mapping[str, float]) -> Mapping[str, Any]:
         return {"dtype": FP8_PREFIX + self.recipe}

@@ -1,5 +1,5 @@
-"""Linear layers in FP8 as tools measure them: Megatron's, of Transformer Engine, and ours, with all that they do
-around the products: scales and their exchange, quantising, transposes, state. Results, gradients and state are
+"""Linear layers in FP8 as tools measure them: Megatron's, of Transformer Engine, and the fused path, with all that
+they do around the products: scales and their exchange, quantising, transposes, state. Results, gradients and state are
 compared."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LayerCall(NamedTuple):
     Attributes:
         x: [s, 1, K], of ``column`` the local part of the sequence.
         grad: Of the result.
-        native, ours: Megatron's layer and ours, with equal weights.
+        native, fused: Megatron's layer and the fused one, with equal weights.
         config: Of both.
         group: Tensor parallel group.
     """
@@ -35,7 +35,7 @@ class LayerCall(NamedTuple):
     x: torch.Tensor
     grad: torch.Tensor
     native: Any
-    ours: Any
+    fused: Any
     config: Any
     group: dist.ProcessGroup
 
@@ -63,14 +63,14 @@ class LayerOp(Op[LayerCall, Any]):
 
     def route(self, call: LayerCall) -> Any:
         """The answer of the gate, or why the layer does not ask it."""
-        from ditron_train.megatron.tp.te_routes import answer_in_fp8, why_not_fp8
+        from ditron_train.megatron.tp.te_routes import answer_in_fp8, unsupported_reason_fp8
 
         with fp8_context(call.config):
-            reason = why_not_fp8(call.ours, call.x)
-            return reason if reason is not None else answer_in_fp8(call.ours, self.kind, call.x)
+            reason = unsupported_reason_fp8(call.fused, call.x)
+            return reason if reason is not None else answer_in_fp8(call.fused, self.kind, call.x)
 
     def make_context(self, call: LayerCall) -> Any:
-        """None where the layer runs by Megatron's path."""
+        """None where the layer runs natively."""
         found = self.route(call)
         return None if found is None or isinstance(found, str) else found.context
 
@@ -78,7 +78,7 @@ class LayerOp(Op[LayerCall, Any]):
         return lambda x, weight: _step(call.native, call)
 
     def fused(self, call: LayerCall, context: Any) -> Function:
-        return lambda x, weight: _step(call.ours, call)
+        return lambda x, weight: _step(call.fused, call)
 
 
 def _step(layer: Any, call: LayerCall) -> list[torch.Tensor]:
@@ -91,7 +91,7 @@ def _step(layer: Any, call: LayerCall) -> list[torch.Tensor]:
 
 
 class LayerCase(RecipeCase[LayerCall]):
-    """Megatron's layer of Transformer Engine and ours; results, gradients and state are compared."""
+    """Megatron's layer of Transformer Engine and the fused path; results, gradients and state are compared."""
 
     op: LayerOp
     measured = "forward_backward"
@@ -105,17 +105,17 @@ class LayerCase(RecipeCase[LayerCall]):
     def no_row_reason(self, call: LayerCall) -> str | None:
         found = self.op.route(call)
         if found is None:
-            return "the policy keeps it on Megatron's path (the log says why)"
+            return "the policy keeps it on stock Megatron (the log says why)"
         return found if isinstance(found, str) else None
 
     def surroundings(self, shape: Shape) -> Any:
-        """Whatever has native's bits is ours here, be it faster at this shape or not."""
+        """Whatever has native's bits is fused here, be it faster at this shape or not."""
         return under_policy("bits")
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> LayerCall:
         m, n, k = (shape.sizes[name] for name in "mnk")
         (rows, own_k), (own_n, _) = local_shapes(self.gemm.op.kind, shape, environment.world_size)
-        config, native, ours = _layers(self.op.kind, n, k, environment.world_size, self.recipe)
+        config, native, fused = _layers(self.op.kind, n, k, environment.world_size, self.recipe)
         out_rows = m if self.op.kind == "column" else m // environment.world_size
         sizes = ((rows, 1, own_k), (out_rows, 1, own_n), tuple(native.weight.shape))
         x, grad, weight = (
@@ -123,13 +123,13 @@ class LayerCase(RecipeCase[LayerCall]):
             for index, one in enumerate(sizes)
         )
         with torch.no_grad():
-            for layer in (native, ours):
+            for layer in (native, fused):
                 layer.weight.copy_(weight / math.sqrt(own_k))
-        return LayerCall(x, grad, native, ours, config, environment.group)
+        return LayerCall(x, grad, native, fused, config, environment.group)
 
 
 def _layers(kind: str, n: int, k: int, world_size: int, recipe: str) -> tuple[Any, Any, Any]:
-    """A configuration, Megatron's layer of Transformer Engine, and ours; collective."""
+    """A configuration, Megatron's layer of Transformer Engine, and the fused path; collective."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
     from megatron.core.transformer import TransformerConfig
 

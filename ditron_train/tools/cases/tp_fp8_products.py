@@ -20,7 +20,7 @@ from ditron_train.runtime.values import make_values
 from ditron_train.tools.cases.case import BenchCase, Cost, RunEnvironment, Shape
 from ditron_train.tools.cases.tp_fp8 import RecipeCase
 from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS, GemmCase, local_shapes
-from ditron_train.tools.fp8.recipes import why_native, why_not_aligned
+from ditron_train.tools.fp8.recipes import unsupported_reason_aligned, unsupported_reason_native
 from ditron_train.tools.results import FP8_PREFIX
 from ditron_train.tp import TPContext, get_tp_context
 from ditron_train.tp.choices import Op as Kind
@@ -50,7 +50,7 @@ def data_of(operand: Any) -> torch.Tensor:
     return found
 
 
-def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, travels: bool = False) -> Any:
+def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, payload: bool = False) -> Any:
     """One as a layer's, that nobody else has and that asks no peer; delayed scaling differs in where scales are
     from."""
     kind = tex.DType.kFloat8E4M3
@@ -58,7 +58,7 @@ def _quantizer(recipe: str, device: torch.device, *, is_weight: bool = False, tr
     if recipe == "blockwise":
         dimensions = 2 if is_weight else 1
         options = dict(rowwise=True, columnwise=False, block_scaling_dim=dimensions)
-        quantizer = Float8BlockQuantizer(kind, **options, **travel_options(travels))
+        quantizer = Float8BlockQuantizer(kind, **options, **travel_options(payload))
     else:
         quantizer = Float8CurrentScalingQuantizer(kind, device, columnwise=False)
     quantizer.internal = True
@@ -115,10 +115,14 @@ class Fp8GemmCase(RecipeCase[Fp8Operands]):
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
         """Also those that do not divide over the ranks, which are an error."""
         shapes = self.gemm.shapes(world_size, on_gpu)
-        return [shape for shape in shapes if why_not_aligned(self.op.kind, shape, world_size, self.recipe) is None]
+        return [
+            shape
+            for shape in shapes
+            if unsupported_reason_aligned(self.op.kind, shape, world_size, self.recipe) is None
+        ]
 
     def no_row_reason(self, call: Fp8Operands) -> str | None:
-        return why_native(self.recipe)
+        return unsupported_reason_native(self.recipe)
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> Fp8Operands:
         shapes, is_gathered = local_shapes(self.op.kind, shape, environment.world_size), self.op.kind == "ag_gemm"
@@ -126,7 +130,7 @@ class Fp8GemmCase(RecipeCase[Fp8Operands]):
             make_values(one, torch.bfloat16, environment.device, seed=2 * seed + index, rank=environment.rank)
             for index, one in enumerate(shapes)
         )
-        quantizer = _quantizer(self.recipe, environment.device, travels=is_gathered)
+        quantizer = _quantizer(self.recipe, environment.device, payload=is_gathered)
         matrix = _quantizer(self.recipe, environment.device, is_weight=True)(weight)
         return Fp8Operands(quantizer(x), matrix, quantizer, environment.group)
 

@@ -36,7 +36,7 @@ def linear_shapes(op: Kind, world_size: int, on_gpu: bool) -> list[Shape]:
     if not on_gpu:
         return [Shape("custom", {"m": 256, "n": 256, "k": 256})]
     shapes = load_workloads()["ag_gemm" if op == "ag_gemm" else "gemm_rs"]["shapes"]
-    return [Shape(one["model"], {"m": one["M"], "n": one["N"], "k": one["K"]}) for one in shapes]
+    return [Shape(shape["model"], {"m": shape["M"], "n": shape["N"], "k": shape["K"]}) for shape in shapes]
 
 
 def traced_linear(on_gpu: bool) -> Shape:

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--notes",
         type=Path,
         nargs=2,
-        metavar=("NATIVE", "OURS"),
+        metavar=("NATIVE", "FUSED"),
         help="trains nothing: what two jobs with --ditron-record wrote, across nodes for instance",
     )
     parser.add_argument(
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="both jobs also record one step, in the middle of those that are timed: a table of what "
         "the device does in it, "
-        "natively and with ours, and <output>/{native,ditron}/trace-rank<RANK>.json, which Perfetto shows",
+        "natively and fused, and <output>/{native,fused}/trace-rank<RANK>.json, which Perfetto shows",
     )
     parser.add_argument(
         "--order",
@@ -106,12 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
         SettingError: The command or the notes cannot be used, a job failed, or a trace is not there or cannot be read.
     """
     _check(arguments)
-    folders = arguments.notes or [arguments.output / name for name in ("native", "ditron")]
+    folders = arguments.notes or [arguments.output / name for name in ("native", "fused")]
     runs = Runs(*([read_job(folder)] for folder in folders)) if arguments.notes else _train_all(arguments)
-    native, ours = runs.native[0], runs.ours[0]
-    for job in runs.ours:
+    native, fused = runs.native[0], runs.fused[0]
+    for job in runs.fused:
         _check_alike(native, job)
-    found = [difference for job in runs.ours for difference in differences(native, job)]
+    found = [difference for job in runs.fused for difference in differences(native, job)]
     if found and not arguments.notes and len(runs.native) == 1:  # is it native that does not repeat itself?
         with running_jobs() as jobs:
             jobs.append(_start(_command(arguments), "A", 1, arguments))
@@ -122,8 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
     skip = arguments.skip if arguments.skip is not None else steps_of_warmup(len(native))
     is_equal = show(runs, found, own, skip)
     traces: tuple[StepTrace, StepTrace] | None = None
-    if arguments.trace or (is_traced(native) and is_traced(ours)):
-        traces = read_step_trace(folders[0], native), read_step_trace(folders[1], ours)
+    if arguments.trace or (is_traced(native) and is_traced(fused)):
+        traces = read_step_trace(folders[0], native), read_step_trace(folders[1], fused)
         show_traces(*traces, times_ms=runs.times_ms(skip))
     counts = runs.fused_calls or {"--ditron": 0}
     if arguments.results is not None and (any(counts.values()) or not is_equal):
@@ -175,8 +175,8 @@ def _check_alike(native: Job, other: Job) -> None:
         SettingError: Such jobs.
     """
     if native.features:
-        raise SettingError(f"what ours is compared with ran with --ditron {','.join(native.features)}")
-    said = [
+        raise SettingError(f"what the fused path is compared with ran with --ditron {','.join(native.features)}")
+    gathered = [
         {
             "ranks": job.header["world_size"],
             "dtype": job.header["dtype"],
@@ -185,9 +185,11 @@ def _check_alike(native: Job, other: Job) -> None:
         }
         for job in (native, other)
     ]
-    differing = [name for name in dict.fromkeys([*said[0], *said[1]]) if said[0].get(name) != said[1].get(name)]
+    differing = [
+        name for name in dict.fromkeys([*gathered[0], *gathered[1]]) if gathered[0].get(name) != gathered[1].get(name)
+    ]
     if differing:
-        words = (f"{name} {said[0].get(name, '-')}, {said[1].get(name, '-')}" for name in differing)
+        words = (f"{name} {gathered[0].get(name, '-')}, {gathered[1].get(name, '-')}" for name in differing)
         raise SettingError(f"the two jobs did not train the same: {'; '.join(words)}")
 
 
@@ -208,28 +210,29 @@ def _train_all(arguments: argparse.Namespace) -> Runs:
     with running_jobs() as jobs:
         for place, (kind, index) in enumerate(turns):
             job_began_s = time.monotonic()
-            is_needed = not (runs.native and runs.ours)
+            is_needed = not (runs.native and runs.fused)
             if not is_needed and arguments.within is not None and job_began_s + longest_s > began_s + arguments.within:
                 break
             if place == len(jobs):
                 are_held = may_start_together(words)
                 for turn in turns[place:] if are_held else turns[place : place + 1]:
                     jobs.append(_start(words, *turn, arguments, is_held=are_held))
-            trained = runs.native if kind == "A" else runs.ours
+            trained = runs.native if kind == "A" else runs.fused
             trained.append(_follow(jobs[place], kind, index, arguments))
             longest_s = max(longest_s, time.monotonic() - job_began_s)
     return runs
 
 
 def _name(kind: str, index: int) -> str:
-    return {"A": "native", "B": "ditron"}[kind] + (f"-{index + 1}" if index else "")
+    return {"A": "native", "B": "fused"}[kind] + (f"-{index + 1}" if index else "")
 
 
 def _start(
     words: Sequence[str], kind: str, index: int, arguments: argparse.Namespace, *, is_held: bool = False
 ) -> RunningJob:
-    """Starts a job, natively (``A``) or with ours: its notes in a folder of ``--output``, its log beside them. The
-    first of each kind is traced, if traces are asked for. ``is_held``: it waits for its turn in front of its set-up.
+    """Starts a job, natively (``A``) or with the fused path: its notes in a folder of ``--output``, its log beside
+    them. The first of each kind is traced, if traces are asked for. ``is_held``: it waits for its turn in front of its
+    set-up.
     """
     more = ["--ditron", WGRAD if kind == "A" else arguments.ditron]
     if arguments.trace and index == 0:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ditron_train.megatron.plugin import turns
+from ditron_train.megatron.plugin import job_gate
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.fp8.recipes import fp8_format
 
@@ -80,9 +80,9 @@ class RunningJob:
     def __init__(self, words: Sequence[str], log: Path, folder: Path, *, is_held: bool = False) -> None:
         self._log, self._folder = log, folder
         log.parent.mkdir(parents=True, exist_ok=True)
-        turns.release(folder)  # what a command that was killed has left
+        job_gate.release(folder)  # what a command that was killed has left
         if is_held:
-            turns.hold(folder)
+            job_gate.hold(folder)
         with log.open("w", encoding="utf-8") as output:
             try:
                 self._process = subprocess.Popen(
@@ -97,7 +97,7 @@ class RunningJob:
         Raises:
             SettingError: It fails; with the first error and the last lines of its output.
         """
-        turns.release(self._folder)
+        job_gate.release(self._folder)
         while self._process.poll() is None:
             watch()
             time.sleep(0.2)
@@ -120,7 +120,7 @@ class RunningJob:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        turns.release(self._folder)
+        job_gate.release(self._folder)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def memory_gib(runs: Runs) -> dict[str, float] | None:
     gib = {
         f"{kind}{end}": max((job.most(name) or 0) / 2**30 for job in jobs)
         for end, name in figures.items()
-        for kind, jobs in (("native", runs.native), ("ditron", runs.ours))
+        for kind, jobs in (("native", runs.native), ("ditron", runs.fused))
     }
     if not (gib["native"] and gib["ditron"]):
         return None

@@ -27,17 +27,21 @@ _VERSIONS = (
 )
 
 
-def _stamp_of(native: Job, ours: Job) -> Stamp:
-    """Ours', which has the features' settings; of what both use, native's says the same."""
+def _stamp_of(native: Job, fused: Job) -> Stamp:
+    """The fused path', which has the features' settings; of what both use, native's says the same."""
     try:
-        stamps = [Stamp(**job.header["stamp"]) for job in (native, ours)]
+        stamps = [Stamp(**job.header["stamp"]) for job in (native, fused)]
     except (KeyError, TypeError):
         raise SettingError(
             "no row: the notes do not say on which machine they were made; older versions' do not"
         ) from None
     own = ("ditron_train", "commit", "date", "settings")
-    said = [{name: value for name, value in asdict(stamp).items() if name not in own} for stamp in stamps]
-    differing = [f"{name} {said[0][name]}, {said[1][name]}" for name in said[0] if said[0][name] != said[1][name]]
+    gathered = [{name: value for name, value in asdict(stamp).items() if name not in own} for stamp in stamps]
+    differing = [
+        f"{name} {gathered[0][name]}, {gathered[1][name]}"
+        for name in gathered[0]
+        if gathered[0][name] != gathered[1][name]
+    ]
     if differing:
         raise SettingError(f"no row: the two jobs ran with {'; '.join(differing)}")
     return stamps[1]
@@ -83,20 +87,20 @@ def write_row(
     times = runs.times_ms(skip)
     if times is None:
         return None
-    native, ours = runs.native[0], runs.ours[0]
-    stamp, clocks = _stamp_of(native, ours), means_of(runs, lambda job: job.clock_mhz(skip))
+    native, fused = runs.native[0], runs.fused[0]
+    stamp, clocks = _stamp_of(native, fused), means_of(runs, lambda job: job.clock_mhz(skip))
     joules = means_of(runs, lambda job: job.step_joules(skip))
     row = Row(
-        op=f"{TRAINING_STEP}{','.join(ours.features)}", direction="forward_backward",
+        op=f"{TRAINING_STEP}{','.join(fused.features)}", direction="forward_backward",
         model=model, world_size=native.header["world_size"],
         dtype=native.header["dtype"].removeprefix("torch."), shape=native.header["sizes"],
         native_us=mean(times[0]) * 1e3, ditron_us=mean(times[1]) * 1e3, bitwise_equal=is_equal, comm_sms=0,
         spread=max(map(spread_of, times)) if max(map(len, times)) > 1 else None,
-        command=None if command is None else _without_places(command), plan=ours.plan or None,
+        command=None if command is None else _without_places(command), plan=fused.plan or None,
         versions={name: getattr(stamp, name) for name in _VERSIONS}, trace=trace,
         jobs_ms={kind: [round(ms, 2) for ms in jobs] for kind, jobs in zip(("native", "ditron"), times)},
         clocks_mhz=None if clocks is None else dict(zip(("native", "ditron"), (round(mhz, 1) for mhz in clocks))),
-        joules=None if joules is None else dict(zip(("native", "ditron"), (round(one, 1) for one in joules))),
+        joules=None if joules is None else dict(zip(("native", "ditron"), (round(joule, 1) for joule in joules))),
         native_repeats=native_repeats, fused_calls=runs.fused_calls, memory_gib=memory_gib(runs),
     )  # fmt: skip
     path = result_path(folder, stamp, TRAINING)

@@ -21,8 +21,8 @@ def spread_of(times: Sequence[float]) -> float:
 
 def means_of(runs: Runs, figure: Callable[[Job], float | None]) -> tuple[float, float] | None:
     """The mean of a figure over the native jobs and over the fused ones; None if no job of a kind has it."""
-    native, ours = ([value for job in jobs if (value := figure(job)) is not None] for jobs in runs)
-    return (mean(native), mean(ours)) if native and ours else None
+    native, fused = ([value for job in jobs if (value := figure(job)) is not None] for jobs in runs)
+    return (mean(native), mean(fused)) if native and fused else None
 
 
 def show(runs: Runs, found: Sequence[Difference], own: Sequence[Difference], skip: int) -> bool:
@@ -30,7 +30,7 @@ def show(runs: Runs, found: Sequence[Difference], own: Sequence[Difference], ski
 
     Args:
         runs: The jobs; the first native one is what all others are compared with.
-        found: Where ours differ from it.
+        found: Where the fused ones differ from it.
         own: Where native ones do.
         skip: Steps that are not timed.
 
@@ -38,7 +38,7 @@ def show(runs: Runs, found: Sequence[Difference], own: Sequence[Difference], ski
         Whether all have as many steps, and all is equal up to the one from which native does not repeat itself.
     """
     console, native = terminal(), runs.native[0]
-    console.print(_table(native, runs.ours[0]))
+    console.print(_table(native, runs.fused[0]))
     console.print(_times(runs, skip), highlight=False)
     clocks = means_of(runs, lambda job: job.clock_mhz(skip))
     if clocks is not None:
@@ -64,10 +64,10 @@ def _times(runs: Runs, skip: int) -> str:
     times = runs.times_ms(skip)
     if times is None:
         return f"no step behind the first {skip} was timed: train longer, or set --skip"
-    native_ms, ours_ms = map(mean, times)
+    native_ms, fused_ms = map(mean, times)
     lines = [
-        f"time of a step, behind the first {skip}: natively {native_ms:.1f} ms, with ditron_train {ours_ms:.1f} ms: "
-        f"{native_ms / ours_ms:.3f}x"
+        f"time of a step, behind the first {skip}: natively {native_ms:.1f} ms, with ditron_train {fused_ms:.1f} ms: "
+        f"{native_ms / fused_ms:.3f}x"
     ]
     if len(times[0]) + len(times[1]) > 2:
         each = (f"{', '.join(f'{ms:.1f}' for ms in jobs)} (spread {100 * spread_of(jobs):.1f} %)" for jobs in times)
@@ -78,7 +78,7 @@ def _times(runs: Runs, skip: int) -> str:
 def _uneven(runs: Runs) -> str | None:
     """How many steps the first job has that has not as many as the first native one; None where all have."""
     steps = len(runs.native[0])
-    for jobs, words in ((runs.ours, "with ditron_train"), (runs.native, "natively the next time")):
+    for jobs, words in ((runs.fused, "with ditron_train"), (runs.native, "natively the next time")):
         others = [len(job) for job in jobs if len(job) != steps]
         if others:
             return f"{steps} steps natively, {others[0]} {words}"
@@ -98,9 +98,9 @@ def _verdict(runs: Runs, uneven: str | None, counted: Sequence[Difference], own:
             "that: NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, NCCL_ALGO=Ring, CUBLAS_WORKSPACE_CONFIG=:4096:8"
         )
     native = runs.native[0]
-    what, missing = _digests((native, *runs.ours))
+    what, missing = _digests((native, *runs.fused))
     return (
-        f"equal: all {count_figures((native, runs.ours[0]))} figures of {len(native)} steps on {len(native.ranks)} "
+        f"equal: all {count_figures((native, runs.fused[0]))} figures of {len(native)} steps on {len(native.ranks)} "
         f"ranks (losses, gradient norms{what}){missing}"
     )
 
@@ -129,19 +129,19 @@ def _decimal(text: str | None) -> str:
     return f"{float.fromhex(text):.9g}" if not text.isalnum() or text in ("inf", "nan") else text
 
 
-def _table(native: Job, ours: Job) -> Table:
+def _table(native: Job, fused: Job) -> Table:
     """Some of the steps, evenly spread, on the last rank: the one that has losses in a pipeline, too."""
-    steps = list(zip(native.ranks[-1], ours.ranks[-1]))
+    steps = list(zip(native.ranks[-1], fused.ranks[-1]))
     stride = -(-len(steps) // _SHOWN)
     kept = [pair for index, pair in enumerate(steps) if index % stride == 0 or index == len(steps) - 1]
     names = list(dict.fromkeys(name for a, _ in steps for name in a.figures if name != PARAMETERS))
     table = Table(title=f"{len(native.ranks)} ranks, {len(steps)} steps", title_justify="left")
     for column in (
         "step",
-        *(f"{name}, {kind}" for name in names for kind in ("native", "ours")),
+        *(f"{name}, {kind}" for name in names for kind in ("native", "fused")),
         "equal",
         "ms",
-        "ms, ours",
+        "ms, fused",
     ):
         table.add_column(column, justify="right")
     for a, b in kept:

@@ -78,7 +78,7 @@ class Job:
         tells."""
         steps = list(zip(*self.ranks))[skip:]
         joules = [[step.joules for step in ranks if step.joules is not None] for ranks in steps]
-        return statistics.median(statistics.mean(one) for one in joules if one) if any(joules) else None
+        return statistics.median(statistics.mean(joule) for joule in joules if joule) if any(joules) else None
 
     def power_w(self, skip: int) -> float | None:
         """What a GPU draws in the steps that are timed: mean over them and the ranks; None where nothing tells."""
@@ -103,22 +103,22 @@ class Runs:
     """The jobs of a comparison, in the order in which they ran: at least one of each kind."""
 
     native: list[Job]
-    ours: list[Job]
+    fused: list[Job]
 
     def times_ms(self, skip: int) -> tuple[list[float], list[float]] | None:
-        """`Job.step_ms` of each job, natively and ours; None where a kind has none."""
-        native, ours = ([ms for job in jobs if (ms := job.step_ms(skip)) is not None] for jobs in self)
-        return (native, ours) if native and ours else None
+        """`Job.step_ms` of each job, natively and fused; None where a kind has none."""
+        native, fused = ([ms for job in jobs if (ms := job.step_ms(skip)) is not None] for jobs in self)
+        return (native, fused) if native and fused else None
 
     @property
     def fused_calls(self) -> dict[str, int]:
         """Calls of the fused path on all ranks by feature that was switched on, in the job that has the fewest."""
-        noted = [[step.fused_calls for steps in job.ranks for step in steps] for job in self.ours]
-        names = self.ours[0].features
+        noted = [[step.fused_calls for steps in job.ranks for step in steps] for job in self.fused]
+        names = self.fused[0].features
         return {name: min(sum(calls.get(name, 0) for calls in of_job) for of_job in noted) for name in names}
 
     def __iter__(self) -> Iterator[list[Job]]:
-        return iter((self.native, self.ours))
+        return iter((self.native, self.fused))
 
 
 @dataclass(frozen=True)

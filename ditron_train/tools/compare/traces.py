@@ -53,19 +53,19 @@ def read_step_trace(folder: Path, job: Job) -> StepTrace:
     return StepTrace(step, rank, intervals)
 
 
-def trace_table(native: StepTrace, ours: StepTrace) -> dict[str, list[float | None]]:
+def trace_table(native: StepTrace, fused: StepTrace) -> dict[str, list[float | None]]:
     """`phases_us` of both, native's first, in milliseconds."""
-    phases = [phases_us(trace.intervals) for trace in (native, ours)]
+    phases = [phases_us(trace.intervals) for trace in (native, fused)]
     return {
         words.strip(): [None if phase[words] is None else round((phase[words] or 0.0) / 1e3, 2) for phase in phases]
         for words in phases[0]
     }
 
 
-def _gained(native: StepTrace, ours: StepTrace, times_ms: tuple[Sequence[float], Sequence[float]]) -> str | None:
+def _gained(native: StepTrace, fused: StepTrace, times_ms: tuple[Sequence[float], Sequence[float]]) -> str | None:
     """How much of the communication that nothing hid is hidden, and how much of it the step gained; None without
     any."""
-    before, after = (total_us(exposed(trace.intervals)) / 1e3 for trace in (native, ours))
+    before, after = (total_us(exposed(trace.intervals)) / 1e3 for trace in (native, fused))
     if not before:
         return None
     gained_ms = mean(times_ms[0]) - mean(times_ms[1])
@@ -76,17 +76,21 @@ def _gained(native: StepTrace, ours: StepTrace, times_ms: tuple[Sequence[float],
 
 
 def show_traces(
-    native: StepTrace, ours: StepTrace, *, times_ms: tuple[Sequence[float], Sequence[float]] | None = None
+    native: StepTrace, fused: StepTrace, *, times_ms: tuple[Sequence[float], Sequence[float]] | None = None
 ) -> None:
     """Prints both tables, how the GPU's clock differed, and, with the steps' times, what became of communication.
 
     Raises:
         SettingError: They are of different ranks.
     """
-    if native.rank != ours.rank:
-        raise SettingError(f"the traces are of different ranks: {native.rank} natively, {ours.rank} with ditron_train")
-    steps = str(native.step) if native.step == ours.step else f"{native.step} natively, {ours.step} with ditron_train"
-    show_phases(f"rank {native.rank} in step {steps}", native.intervals, ours.intervals)
-    gained = None if times_ms is None else _gained(native, ours, times_ms)
+    if native.rank != fused.rank:
+        raise SettingError(
+            f"the traces are of different ranks: {native.rank} natively, {fused.rank} with ditron_train"
+        )
+    steps = (
+        str(native.step) if native.step == fused.step else f"{native.step} natively, {fused.step} with ditron_train"
+    )
+    show_phases(f"rank {native.rank} in step {steps}", native.intervals, fused.intervals)
+    gained = None if times_ms is None else _gained(native, fused, times_ms)
     if gained is not None:
         terminal().print(gained, highlight=False)

@@ -32,7 +32,8 @@ _ALGORITHMS = {"ring", *_OTHER_ORDERS}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``error``: something does not work; ``warning``: slower, or native instead of ours."""
+    """One line of the report. ``error``: something does not work; ``warning``: slower, or native instead of the fused
+    path."""
 
     topic: str
     level: Level

@@ -32,7 +32,7 @@ class Report:
         if not self.healthy:
             return "not healthy: see the errors above"
         states = {feature.state for feature in self.features}
-        if "ours" in states:
+        if "fused" in states:
             return "healthy"
         if "interpreted" in states:
             return "healthy, to try the features: without GPUs they are interpreted, and slower than native"

@@ -55,7 +55,7 @@ class Facts:
         multicast: Whether the driver offers NVLink multicast on every GPU; None where nothing could be asked.
         environment: Variables that matter here.
         nccl_files: What NCCL's configuration files set, by name of the variable; the environment overrules it.
-        nvshmem_library: Where NVSHMEM's host library lies; None where there is none.
+        nvshmem_library: Where NVSHMEM's host library is; None where there is none.
         interfaces: Network interfaces besides the loopback, over which NVSHMEM's processes find each other.
         infiniband: Devices for traffic between nodes.
         shared_memory: Total and free bytes of /dev/shm and whether it is writable; None where there is none.
@@ -229,10 +229,12 @@ def _links() -> dict[str, str]:
     if not shutil.which("nvidia-smi"):
         return {}
     try:
-        said = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_LINKS_S).stdout
+        gathered = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_LINKS_S
+        ).stdout
     except subprocess.TimeoutExpired:
         return {}
-    return parse_topology(said)
+    return parse_topology(gathered)
 
 
 def parse_topology(text: str) -> dict[str, str]:

@@ -14,12 +14,12 @@ __all__ = ["FeatureState", "judge_features"]
 
 @dataclass(frozen=True)
 class FeatureState:
-    """``ours``: accelerated here; ``interpreted``: runs, to try it; ``native``: Megatron's own path runs.
+    """``fused``: accelerated here; ``interpreted``: runs, to try it; ``native``: Megatron's own path runs.
     ``ops``: names of the feature's ops."""
 
     name: str
     about: str
-    state: Literal["ours", "interpreted", "native"]
+    state: Literal["fused", "interpreted", "native"]
     why: str
     fix: str | None = None
     ops: tuple[str, ...] = ()
@@ -99,9 +99,9 @@ def _judge(name: str, about: str, facts: Facts) -> FeatureState:
         if obstacle is not None:
             return FeatureState(name, about, "native", *obstacle)
     if name == "wgrad":
-        return FeatureState(name, about, "ours", "where apex's module is missing and fusion is asked for")
+        return FeatureState(name, about, "fused", "where apex's module is missing and fusion is asked for")
     if name == "muon":
-        return FeatureState(name, about, "ours", "every GPU, where the bits are native's")
+        return FeatureState(name, about, "fused", "every GPU, where the bits are native's")
     all_of_them = [list(range(len(facts.gpus)))]
     where = (
         f"{len(facts.gpus)} GPUs"
@@ -111,4 +111,4 @@ def _judge(name: str, about: str, facts: Facts) -> FeatureState:
     why = f"{where}, where the bits are native's and it is faster; {_across_nodes(name, facts)}"
     if name == "sp" and facts.versions.get("transformer-engine") is None:
         why += "; with megatron-core's local attention, as Transformer Engine is not installed"
-    return FeatureState(name, about, "ours", why)
+    return FeatureState(name, about, "fused", why)

@@ -60,15 +60,15 @@ def fp8_context(config: Any) -> AbstractContextManager[Any]:
     return context
 
 
-def why_native(recipe: str) -> str | None:
-    """Why tensor parallel layers of a recipe run by Megatron's path alone, or None."""
-    from ditron_train.megatron.tp.te_fp8 import why_not_recipe
+def unsupported_reason_native(recipe: str) -> str | None:
+    """Why tensor parallel layers of a recipe run natively alone, or None."""
+    from ditron_train.megatron.tp.te_fp8 import unsupported_reason_recipe
 
     recipes = importlib.import_module("transformer_engine.common.recipe")
-    return why_not_recipe(getattr(recipes, RECIPES[recipe])())
+    return unsupported_reason_recipe(getattr(recipes, RECIPES[recipe])())
 
 
-def why_not_aligned(op: Op, shape: Shape, world_size: int, recipe: str) -> str | None:
+def unsupported_reason_aligned(op: Op, shape: Shape, world_size: int, recipe: str) -> str | None:
     """Why FP8 layers do not take these sizes, or None."""
     m, n, k = (shape.sizes[name] for name in "mnk")
     step = _ALIGNMENT[recipe]

@@ -17,38 +17,42 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.torch_norm import L2Norm
 
-from ditron_train.megatron.compat import captured_parts, why_not_weight
+from ditron_train.megatron.compat import captured_parts, unsupported_reason_weight
 from ditron_train.megatron.ep.coverage import (
-    why_not_beside,
-    why_not_config,
-    why_not_fp8_options,
-    why_not_fp8_recipe,
-    why_not_fp8_rows,
-    why_not_gathered,
-    why_not_kind,
-    why_not_tensors,
+    unsupported_reason_beside,
+    unsupported_reason_config,
+    unsupported_reason_fp8_options,
+    unsupported_reason_fp8_recipe,
+    unsupported_reason_fp8_rows,
+    unsupported_reason_gathered,
+    unsupported_reason_kind,
+    unsupported_reason_tensors,
 )
-from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, why_not_fused
+from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, unsupported_reason_fused
 from ditron_train.megatron.plugin.arguments import WGRAD, Options, fuses_mlp
-from ditron_train.megatron.pp.communicator import why_not_group
+from ditron_train.megatron.pp.communicator import unsupported_reason_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
-from ditron_train.megatron.sp.coverage import why_not_comm_type, why_not_levels, why_not_te_attention
+from ditron_train.megatron.sp.coverage import (
+    unsupported_reason_comm_type,
+    unsupported_reason_levels,
+    unsupported_reason_te_attention,
+)
 from ditron_train.megatron.sp.exchange import AttentionShape
 from ditron_train.megatron.sp.linears import LocalLinears
-from ditron_train.megatron.sp.output import why_not_left
+from ditron_train.megatron.sp.output import unsupported_reason_left
 from ditron_train.megatron.sp.spec import EXCHANGE, OUTPUT, PROJECTIONS, UlyssesCall
 from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.routing import op_of
-from ditron_train.megatron.tp.routing import why_not_kind as why_not_linear_kind
+from ditron_train.megatron.tp.routing import unsupported_reason_kind as unsupported_reason_linear_kind
 from ditron_train.megatron.tp.te_coverage import (
     OFFLOADED,
     WITHOUT_SEQUENCE_PARALLEL,
-    why_not_delayed,
-    why_not_fp8_sizes,
-    why_not_options,
-    why_not_parameters,
-    why_not_recipe_name,
+    unsupported_reason_delayed,
+    unsupported_reason_fp8_sizes,
+    unsupported_reason_options,
+    unsupported_reason_parameters,
+    unsupported_reason_recipe_name,
 )
 from ditron_train.runtime.device import assuming_gpu
 from ditron_train.runtime.errors import NotSupportedError
@@ -207,30 +211,32 @@ def _linears_of_a_layer(job: Job, config: Any) -> _Found:
         weight = _weight(*local, config=config)
         rows = sequence // tp if kind == "column" and config.sequence_parallel else sequence
         x = _tensor(rows, config.micro_batch_size, local[1], dtype=config.params_dtype)
-        reason = why_not_weight(weight)
+        reason = unsupported_reason_weight(weight)
         if _is_te(config) and name != "output_layer":
             layer = _linear_layer(kind, config, weight, adds_bias=adds_bias)
             if name.startswith("shared") and config.moe_shared_expert_overlap:
                 layer.parallel_mode = None
             wide = config.fp32_residual_connection and name in _NORMED
-            reason = _why_not_mlp(name, config) or _why_not_te(layer, x.float() if wide else x, config)
+            reason = _unsupported_reason_mlp(name, config) or _unsupported_reason_te(
+                layer, x.float() if wide else x, config
+            )
             if _recipe_of(config) is not None:
                 has_blocks = config.fp8_recipe == "blockwise"
-                reason = _why_not_captured(name, config) or reason
-                yield name, reason or why_not_fp8_sizes(kind, x, weight, tp, has_blocks=has_blocks)
+                reason = _unsupported_reason_captured(name, config) or reason
+                yield name, reason or unsupported_reason_fp8_sizes(kind, x, weight, tp, has_blocks=has_blocks)
                 continue
-        reason = reason or why_not_linear_kind(kind, config.sequence_parallel)
+        reason = reason or unsupported_reason_linear_kind(kind, config.sequence_parallel)
         call = LinearCall(x, weight, _Group(tp))  # type: ignore[arg-type]
         yield name, reason or op_of(kind, config.sequence_parallel).unsupported_reason(call)
 
 
-def _why_not_mlp(name: str, config: Any) -> str | None:
+def _unsupported_reason_mlp(name: str, config: Any) -> str | None:
     """The operation fuser calls no linear layer."""
     is_fused = name.startswith("MLP:") and fuses_mlp(config)
     return "Transformer Engine's operation fuser computes the MLP" if is_fused else None
 
 
-def _why_not_captured(name: str, config: Any) -> str | None:
+def _unsupported_reason_captured(name: str, config: Any) -> str | None:
     """As the layers ask in FP8, whoever makes the graphs."""
     parts = captured_parts(config)
     if parts is None:
@@ -240,21 +246,23 @@ def _why_not_captured(name: str, config: Any) -> str | None:
     return "FP8 is calibrated or captured" if is_captured else None
 
 
-def _why_not_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
+def _unsupported_reason_te(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     """As ``te_layers`` ask."""
     recipe = _recipe_of(config)
     if recipe is not None and not config.sequence_parallel:
         return WITHOUT_SEQUENCE_PARALLEL
-    return _why_not_call(layer, x, config) or (None if recipe is None else why_not_delayed(layer))
+    return _unsupported_reason_call(layer, x, config) or (
+        None if recipe is None else unsupported_reason_delayed(layer)
+    )
 
 
-def _why_not_call(layer: Any, x: torch.Tensor, config: Any) -> str | None:
+def _unsupported_reason_call(layer: Any, x: torch.Tensor, config: Any) -> str | None:
     reason, recipe = None, _recipe_of(config)
     if recipe is not None:
-        reason = why_not_recipe_name(recipe)
+        reason = unsupported_reason_recipe_name(recipe)
         if reason is None and config.fp8_param:
-            reason = why_not_parameters([recipe])
-    return reason or why_not_options(layer, x) or (OFFLOADED if config.cpu_offloading else None)
+            reason = unsupported_reason_parameters([recipe])
+    return reason or unsupported_reason_options(layer, x) or (OFFLOADED if config.cpu_offloading else None)
 
 
 class _Linears(LocalLinears):
@@ -265,12 +273,12 @@ class _Linears(LocalLinears):
     def __init__(self, config: Any) -> None:
         self._config = config
 
-    def _why_not_layer(self, layer: Any, x: torch.Tensor) -> str | None:
+    def _unsupported_reason_layer(self, layer: Any, x: torch.Tensor) -> str | None:
         if not _is_te(self._config):
             return None
         if self._config.fp8:
             return "the layer computes in FP8"
-        return _why_not_call(layer, x, self._config) or why_not_delayed(layer)
+        return _unsupported_reason_call(layer, x, self._config) or unsupported_reason_delayed(layer)
 
 
 def _attention(job: Job, config: Any) -> _Found:
@@ -282,11 +290,11 @@ def _attention(job: Job, config: Any) -> _Found:
             yield name if len(set(kinds)) == 1 else f"{name}, layers with {kind}", reason
 
 
-def _why_not_exchanged(kind: str, ranks: int, job: Job, config: Any) -> str | None:
+def _unsupported_reason_exchanged(kind: str, ranks: int, job: Job, config: Any) -> str | None:
     """Why the exchanges of attentions with this ``cp_comm_type`` are native, or None."""
-    reason = why_not_comm_type(kind)
+    reason = unsupported_reason_comm_type(kind)
     if reason is None and kind == "a2a+p2p":
-        reason = why_not_levels(config.hierarchical_context_parallel_sizes)
+        reason = unsupported_reason_levels(config.hierarchical_context_parallel_sizes)
         if not _is_te(config):
             reason = "Megatron's local attention has no a2a+p2p"
     if reason is None and has_sparse_attention(job):
@@ -299,7 +307,7 @@ def _why_not_exchanged(kind: str, ranks: int, job: Job, config: Any) -> str | No
         except NotSupportedError as error:
             reason = str(error)
     if reason is None and _is_te(config):
-        reason = why_not_te_attention(config, is_training=True)
+        reason = unsupported_reason_te_attention(config, is_training=True)
     return reason
 
 
@@ -307,7 +315,7 @@ def _attention_of(kind: str, job: Job, config: Any) -> _Found:
     model, tp, mla = job.model, config.tensor_model_parallel_size, config.multi_latent_attention
     sizes = config.hierarchical_context_parallel_sizes
     cp = sizes[0] if kind == "a2a+p2p" and sizes else config.context_parallel_size
-    reason = _why_not_exchanged(kind, cp, job, config)
+    reason = _unsupported_reason_exchanged(kind, cp, job, config)
     head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim if mla else model.channels
     value_dim = config.v_head_dim if mla else model.channels
     shape = AttentionShape(model.heads // tp, (model.heads if mla else model.groups) // tp, head_dim, value_dim)
@@ -327,11 +335,13 @@ def _attention_of(kind: str, job: Job, config: Any) -> _Found:
     linears, attention = _Linears(config), _self_attention(config)
     native: str | None = "multi-latent attention has its own projections"
     if not mla:
-        native = DitronSelfAttention._why_not_fused(attention, (), {})
-    reason = native or linears.why_not(qkv_layer, out_layer, x)
+        native = DitronSelfAttention._unsupported_reason_fused(attention, (), {})
+    reason = native or linears.unsupported_reason(qkv_layer, out_layer, x)
     call = UlyssesCall(group, shape, rows, like, (qkv, out))
     yield "attention: QKV projection with its exchange", reason or PROJECTIONS.unsupported_tensors(call)
-    reason = linears.why_not_out(out_layer, x) or (None if reason is None else why_not_left(attention))
+    reason = linears.unsupported_reason_out(out_layer, x) or (
+        None if reason is None else unsupported_reason_left(attention)
+    )
     yield (
         "attention: output projection with its exchange",
         reason or OUTPUT.unsupported_tensors(call._replace(weights=(out,))),
@@ -369,31 +379,37 @@ def _experts(job: Job, config: Any) -> _Found:
     hidden = _tensor(tokens, config.hidden_size, dtype=config.params_dtype)
     dtype = _PROBS_DTYPES.get(config.moe_router_dtype or "", config.params_dtype)
     gathered = kind == "allgather"
-    reason = why_not_kind(kind) or (why_not_gathered if gathered else why_not_config)(dispatcher)
+    reason = unsupported_reason_kind(kind) or (unsupported_reason_gathered if gathered else unsupported_reason_config)(
+        dispatcher
+    )
     probs = _tensor(tokens, config.num_moe_experts, dtype=dtype)
-    reason = reason or why_not_tensors(hidden, probs, None, gathered=gathered)
+    reason = reason or unsupported_reason_tensors(hidden, probs, None, gathered=gathered)
     yield "experts: dispatch and combine", reason
     if reason is None:
         yield (
             "experts: GEMMs in one kernel with them",
-            (None if gathered else why_not_beside(slices)) or _why_not_fused(config),
+            (None if gathered else unsupported_reason_beside(slices)) or _unsupported_reason_fused(config),
         )
         if _recipe_of(config) is not None and _is_te(config) and config.moe_grouped_gemm:
-            yield "experts: grouped quantization to FP8", _why_not_quantised(config)
+            yield "experts: grouped quantization to FP8", _unsupported_reason_quantised(config)
 
 
-def _why_not_quantised(config: Any) -> str | None:
+def _unsupported_reason_quantised(config: Any) -> str | None:
     """As the grouped linear layers ask in FP8."""
     is_plain = config.quant_recipe is None and not config.add_bias_linear and not config.cpu_offloading
-    reason = why_not_fp8_options(is_plain=is_plain, has_fp8_parameters=bool(config.fp8_param))
-    return reason or why_not_fp8_recipe([str(_recipe_of(config))]) or why_not_fp8_rows(config.params_dtype)
+    reason = unsupported_reason_fp8_options(is_plain=is_plain, has_fp8_parameters=bool(config.fp8_param))
+    return (
+        reason
+        or unsupported_reason_fp8_recipe([str(_recipe_of(config))])
+        or unsupported_reason_fp8_rows(config.params_dtype)
+    )
 
 
-def _why_not_fused(config: Any) -> str | None:
+def _unsupported_reason_fused(config: Any) -> str | None:
     if not (_is_te(config) and config.moe_grouped_gemm):
-        return why_not_fused(object.__new__(megatron_experts.SequentialMLP), _DEVICE)
+        return unsupported_reason_fused(object.__new__(megatron_experts.SequentialMLP), _DEVICE)
     if getattr(config, "moe_use_legacy_grouped_gemm", False):
-        return why_not_fused(object.__new__(megatron_experts.GroupedMLP), _DEVICE)
+        return unsupported_reason_fused(object.__new__(megatron_experts.GroupedMLP), _DEVICE)
     experts = object.__new__(DitronTEGroupedMLP)
     offloads = config.offload_modules if config.fine_grained_activation_offloading else ()
     linear = SimpleNamespace(te_quant_params=config.quant_recipe, weight0=None)
@@ -406,18 +422,18 @@ def _why_not_fused(config: Any) -> str | None:
         offload_expert_fc1="expert_fc1" in offloads,
         offload_moe_act="moe_act" in offloads,
     )
-    return why_not_fused(experts, _DEVICE)
+    return unsupported_reason_fused(experts, _DEVICE)
 
 
 def _pipeline(job: Job, config: Any) -> _Found:
     group: Any = _Group(config.pipeline_model_parallel_size)
-    yield "messages between stages", why_not_group(group, config)
+    yield "messages between stages", unsupported_reason_group(group, config)
 
 
 def _optimizer(job: Job, config: Any) -> _Found:
-    from ditron_train.megatron.muon.optimizer import why_not_muon
+    from ditron_train.megatron.muon.optimizer import unsupported_reason_muon
 
-    reason = why_not_muon(config.muon_tp_mode, config.muon_coefficient_type)
+    reason = unsupported_reason_muon(config.muon_tp_mode, config.muon_coefficient_type)
     if reason is None and config.muon_use_syrk:
         reason = "use_syrk=True is not covered"
-    yield "Newton-Schulz steps of matrices", reason or why_not_weight(_weight(1, 1, config=config))
+    yield "Newton-Schulz steps of matrices", reason or unsupported_reason_weight(_weight(1, 1, config=config))

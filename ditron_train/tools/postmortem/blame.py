@@ -95,7 +95,7 @@ def is_excused(file: RankFile) -> bool:
 
 
 def was_held_up(file: RankFile, by_ns: int) -> bool:
-    """Whether the rank was, at that time, in a collective that is not ours and never came out of it: it made no call
+    """Whether the rank was, at that time, in a collective that is not fused and never came out of it: it made no call
     after that, and what it raised says that a peer failed, not which."""
     return _is_told_by_peers(file) and not any(call.time_ns > by_ns for call in file.calls)
 

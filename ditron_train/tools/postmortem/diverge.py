@@ -79,9 +79,9 @@ def _differing(group: Group, files: dict[int, RankFile]) -> Divergence | None:
     calls = calls_on(group, files)
     if not any(calls.values()):
         return None
-    fewest = min(max(made, default=0) for made in calls.values())
+    min_rows = min(max(made, default=0) for made in calls.values())
     oldest = max(min(made, default=1) for made in calls.values())  # before it, some rank's ring has forgotten
-    for number in range(oldest, fewest + 1):
+    for number in range(oldest, min_rows + 1):
         texts = {rank: made[number].text for rank, made in calls.items() if number in made}
         if len(set(texts.values())) > 1:
             return _differs(group, number, texts, calls)
@@ -94,10 +94,10 @@ def _differs(group: Group, number: int, texts: dict[int, str], calls: dict[int, 
     tied = bool(others) and others[0][1] == most
     ranks = tuple(sorted(rank for rank, text in texts.items() if tied or text != usual))
     time_ns = min(made[number].time_ns for made in calls.values() if number in made)
-    said = "; ".join(f"{_names([r for r in texts if texts[r] == text])}: {text}" for text in counts)
+    gathered = "; ".join(f"{_names([r for r in texts if texts[r] == text])}: {text}" for text in counts)
     who = f"{_names(ranks)} differ from each other" if tied else f"{_names(ranks)} went another way"
     return Divergence(
-        "differs", ranks, group, number, time_ns, dict(texts), f"{who} at call {number} of {_title(group)}: {said}"
+        "differs", ranks, group, number, time_ns, dict(texts), f"{who} at call {number} of {_title(group)}: {gathered}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the time went: what the device did natively and with ours, side by side."""
+"""Where the time went: what the device did natively and fused, side by side."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KernelTime:
 
     @property
     def difference_us(self) -> float:
-        """By how much ours take longer."""
+        """By how much the fused ones take longer."""
         return self.us[1] - self.us[0]
 
 
@@ -56,7 +56,7 @@ def phases_us(intervals: Sequence[Interval], whole: str = "the step") -> dict[st
         "communication: moved or waited for": total_us(union(i for i in intervals if i.kind == "communication")),
         "  of it not hidden: nothing is computed": total_us(exposed(intervals)),
         "nothing runs": total_us(idle(intervals)),
-        "  of it the host is late: not launched yet": total_us(not_launched(intervals)) if tells else None,
+        "  of it CPU-bound: not launched yet": total_us(not_launched(intervals)) if tells else None,
     }
 
 
@@ -75,25 +75,25 @@ def short_name(name: str) -> str:
 
 
 def kernel_differences(
-    native: Sequence[Interval], ours: Sequence[Interval], count: int = _KERNELS
+    native: Sequence[Interval], fused: Sequence[Interval], count: int = _KERNELS
 ) -> list[KernelTime]:
     """The ``count`` names whose total times differ most, the largest difference first."""
     found: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[], []])
-    for job, intervals in enumerate((native, ours)):
+    for job, intervals in enumerate((native, fused)):
         for interval in intervals:
             found[short_name(interval.name)][job].append(interval.end_us - interval.start_us)
     times = [KernelTime(name, (len(a), len(b)), (sum(a), sum(b))) for name, (a, b) in found.items()]
     return sorted(times, key=lambda time: (-abs(time.difference_us), time.name))[:count]
 
 
-def alike_us(native: Sequence[Interval], ours: Sequence[Interval]) -> tuple[float, float] | None:
+def alike_us(native: Sequence[Interval], fused: Sequence[Interval]) -> tuple[float, float] | None:
     """How long those computations took in the two jobs that ran alike, by name and number, with nothing beside them;
     None without any.
 
     They do the same work, so what differs is the clock that the GPU held: lower where it is warm, or has fewer waits
     to cool down in.
     """
-    one, other = (_alone(intervals) for intervals in (native, ours))
+    one, other = (_alone(intervals) for intervals in (native, fused))
     names = [name for name in one if len(one[name]) == len(other[name])]
     return (sum(sum(one[name]) for name in names), sum(sum(other[name]) for name in names)) if names else None
 
@@ -112,11 +112,12 @@ def _alone(intervals: Sequence[Interval]) -> defaultdict[str, list[float]]:
     return found
 
 
-def at_best(native: Sequence[Interval], ours: Sequence[Interval]) -> str:
-    """One sentence: what hiding all communication that nothing covers natively would reach, and what ours did."""
-    native_us, ours_us, left_us = length_us(native), length_us(ours), total_us(exposed(native))
+def at_best(native: Sequence[Interval], fused: Sequence[Interval]) -> str:
+    """One sentence: what hiding all communication that nothing covers natively would reach, and what the fused path
+    did."""
+    native_us, fused_us, left_us = length_us(native), length_us(fused), total_us(exposed(native))
     computed_us = native_us - left_us
-    reached = f"; ours took {ours_us:.0f} us: {native_us / ours_us:.2f}x"
+    reached = f"; fused took {fused_us:.0f} us: {native_us / fused_us:.2f}x"
     if not computed_us:
         return f"natively nothing but communication ran{reached}"
     return (
@@ -125,7 +126,7 @@ def at_best(native: Sequence[Interval], ours: Sequence[Interval]) -> str:
     )
 
 
-def show_phases(title: str, native: Sequence[Interval], ours: Sequence[Interval], whole: str = "the step") -> None:
+def show_phases(title: str, native: Sequence[Interval], fused: Sequence[Interval], whole: str = "the step") -> None:
     """Prints what went on, which kernels' times differ most, and how the GPU's clock differed.
 
     Args:
@@ -133,12 +134,12 @@ def show_phases(title: str, native: Sequence[Interval], ours: Sequence[Interval]
         whole: What the traces are of.
     """
     console = terminal()
-    on_cpu = all(interval.lane.startswith("CPU") for interval in (*native, *ours))
+    on_cpu = all(interval.lane.startswith("CPU") for interval in (*native, *fused))
     if on_cpu:
         console.print("the traces hold no GPU's work: what follows is the host's GEMMs and collectives")
-    console.print(_phase_table(f"{title}, ms", phases_us(native, whole), phases_us(ours, whole)))
-    console.print(_kernel_table(kernel_differences(native, ours)))
-    alike = alike_us(native, ours)
+    console.print(_phase_table(f"{title}, ms", phases_us(native, whole), phases_us(fused, whole)))
+    console.print(_kernel_table(kernel_differences(native, fused)))
+    alike = alike_us(native, fused)
     if alike is not None and not on_cpu:
         console.print(
             f"what both ran alike with nothing beside it: {_ms(alike[0])} and {_ms(alike[1])} ms, "
@@ -156,17 +157,17 @@ def _table(title: str, first: str, *columns: str) -> Table:
     return table
 
 
-def _phase_table(title: str, native: dict[str, float | None], ours: dict[str, float | None]) -> Table:
-    table = _table(title, "what the device does", "native", "ours", "difference")
+def _phase_table(title: str, native: dict[str, float | None], fused: dict[str, float | None]) -> Table:
+    table = _table(title, "what the device does", "native", "fused", "difference")
     for words, before in native.items():
-        after = ours[words]
+        after = fused[words]
         change = "-" if before is None or after is None else _signed_ms(after - before)
         table.add_row(words, _ms(before), _ms(after), change)
     return table
 
 
 def _kernel_table(kernels: Sequence[KernelTime]) -> Table:
-    columns = ("native, calls", "ms", "ours, calls", "ms", "difference")
+    columns = ("native, calls", "ms", "fused, calls", "ms", "difference")
     table = _table(f"the {len(kernels)} kernels whose time differs most", "kernel", *columns)
     for kernel in kernels:
         counts, times = map(str, kernel.counts), map(_ms, kernel.us)

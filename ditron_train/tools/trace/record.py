@@ -1,4 +1,4 @@
-"""Records one call of an op, or of a layer, natively and with ours: Chrome traces and a picture.
+"""Records one call of an op, or of a layer, natively and fused: Chrome traces and a picture.
 
 The host is ahead of the device, as in training, and the ranks begin together: the device waits a little in front of
 the call, then for all ranks. Neither is shown.
@@ -24,7 +24,7 @@ from ditron_train.runtime.files import export_trace
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import check_folder
 from ditron_train.tools.cases import BenchCase, Shape
-from ditron_train.tools.catalog import ROOMS, cases_of, megatron_groups
+from ditron_train.tools.catalog import PACKAGES, cases_of, megatron_groups
 from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.op_rows import OpCalls, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
@@ -42,7 +42,7 @@ Contenders = Mapping[str, Callable[[int], list[torch.Tensor]]]
 def record_op(
     op: str, shape: tuple[int, int, int] | None, folder: Path, fp8: str | None = None, model: str | None = None
 ) -> int:
-    """Writes ``<op>-native.json``, ``<op>-ditron.json`` (Perfetto and chrome://tracing read them) and ``<op>.png``.
+    """Writes ``<op>-native.json``, ``<op>-fused.json`` (Perfetto and chrome://tracing read them) and ``<op>.png``.
 
     Rank 0 is recorded while all ranks run. Collective; returns the exit status. A recipe ``fp8`` and a ``model``, at
     whose shape the op is recorded, are part of the files' names.
@@ -72,10 +72,10 @@ def record_op(
             need(session, op)
         with make(session, op=op, shape=shape) as (title, contenders):
             if feature is not None:
-                bits = session.equal_layer(feature, contenders["ditron"], contenders["native"])
+                bits = session.equal_layer(feature, contenders["fused"], contenders["native"])
                 require_compared({op: bits is not None}, "no fused call ran in the layer (the log says why)")
             stem = "-".join([op, *([f"fp8-{fp8}"] if fp8 else []), *([_as_file_name(model)] if model else [])])
-            return _record(session, title, stem, {name: contenders[name] for name in ("native", "ditron")}, folder)
+            return _record(session, title, stem, {name: contenders[name] for name in ("native", "fused")}, folder)
 
 
 def _as_file_name(model: str) -> str:
@@ -164,7 +164,7 @@ _FP8_LAYERS = tuple(name for name in _LAYERS if name != "layer_ar")
 
 def _cases(fp8: str | None = None) -> dict[str, BenchCase[Any, Any]]:
     """Every op with rows of its own, by the name in them."""
-    return {case.row: case for room in ROOMS for cases in parts_of(cases_of(room, fp8)).values() for case in cases}
+    return {case.row: case for room in PACKAGES for cases in parts_of(cases_of(room, fp8)).values() for case in cases}
 
 
 def takes_shape(case: BenchCase[Any, Any]) -> bool:
@@ -183,7 +183,7 @@ def _record(
     timelines = {}
     for name, contender in contenders.items():
         path = folder / f"{stem}-{name}.json"
-        _profile(session, f"ditron_train {stem}" if name == "ditron" else f"native {stem}", contender, path)
+        _profile(session, f"ditron_train {stem}" if name == "fused" else f"native {stem}", contender, path)
         if session.rank == 0:
             timelines[name] = read_chrome_trace(path)
     if session.rank == 0:
@@ -192,9 +192,9 @@ def _record(
         for name, intervals in timelines.items():
             terminal().print(summary(name, intervals, computation))
         if all(timelines.values()):
-            show_phases("rank 0", timelines["native"], timelines["ditron"], "the call")
-            terminal().print(at_best(timelines["native"], timelines["ditron"]), highlight=False)
-        terminal().print(f"written: {folder / stem}.png, {stem}-native.json, {stem}-ditron.json")
+            show_phases("rank 0", timelines["native"], timelines["fused"], "the call")
+            terminal().print(at_best(timelines["native"], timelines["fused"]), highlight=False)
+        terminal().print(f"written: {folder / stem}.png, {stem}-native.json, {stem}-fused.json")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Timelines of native and ours as one picture: a lane for each stream and copy engine, what is not hidden in red."""
+"""Timelines of native and fused as one picture: a lane for each stream and copy engine, what is not hidden in red."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _mark_exposed(axis: Any, spans: Sequence[tuple[float, float]]) -> None:
     """Red over all lanes, with the microseconds of the longest."""
     for start, end in spans:
         axis.axvspan(start, end, color="#c0392b", alpha=0.25, linewidth=0)
-    labels: list[list[float]] = []  # middle, us: spans that lie so close that their numbers would overlap share one
+    labels: list[list[float]] = []  # middle, us: spans that are so close that their numbers would overlap share one
     for start, end in spans:
         if labels and (start + end) / 2 - labels[-1][0] < 0.025 * spans[-1][1]:
             labels[-1][1] += end - start

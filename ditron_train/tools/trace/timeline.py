@@ -23,8 +23,8 @@ _COMMUNICATION = re.compile(
     r"|agree_kernel|return_rows|sum_returned|Memcpy PtoP",
     re.IGNORECASE,
 )
-# cuBLAS's and CUTLASS's, ours alone or fused with communication, the optimizer's; attention is made of CUTLASS, too,
-# and is none.
+# cuBLAS's and CUTLASS's, the fused path alone or fused with communication, the optimizer's; attention is made of
+# CUTLASS, too, and is none.
 _GEMM = re.compile(
     r"^(?!.*(flash|fmha|sdpa|attn)).*(nvjet|gemm|gemv|splitKreduce|wgrad_kernel|addmm_kernel|symmetric_kernel|aten::\w*mm\b)",
     re.IGNORECASE,
@@ -52,7 +52,8 @@ class Interval:
 
 
 def read_chrome_trace(path: Path) -> list[Interval]:
-    """Returns kernels and copies of the GPU; of a trace without a GPU, GEMMs, ops of ours and collectives of the CPU.
+    """Returns kernels and copies of the GPU; of a trace without a GPU, GEMMs, ops of this package and collectives of
+    the CPU.
 
     Raises:
         ValueError: The file is no Chrome trace.

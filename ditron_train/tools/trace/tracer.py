@@ -1,4 +1,4 @@
-"""Draws when what runs in one call of an op, natively and with ours (under torchrun)."""
+"""Draws when what runs in one call of an op, natively and fused (under torchrun)."""
 
 from __future__ import annotations
 

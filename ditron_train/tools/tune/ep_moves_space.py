@@ -20,7 +20,7 @@ class MoveSpace(SearchSpace[TokensCall, EPContext]):
     most_shapes = 1
 
     def shape_class(self, call: TokensCall) -> str:
-        config = call.pair.ditron.config
+        config = call.pair.fused.config
         return move_class(config.num_moe_experts, config.moe_router_topk, call.tokens.shape[1])
 
     def candidates(self, call: TokensCall, context: EPContext, ranked: Sequence[Any]) -> Sequence[int]:

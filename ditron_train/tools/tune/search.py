@@ -1,5 +1,5 @@
 """The search: for each class of shapes of an op the candidates that its `SearchSpace` names, in rounds that learn from
-what was quickest, beside Megatron's path."""
+what was quickest, beside stock Megatron."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Turns:
 
 @dataclass
 class Result:
-    """What was seen of one shape: times by candidate (us, of those with the bits of Megatron's path), of that path and
+    """What was seen of one shape: times by candidate (us, of those with the bits of stock Megatron), of that path and
     of its parts."""
 
     times_us: dict[Hashable, float] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class ShapeClass:
         return list(self.space.candidates(self.first, self.trials[0].context, ranked))
 
     def score(self, candidate: Hashable) -> float:
-        """Geometric mean over the shapes of time over the default's, or over Megatron's path's where the default has
+        """Geometric mean over the shapes of time over the default's, or over stock Megatron's where the default has
         other bits."""
         logs = []
         for result in self.results:
@@ -211,7 +211,7 @@ def _time(
         contenders, group=None, device=session.device, repetitions=turns.repetitions, warmup=1, passes=turns.rounds
     )
     times = {name: timing.median_us for name, timing in timings.items()}
-    # Drift between the rounds is taken out by what both have timed: Megatron's path.
+    # Drift between the rounds is taken out by what both have timed: native.
     scale = 1.0 if first else result.native_us / times["native"]
     for candidate in candidates:
         result.times_us.setdefault(candidate, times[candidate] * scale)

@@ -34,7 +34,7 @@ from ditron_train.symm.exchange import exchange
 from ditron_train.tools.arguments import add_count, add_shape_argument
 from ditron_train.tools.cases import Shape
 from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_AR, GEMM_RS, local_shapes
-from ditron_train.tools.catalog import ROOMS, megatron_groups, spaces_of
+from ditron_train.tools.catalog import PACKAGES, megatron_groups, spaces_of
 from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.op_rows import shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
@@ -52,7 +52,7 @@ _NOT_BY_DEFAULT = ("gemm_rs nn",)  # runs if a weight is frozen, or no copy engi
 
 def _spaces() -> dict[str, SearchSpace[Any, Any]]:
     """The ops that have a choice, by their name in a table."""
-    return {space.table_op: space for room in ROOMS for space in spaces_of(room)}
+    return {space.table_op: space for room in PACKAGES for space in spaces_of(room)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -248,7 +248,7 @@ def _made_with() -> dict[str, str]:
 
 def _as_table(classes: list[ShapeClass], session: BenchSession) -> Table:
     shown = Table(title=f"{session.world_size} x {device_name(session.device)}", title_justify="left")
-    names = ("op", "class", "choice", "ours us", "default us", "native us", "tried", "other bits")
+    names = ("op", "class", "choice", "fused us", "default us", "native us", "tried", "other bits")
     for name in names:
         shown.add_column(name, no_wrap=True, justify="left" if name in ("op", "class", "choice") else "right")
     times = ("ditron_us", "default_us", "native_us", "tried")

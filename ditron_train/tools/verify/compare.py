@@ -1,4 +1,4 @@
-"""Runs one linear layer by Megatron's path and by the fused path on the same data, and compares every bit of every
+"""Runs one linear layer natively and by the fused path on the same data, and compares every bit of every
 result."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.megatron.tp.linear_call import LinearCall
-from ditron_train.megatron.tp.routing import op_of, why_not_kind
+from ditron_train.megatron.tp.routing import op_of, unsupported_reason_kind
 from ditron_train.policy import fused_results, gate, native_results
 from ditron_train.tools.cases import RunEnvironment, Shape
 from ditron_train.tools.cases.tp_linear import LinearCase
@@ -27,7 +27,7 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
         SettingError: The shape does not divide over the ranks.
         PeerTimeoutError: A peer did not come.
     """
-    if why_not_kind(case.kind, case.sequence_parallel) is not None:
+    if unsupported_reason_kind(case.kind, case.sequence_parallel) is not None:
         return Outcome(case, False, dict.fromkeys(RESULTS, 0))
     op = op_of(case.kind, case.sequence_parallel)
     call = _sample(session, LinearCase(op), case, seed)
@@ -49,10 +49,10 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
         return Outcome(case, True, num_different)
     contenders = {
         "native": lambda index: native_results(op, call),
-        "ditron": lambda index: fused_results(op, call, context),
+        "fused": lambda index: fused_results(op, call, context),
     }
     timings = session.measure(contenders)
-    return Outcome(case, True, num_different, timings["native"].median_us, timings["ditron"].median_us)
+    return Outcome(case, True, num_different, timings["native"].median_us, timings["fused"].median_us)
 
 
 def _sample(session: BenchSession, linear: LinearCase, case: Case, seed: int) -> LinearCall:
@@ -62,9 +62,11 @@ def _sample(session: BenchSession, linear: LinearCase, case: Case, seed: int) ->
     return linear.sample(shape, RunEnvironment(world, session.device, case.dtype), seed)
 
 
-def _differences(ours: list[torch.Tensor], native: list[torch.Tensor]) -> torch.Tensor:
+def _differences(fused: list[torch.Tensor], native: list[torch.Tensor]) -> torch.Tensor:
     """1 for every result of which a bit differs on any rank."""
-    mine = torch.tensor([int(not same_result(a, b)) for a, b in zip(ours, native, strict=True)], device=ours[0].device)
+    mine = torch.tensor(
+        [int(not same_result(a, b)) for a, b in zip(fused, native, strict=True)], device=fused[0].device
+    )
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return mine
 

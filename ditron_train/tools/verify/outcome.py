@@ -47,14 +47,14 @@ class Outcome:
 
     Attributes:
         case: Which.
-        is_ours: Whether a training job would run our op at this shape; else it runs natively, so nothing can differ.
+        is_fused: Whether a training job would run our op at this shape; else it runs natively, so nothing can differ.
         num_different: By result: in how many comparisons a bit differed on any rank.
         native_us: Forward and backward natively; None where it was not timed.
-        ditron_us: Forward and backward with ours.
+        ditron_us: Forward and backward with the fused path.
     """
 
     case: Case
-    is_ours: bool
+    is_fused: bool
     num_different: dict[str, int]
     native_us: float | None = None
     ditron_us: float | None = None
@@ -69,7 +69,7 @@ class Outcome:
         """One word or two for the table."""
         if not self.equal:
             return "DIFFERENT"
-        if not self.is_ours:
+        if not self.is_fused:
             return "native"
         slower = self.native_us is not None and self.ditron_us is not None and self.ditron_us > self.native_us
-        return "ours, slower" if slower else "ours"
+        return "fused, slower" if slower else "fused"

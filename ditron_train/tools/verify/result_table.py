@@ -21,14 +21,14 @@ _MOST_NAMED = 20  # random shapes that differ
 
 
 class Report:
-    """What ``verify`` found so far: named cases, random ones, rows of the other rooms' benchmarks.
+    """What ``verify`` found so far: named cases, random ones, rows of the other subpackages' benchmarks.
 
     Named cases and rows are in ``verify.json`` from the moment they are added, so that a run that is cut short leaves
     what it has compared.
 
     Attributes:
         outcomes: Of the named cases.
-        rows: Of the other rooms.
+        rows: Of the other subpackages.
         random: Of random shapes.
         compared: How many shapes were compared, by kind of layer and by subpackage; 0 if all of them ran natively.
     """
@@ -45,16 +45,16 @@ class Report:
     def is_equal(self) -> bool:
         """Whether no bit differed anywhere."""
         outcomes = (*self.outcomes, *self.random)
-        return all(one.equal for one in outcomes) and all(row.bitwise_equal for row in self.rows)
+        return all(outcome.equal for outcome in outcomes) and all(row.bitwise_equal for row in self.rows)
 
     def add_outcome(self, outcome: Outcome) -> None:
         """One more named case."""
         self.outcomes.append(outcome)
-        self.compared[f"tp {outcome.case.kind}"] += outcome.is_ours
+        self.compared[f"tp {outcome.case.kind}"] += outcome.is_fused
         self._write_rows()
 
     def add_row(self, row: Row, num_comparisons: int) -> None:
-        """One more row of a room's benchmark, and how often its op was compared."""
+        """One more row of a subpackage's benchmark, and how often its op was compared."""
         self.rows.append(row)
         self._row_comparisons += num_comparisons
         self._write_rows()
@@ -90,7 +90,7 @@ class Report:
     @cached_property
     def _stamp(self) -> Stamp:
         names = (
-            "rooms",
+            "packages",
             "fp8",
             "repeat",
             "straggler_ms",
@@ -110,12 +110,12 @@ def _print_line(text: str) -> None:
 
 
 def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row], repeat: int) -> None:
-    """One line a case and one for each of the other rooms' ``rows``, on rank 0."""
+    """One line a case and one for each of the other subpackages' ``rows``, on rank 0."""
     title = _count(session.world_size, "rank") + (
         f", {_count(repeat, 'comparison')} of each layer" if outcomes else ""
     )
     table = Table(title=title, title_justify="left")
-    for name in ("layer", "op", "shape", "dtype", *RESULTS, "native ms", "ditron ms", "verdict"):
+    for name in ("layer", "op", "shape", "dtype", *RESULTS, "native ms", "fused ms", "verdict"):
         table.add_column(name)
     for outcome in outcomes:
         case = outcome.case
@@ -137,7 +137,7 @@ def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row
         bits = [
             ("equal" if row.bitwise_equal else "DIFFERENT") if result in _results_of(row) else "" for result in RESULTS
         ]
-        slower = "ours, slower" if row.ditron_us > row.native_us else "ours"
+        slower = "fused, slower" if row.ditron_us > row.native_us else "fused"
         style = None if row.bitwise_equal else "bold red"
         times = _times(row.native_us, row.ditron_us)
         sizes = "x".join(map(str, row.shape.values()))
@@ -162,14 +162,14 @@ def _results_of(row: Row) -> Sequence[str]:
 
 
 def _bits(outcome: Outcome, result: str) -> str:
-    if not outcome.is_ours:
+    if not outcome.is_fused:
         return "native"
     count = outcome.num_different[result]
     return "equal" if count == 0 else f"{count} DIFFERENT"
 
 
 def _summary_of_rows(rows: Sequence[Row], num_comparisons: int) -> str:
-    """One sentence over the other rooms' rows."""
+    """One sentence over the other subpackages' rows."""
     different = sum(not row.bitwise_equal for row in rows)
     text = f"{_count(len(rows), 'row')} of other ops ({_count(num_comparisons, 'comparison')})"
     return f"{text}; {f'{different} different' if different else 'every bit is equal'}"
@@ -177,14 +177,14 @@ def _summary_of_rows(rows: Sequence[Row], num_comparisons: int) -> str:
 
 def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:
     """One sentence over all cases."""
-    ours = [outcome for outcome in outcomes if outcome.is_ours]
+    fused = [outcome for outcome in outcomes if outcome.is_fused]
     different = [outcome for outcome in outcomes if not outcome.equal]
-    compared = len(ours) * repeat
+    compared = len(fused) * repeat
     text = (
-        f"{_count(len(outcomes), 'shape')}: {len(ours)} by ours ({_count(compared, 'comparison')}), "
-        f"{len(outcomes) - len(ours)} natively"
+        f"{_count(len(outcomes), 'shape')}: {len(fused)} fused ({_count(compared, 'comparison')}), "
+        f"{len(outcomes) - len(fused)} natively"
     )
-    verdict = "every bit is equal" if ours else "nothing was compared"
+    verdict = "every bit is equal" if fused else "nothing was compared"
     return f"{text}; {f'{len(different)} different' if different else verdict}"
 
 

@@ -21,7 +21,7 @@ from ditron_train.runtime.errors import DitronError, NotSupportedError, SettingE
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.arguments import add_common_arguments, check_counts, check_folder
-from ditron_train.tools.catalog import ROOMS
+from ditron_train.tools.catalog import PACKAGES
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.nothing_compared import require_compared
 from ditron_train.tools.session import BenchSession, bench_session
@@ -36,8 +36,14 @@ from ditron_train.tools.verify.cases import (
     shape_cases,
 )
 from ditron_train.tools.verify.outcome import Stress
+from ditron_train.tools.verify.packages import (
+    check_fp8_case,
+    check_packages,
+    parse_packages,
+    verify_fp8_layers,
+    verify_packages,
+)
 from ditron_train.tools.verify.result_table import Report
-from ditron_train.tools.verify.rooms import check_fp8_case, check_rooms, parse_rooms, verify_fp8_layers, verify_rooms
 
 _FIRST_EPOCH = 2**31 - 64  # so that every run crosses the wrap
 _MOST_STRAGGLER_MS = 1e6
@@ -50,11 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``verify``."""
     add_case_arguments(parser)
     parser.add_argument(
-        "--rooms",
+        "--packages",
         metavar="NAME,NAME",
-        help=f"the ops of these, too, timed briefly: {', '.join(ROOMS)}; all: {', '.join(parse_rooms('all'))} "
+        help=f"the ops of these, too, timed briefly: {', '.join(PACKAGES)}; all: {', '.join(parse_packages('all'))} "
         "(default: the linear layers, which have tp's ops in them, and nothing else)",
     )
+    parser.add_argument("--rooms", dest="packages", help=argparse.SUPPRESS)  # until 0.3
     add_fp8_argument(parser, "the layers of Transformer Engine in this recipe, their state too")
     parser.add_argument(
         "--plan",
@@ -94,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         SettingError: A size, a count, a shape or a folder that cannot be.
         NotSupportedError: megatron-core, the reference, is not installed; FP8 without Transformer Engine.
     """
-    rooms = _check(arguments)
+    packages = _check(arguments)
     try:
         from ditron_train.tools.bench.megatron_tp import megatron_world
     except ImportError as error:
@@ -106,17 +113,17 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("DITRON_POLICY", "bits")
     get_logger("policy").setLevel(
         logging.WARNING
-    )  # what becomes ours stands in the table; of random shapes that is thousands
+    )  # what runs fused is listed in the table; of random shapes that is thousands
     with bench_session("verify", arguments) as session:
         on_gpu = session.device.type == "cuda"
         model = model_sizes(arguments.job, on_gpu)
-        check_rooms(rooms, model, session.world_size, arguments.fp8)
+        check_packages(packages, model, session.world_size, arguments.fp8)
         report = Report(session, arguments)
         try:
             with megatron_world(session):
                 verification = _Verification(session, arguments, model, report)
                 verification.compare()
-            verify_rooms(rooms, model, report, verification.stress, arguments.seed, session, arguments.fp8)
+            verify_packages(packages, model, report, verification.stress, arguments.seed, session, arguments.fp8)
         except (KeyboardInterrupt, DitronError):
             report.finish()  # what was compared until then
             raise
@@ -132,7 +139,7 @@ def _missing(error: ImportError) -> Exception:
 
 
 def _check(arguments: argparse.Namespace) -> list[str]:
-    """The names of ``--rooms``; raises for whatever cannot be, before anything is launched."""
+    """The names of ``--packages``; raises for whatever cannot be, before anything is launched."""
     if arguments.repeat < 1 or arguments.random < 0:
         raise SettingError("--repeat has to be above 0, --random 0 or more")
     if not 0 <= arguments.straggler_ms <= _MOST_STRAGGLER_MS:
@@ -153,7 +160,7 @@ def _check(arguments: argparse.Namespace) -> list[str]:
         check_fp8(arguments.fp8, "verify")
     if arguments.output is not None:
         check_folder(arguments.output)
-    return parse_rooms(arguments.rooms)
+    return parse_packages(arguments.packages)
 
 
 def _check_patience(cases: Sequence[Case]) -> None:
@@ -208,7 +215,7 @@ class _Verification:
         self.report.finish()
         is_good, is_alone = self.report.is_equal, self.session.world_size == 1
         if is_good and (is_alone or self.arguments.plan is None):  # a plan may say that all of it runs natively
-            random = {"--random": sum(one.is_ours for one in self.report.random)} if self.arguments.random else {}
+            random = {"--random": sum(one.is_fused for one in self.report.random)} if self.arguments.random else {}
             counts = {**self.report.compared, **random}
             require_compared(counts, _ONE_RANK if is_alone else "it runs natively here, by the policy")
         return 0 if is_good else 1
@@ -216,8 +223,8 @@ class _Verification:
     def _named_cases(self) -> list[Case]:
         arguments = self.arguments
         named = shape_cases(arguments, self.dtype)
-        is_of_rooms = bool(arguments.rooms) and self.session.world_size == 1  # whose layers would run natively
-        if not (named or arguments.random or is_of_rooms):
+        is_of_packages = bool(arguments.packages) and self.session.world_size == 1  # whose layers would run natively
+        if not (named or arguments.random or is_of_packages):
             named = model_cases(self.model, self.dtype)
             if not arguments.sequence_parallel:  # column layers are native then
                 named = [case for case in named if case.kind == "row"]

@@ -1,7 +1,7 @@
 """Runs Megatron-LM's own unit tests natively and with every feature on, under several policies, and writes the table
-of what passes natively and not with ours. The environment variable MEGATRON_LM names a checkout of Megatron-LM (tag
-core_v0.16.1); nothing is fetched. What was run before is kept: a run that is stopped by --seconds is continued by the
-next one with the same --records."""
+of what passes natively and not with the fused path. The environment variable MEGATRON_LM names a checkout of
+Megatron-LM (tag core_v0.16.1); nothing is fetched. What was run before is kept: a run that is stopped by --seconds is
+continued by the next one with the same --records."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     device = torch.device("cuda" if has_gpus else "cpu")
     settings = {"features": arguments.features, "megatron_lm": _version(checkout), "NCCL_MAX_NCHANNELS": NUM_CHANNELS}
-    num_devices = min(num_ranks, torch.cuda.device_count()) if has_gpus else num_ranks  # posed ranks share GPUs
+    num_devices = min(num_ranks, torch.cuda.device_count()) if has_gpus else num_ranks  # simulated ranks share GPUs
     path = write_table(arguments.output, collect_stamp(device, num_devices, **settings), rows)
     _show(rows, path)
     if any(row.lost or row.not_run for row in rows):
@@ -90,7 +90,7 @@ def _launch_all(
     launcher: Launcher, checkout: Path, suites: Sequence[str], policies: Sequence[str], num_jobs: int
 ) -> None:
     """Each suite natively, then what passed there under each policy; ``num_jobs`` suites and modes at a time."""
-    with ThreadPoolExecutor(num_jobs) as natively, ThreadPoolExecutor(num_jobs) as with_ours:
+    with ThreadPoolExecutor(num_jobs) as natively, ThreadPoolExecutor(num_jobs) as with_fused:
         free = threading.Semaphore(num_jobs)
 
         def launch(mode: str, name: str, only: Sequence[str] | None = None) -> Suite:
@@ -100,7 +100,7 @@ def _launch_all(
         def launch_suite(name: str) -> None:
             passed = launch(NATIVE, name).with_outcome("passed")
             if passed:
-                launched.extend(with_ours.submit(launch, policy, name, passed) for policy in policies)
+                launched.extend(with_fused.submit(launch, policy, name, passed) for policy in policies)
 
         launched: list[Future[Any]] = []
         for future in [natively.submit(launch_suite, name) for name in suites]:
@@ -134,19 +134,19 @@ def _version(checkout: Path) -> str:
 
 
 def _pairs(records: Path, policy: str) -> dict[str, tuple[Suite, Suite]]:
-    """Of every part that was ever run: native outcomes and those with ours."""
+    """Of every part that was ever run: native outcomes and those with the fused path."""
     return {name: (read_suite(records / NATIVE / name), read_suite(records / policy / name)) for name in SUITES}
 
 
 def _show(rows: Sequence[Row], path: Path) -> None:
     for row in rows:
-        words = f"{row.policy}: {row.native_passed} pass natively, {row.ours_passed} of them with ours, which ran in "
+        words = f"{row.policy}: {row.native_passed} pass natively, {row.ours_passed} of them fused, which ran in "
         words += f"{row.ours_ran}; {len(row.lost)} lost, {row.not_run} not run"
         _logger.info("%s", words)
         for test, outcome in row.lost.items():
             _logger.info("%s", f"  {outcome}: {test}")
         for test in row.unsteady:
-            _logger.info("%s", f"  failed with ours, and natively when run again: {test}")
+            _logger.info("%s", f"  failed with the fused path, and natively when run again: {test}")
     for file, why in rows[0].uncollected.items():
         _logger.info("%s", f"cannot be imported: {file}: {why}")
     _logger.info("%s", f"written: {path}")

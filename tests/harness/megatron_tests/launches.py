@@ -84,10 +84,11 @@ class Launcher:
     def repeat_natively(
         self, suite: str, paths: Sequence[str], tests: Sequence[str], *, at_once: int, times: int = 12
     ) -> Suite:
-        """Runs ``tests``, which pass natively and not with ours, natively again while they pass: what fails once
-        without ours is not lost by them. ``at_once`` launches share the GPUs, as launches did when the tests failed: a
-        test was seen that fails natively in one run of three beside others, and passed alone each time. Not for tests
-        that work in one folder whichever launch they belong to: of several at once none is what it is alone."""
+        """Runs ``tests``, which pass natively and not with the fused path, natively again while they pass: what fails
+        once without the fused path is not lost by them. ``at_once`` launches share the GPUs, as launches did when the
+        tests failed: a test was seen that fails natively in one run of three beside others, and passed alone each
+        time. Not for tests that work in one folder whichever launch they belong to: of several at once none is what it
+        is alone."""
         folder = self.records / NATIVE / suite
         known, mark = read_suite(folder), folder / "repeated"
         done = set(mark.read_text(encoding="utf-8").splitlines()) if mark.exists() else set()
@@ -105,7 +106,9 @@ class Launcher:
                 before, first = dict(known.runs), known.launches
                 with ThreadPoolExecutor(copies) as launches:
                     numbers = range(first, first + copies)
-                    found = [launches.submit(self._launch, NATIVE, folder, one, paths, (), left) for one in numbers]
+                    found = [
+                        launches.submit(self._launch, NATIVE, folder, number, paths, (), left) for number in numbers
+                    ]
                 for launch in found:
                     launch.result()
                 known = read_suite(folder)

@@ -91,8 +91,8 @@ class _Rank:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Notes a file that cannot be imported: of its tests nothing is known."""
         if report.failed:
-            said = str(report.longrepr).strip().splitlines() or [""]
-            self._notes.write(uncollected=report.nodeid, why=said[-1][-300:])
+            logged = str(report.longrepr).strip().splitlines() or [""]
+            self._notes.write(uncollected=report.nodeid, why=logged[-1][-300:])
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -123,7 +123,7 @@ class _Rank:
 
     @contextmanager
     def _limit(self, test: str) -> Iterator[None]:
-        timer = threading.Timer(self._job.test_seconds, self._give_up, [test])
+        timer = threading.Timer(self._job.test_seconds, self._abort, [test])
         timer.daemon = True
         timer.start()
         try:
@@ -131,7 +131,7 @@ class _Rank:
         finally:
             timer.cancel()
 
-    def _give_up(self, test: str) -> None:
+    def _abort(self, test: str) -> None:
         self._notes.write(test=test, outcome="hung", why=f"not done after {self._job.test_seconds:g} s")
         faulthandler.dump_traceback(file=_terminal)
         os._exit(1)

@@ -40,7 +40,7 @@ class Suite:
     Attributes:
         collected: The tests that launches meant to run, in order.
         outcomes: Of the tests that ended, or ended a launch; over all ranks the worst.
-        ran: How often ours ran in a test, by feature, on the first rank.
+        ran: How often the fused path ran in a test, by feature, on the first rank.
         native: What was native in a test and why, in the log's words, on the first rank.
         why: What a failure said, on the first rank that said something.
         launches: How many there were.

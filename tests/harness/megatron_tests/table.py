@@ -1,4 +1,4 @@
-"""The table of Megatron-LM's tests: what passes natively, what of it passes with ours, and what is lost."""
+"""The table of Megatron-LM's tests: what passes natively, what of it passes with the fused path, and what is lost."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Row:
         world_size: Ranks.
         native_passed: Tests that pass natively, each time.
         ours_passed: Of these, with every feature on.
-        ours_ran: Of those that pass natively, in how many ours ran.
+        ours_ran: Of those that pass natively, in how many the fused path ran.
         calls: How often it ran in them, by feature.
         passed_again: Of those that pass, the tests that failed beside others and passed in a launch of their own.
-        native_because: Of those in which ours did not run, how many had this reason, by folder.
-        not_run: Tests that pass natively and were not reached with ours.
-        lost: Names of those that pass natively and not with ours, with what became of them.
-        unsteady: Tests that failed with ours, passed natively, and failed natively when they were run again.
+        native_because: Of those in which the fused path did not run, how many had this reason, by folder.
+        not_run: Tests that pass natively and were not reached with the fused path.
+        lost: Names of those that pass natively and not with the fused path, with what became of them.
+        unsteady: Tests that failed with the fused path, passed natively, and failed natively when they were run again.
         uncollected: Files that cannot be imported natively, and why: what they need is not installed.
     """
 
@@ -46,13 +46,13 @@ class Row:
     uncollected: dict[str, str] = field(default_factory=dict)
 
 
-#: Said of a test in which no layer of ours decided anything.
-NOTHING_ASKED = "no layer that ours stand in for was called in a group of several ranks"
+#: Said of a test in which no layer of this package decided anything.
+NOTHING_ASKED = "no layer that the fused ones stand in for was called in a group of several ranks"
 _SHAPES = re.compile(r"(?<!\w)(?:\(?\d[\d., x()]*\d\)?|\d)(?!\w)")
 
 
 def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite]]) -> Row:
-    """The row of a policy from each suite's native outcomes and those with ours, by the suite's name."""
+    """The row of a policy from each suite's native outcomes and those with the fused path, by the suite's name."""
     ours_passed, ran = 0, 0
     calls: dict[str, int] = {}
     again: list[str] = []
@@ -62,12 +62,12 @@ def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite
     counted: set[str] = set()  # older records may hold a test in another suite
     left: set[str] = set()
     differ = {test for native, _ in suites.values() for test in native.unsteady}
-    for name, (native, ours) in suites.items():
-        unsteady += [test for test in native.unsteady if ours.outcomes.get(test, "passed") != "passed"]
+    for name, (native, fused) in suites.items():
+        unsteady += [test for test in native.unsteady if fused.outcomes.get(test, "passed") != "passed"]
         for test in native.with_outcome("passed"):
             if test in counted or test in differ:
                 continue
-            outcome = ours.outcomes.get(test)
+            outcome = fused.outcomes.get(test)
             if outcome is None:
                 left.add(test)
                 continue
@@ -75,13 +75,13 @@ def row_of(policy: str, world_size: int, suites: Mapping[str, tuple[Suite, Suite
             ours_passed += outcome == "passed"
             if outcome != "passed":
                 lost[test] = outcome
-            elif test in ours.again:
+            elif test in fused.again:
                 again.append(test)
-            counts = ours.ran.get(test, {})
+            counts = fused.ran.get(test, {})
             ran += any(counts.values())
             if not any(counts.values()):
                 in_suite = because.setdefault(name, {})
-                for reason in _reasons(ours.native.get(test, [])):
+                for reason in _reasons(fused.native.get(test, [])):
                     in_suite[reason] = in_suite.get(reason, 0) + 1
             for feature, count in counts.items():
                 calls[feature] = calls.get(feature, 0) + count

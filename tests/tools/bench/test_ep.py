@@ -36,9 +36,9 @@ def test_rows_of_parts_and_routings(tmp_path: Path) -> None:
     assert all(row.bitwise_equal and row.native_us > 0 for row in rows)
 
 
-def _run_as_with_rows(fewest: int, *words: str) -> int:
-    ep_gemm._fewest_rows = lambda counts, device: fewest
-    ep_gemm.fewest_rows_here = lambda product, *_: 257  # nothing is measured in the interpreter
+def _run_as_with_rows(min_rows: int, *words: str) -> int:
+    ep_gemm._min_rows = lambda counts, device: min_rows
+    ep_gemm.min_rows_here = lambda product, *_: 257  # nothing is measured in the interpreter
     return _run(*words)
 
 
@@ -60,12 +60,12 @@ def test_grouped_gemms_that_a_layer_leaves_native_have_no_rows(tmp_path: Path) -
 
 def test_a_wgrad_of_many_tiles_is_measured_whatever_the_rows(monkeypatch) -> None:
     """The other products where experts have as many rows as they need: forward 300, dgrad 600 here."""
-    monkeypatch.setattr(ep_gemm, "fewest_rows_here", lambda product, *_: 300 if product.transpose else 600)
+    monkeypatch.setattr(ep_gemm, "min_rows_here", lambda product, *_: 300 if product.transpose else 600)
 
-    def measured(fewest: int | None, n: int, k: int) -> list[str]:
+    def measured(min_rows: int | None, n: int, k: int) -> list[str]:
         weight = torch.empty(n, k, device="meta")
-        call = ep_gemm.GroupCall(*[weight] * 2, [weight], weight, [0], fewest, *[None] * 2)
-        return [one.op.product for one in ep_gemm.CASES if one.no_row_reason(call) is None]
+        call = ep_gemm.GroupCall(*[weight] * 2, [weight], weight, [0], min_rows, *[None] * 2)
+        return [case.op.product for case in ep_gemm.CASES if case.no_row_reason(call) is None]
 
     assert measured(299, 4096, 1408) == ["wgrad"] and measured(299, 1408, 2048) == []
     assert measured(300, 4096, 1408) == ["forward", "wgrad"] and measured(300, 1408, 2048) == ["forward"]

@@ -203,7 +203,7 @@ def test_tables() -> None:
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     predicted = dataclasses.replace(FULL, model_native_us=374.0, model_us=190.0)
     header, _, line = markdown_table([predicted]).splitlines()
-    assert "model ditron ms" in header and "| 0.190 | -5 % |" in line and "| 0.374 | +10 % |" in line
+    assert "model fused ms" in header and "| 0.190 | -5 % |" in line and "| 0.374 | +10 % |" in line
     assert "1.70x" in lines[2] and "80 %" in lines[2] and "DIFFER" in lines[3]
     console = Console(record=True, width=240)
     show_rows([SHORT], stamp(), console)
@@ -250,14 +250,14 @@ def test_sizes_of_a_training_in_words() -> None:
         pipeline_model_parallel_size=1,
     )
     row = dataclasses.replace(SHORT, shape={**sizes, **batch})
-    said = "2 layers, hidden 64, 8 experts of 32, top-2; EP 4; 32 sequences of 4096 tokens a step, 2 at a time"
-    assert model_words(row) == said
+    logged = "2 layers, hidden 64, 8 experts of 32, top-2; EP 4; 32 sequences of 4096 tokens a step, 2 at a time"
+    assert model_words(row) == logged
     assert model_words(dataclasses.replace(SHORT, shape={"ffn_hidden_size": 96, "moe_router_topk": 2})) == "FFN 96"
 
 
 def test_readme_shows_steps_that_can_be_measured_again(tmp_path: Path) -> None:
     known = dataclasses.replace(
-        SHORT, op="training_step tp", model="known", command="torchrun x.py", plan=["tp column: ours, faster"],
+        SHORT, op="training_step tp", model="known", command="torchrun x.py", plan=["tp column: fused, faster"],
         versions={"torch": "2"}, trace={"nothing runs": [1.5, None]}, jobs_ms={"native": [1.0]},
     )  # fmt: skip
     rows = [known, dataclasses.replace(known, model="unknown", plan=None)]

@@ -30,10 +30,10 @@ def _slow_on_rank_one() -> tuple[float, float, list[int]]:
     return timings["slow"].median_us, timings["quick"].median_us, calls
 
 
-def _order_of_calls(in_turn: bool) -> str:
+def _order_of_calls(interleaved: bool) -> str:
     calls: list[str] = []
     contenders = {name: lambda index, name=name: calls.append(name) for name in "ab"}
-    measure(contenders, group=None, device=torch.device("cpu"), repetitions=1, warmup=1, in_turn=in_turn)
+    measure(contenders, group=None, device=torch.device("cpu"), repetitions=1, warmup=1, interleaved=interleaved)
     return "".join(calls)
 
 
@@ -44,9 +44,9 @@ def test_the_slowest_rank_counts() -> None:
     assert calls == [0, 1, 2, 3] * 2  # measured twice, each with a set of inputs of its own
 
 
-@pytest.mark.parametrize("in_turn, expected", [(True, "abab" + "baba"), (False, "aabb" + "bbaa")])
-def test_contenders_take_turns(in_turn: bool, expected: str) -> None:
-    assert run_workers(1, _order_of_calls, in_turn) == [expected]
+@pytest.mark.parametrize("interleaved, expected", [(True, "abab" + "baba"), (False, "aabb" + "bbaa")])
+def test_contenders_take_turns(interleaved: bool, expected: str) -> None:
+    assert run_workers(1, _order_of_calls, interleaved) == [expected]
 
 
 class _Event:

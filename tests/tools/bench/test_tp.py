@@ -50,7 +50,7 @@ def test_rows_of_both_ops_and_their_backward(tmp_path: Path) -> None:
 
 
 def _layer_rows(is_split: bool) -> list[tuple[str, str, bool, bool]]:
-    """Op and pass of each row, whether ranks have the same tokens, whether results are those of Megatron's path."""
+    """Op and pass of each row, whether ranks have the same tokens, whether results are those of stock Megatron."""
     from ditron_train.tools.bench import megatron_tp
     from ditron_train.tools.session import bench_session
 
@@ -67,8 +67,8 @@ def _layer_rows(is_split: bool) -> list[tuple[str, str, bool, bool]]:
         pair = megatron_tp._LayerPair(session, is_split=is_split)
         others = [torch.empty_like(pair.x) for _ in range(2)]
         dist.all_gather(others, pair.x)
-        ours, native = pair.forward_backward("ditron"), pair.forward_backward("native")
-        is_equal = all(torch.equal(*pair) for pair in zip(ours, native, strict=True))
+        fused, native = pair.forward_backward("fused"), pair.forward_backward("native")
+        is_equal = all(torch.equal(*pair) for pair in zip(fused, native, strict=True))
         rows = list(megatron_tp.layer_rows(session, is_split=is_split))
         return [(row.op, row.direction, torch.equal(*others), is_equal) for row in rows]
 

@@ -36,7 +36,7 @@ import argparse
 def add_megatron_arguments(parser):
     parser.add_argument("--train-iters", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=8)
-    parser.add_argument("--noise", choices=("none", "ours", "always"), default="none")
+    parser.add_argument("--noise", choices=("none", "fused", "always"), default="none")
     return parser
 
 def parse_args(extra_args_provider=None, ignore_unknown_args=False):
@@ -79,7 +79,7 @@ def train_step(
         _column(torch.ones(4, 1, 8))
     loss = (model(torch.full((2, 8), 1.0 + iteration)) ** 2).mean()
     loss.backward()
-    noisy = _args.noise == "always" or (_args.noise == "ours" and active_features())
+    noisy = _args.noise == "always" or (_args.noise == "fused" and active_features())
     if noisy and iteration == 2:  # one bit of one weight, of the last rank
         with torch.no_grad():
             if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
@@ -176,41 +176,41 @@ def test_equal_jobs_of_two_ranks(script, tmp_path):
     assert row.trace["GEMMs, with communication in them or without"][1] > 0 and row.versions["torch"] == stamp.torch
     assert [len(times) for times in row.jobs_ms.values()] == [2, 2] and row.spread >= 0
     assert row.native_us == pytest.approx(sum(row.jobs_ms["native"]) * 500, rel=0.01, abs=20)
-    assert row.plan == read_job(tmp_path / "out" / "ditron").plan and "tp column" in row.plan[0]
+    assert row.plan == read_job(tmp_path / "out" / "fused").plan and "tp column" in row.plan[0]
     assert row.fused_calls == {"tp": 8} and row.memory_gib is None  # a layer, four steps, two ranks; no GPU
-    steps = read_job(tmp_path / "out" / "ditron").ranks[0]
+    steps = read_job(tmp_path / "out" / "fused").ranks[0]
     assert [step.fused_calls for step in steps] == [{"tp": 1}] * 4 and steps[-1].symmetric_bytes > 0
     assert not any(read_job(tmp_path / "out" / "native").most(name) for name in ("symmetric_bytes", "reserved_bytes"))
-    assert "symmetric memory of all groups: " in (tmp_path / "out" / "ditron.log").read_text()
+    assert "symmetric memory of all groups: " in (tmp_path / "out" / "fused.log").read_text()
     assert "rank 1 in step 3, ms" in done.stdout and "addmm" in done.stdout
-    for name in ("native", "ditron"):
+    for name in ("native", "fused"):
         assert sorted(path.name for path in (tmp_path / "out" / name).iterdir()) == [
             "rank0.jsonl",
             "rank1.jsonl",
             "trace-rank1.json",
         ]
         assert [step.number for step in read_job(tmp_path / "out" / name).ranks[0] if step.seconds is None] == [1, 3]
-    order = [tmp_path / "out" / f"{name}.log" for name in ("native", "ditron", "ditron-2", "native-2")]
+    order = [tmp_path / "out" / f"{name}.log" for name in ("native", "fused", "fused-2", "native-2")]
     assert sorted(order, key=lambda path: path.stat().st_mtime_ns) == order
     again = read_job(tmp_path / "out" / "native-2")
     assert "means of the jobs natively " in done.stdout and (len(again), len(again.ranks)) == (4, 2)
-    assert read_job(tmp_path / "out" / "ditron").header["features"] == ["tp"]
+    assert read_job(tmp_path / "out" / "fused").header["features"] == ["tp"]
     assert again.header["features"] == ["wgrad"] and again.features == ()
     assert "TRAINED" in (tmp_path / "out" / "native.log").read_text()
-    assert "tp: on for models built from now on" in (tmp_path / "out" / "ditron.log").read_text()
+    assert "tp: on for models built from now on" in (tmp_path / "out" / "fused.log").read_text()
     assert "tp: on" not in (tmp_path / "out" / "native.log").read_text()
-    assert run_notes(tmp_path / "out" / "native", tmp_path / "out" / "ditron") == 0
+    assert run_notes(tmp_path / "out" / "native", tmp_path / "out" / "fused") == 0
     with pytest.raises(SettingError, match="ran with --ditron tp"):
-        run_notes(tmp_path / "out" / "ditron", tmp_path / "out" / "native")
+        run_notes(tmp_path / "out" / "fused", tmp_path / "out" / "native")
 
 
 def test_one_bit_of_one_weight_is_found(monkeypatch, script, compare_here, tmp_path):
     pytest.importorskip("megatron.core")
     results = tmp_path / "results"
-    status, said = compare_here("--results", results, *_alone(monkeypatch, script, "--noise", "ours"))
-    assert status == 1, said
-    assert "DIFFERENT: " in said and "of step 4 on rank 0" in said
-    assert "kernel" not in said and not list(tmp_path.glob("out/*/trace*"))
+    status, logged = compare_here("--results", results, *_alone(monkeypatch, script, "--noise", "fused"))
+    assert status == 1, logged
+    assert "DIFFERENT: " in logged and "of step 4 on rank 0" in logged
+    assert "kernel" not in logged and not list(tmp_path.glob("out/*/trace*"))
     assert _only_row(results).bits_words == "**DIFFER**"
     assert read_job(tmp_path / "out" / "native").header["trace"] is None
 
@@ -225,9 +225,9 @@ def test_native_that_does_not_repeat_itself_is_named(monkeypatch, script, compar
     pytest.importorskip("megatron.core")
     results = tmp_path / "results"
     monkeypatch.setattr(Runs, "fused_calls", {"tp": 1})  # one rank has no fused call
-    status, said = compare_here("--results", results, *_alone(monkeypatch, script, "--noise", "always"))
-    assert status == 0, said
-    assert "native does not repeat itself: " in said and "all before that is equal" in said
+    status, logged = compare_here("--results", results, *_alone(monkeypatch, script, "--noise", "always"))
+    assert status == 0, logged
+    assert "native does not repeat itself: " in logged and "all before that is equal" in logged
     assert _only_row(results).bits_words == "Megatron's own differ"
 
 
@@ -242,7 +242,7 @@ def test_a_job_without_a_fused_call_compares_nothing(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ours, native_again, words",
+    "fused_losses, native_again, words",
     [
         ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], "equal"),
         ([1.0, 2.0, 3.0], [1.0, 2.0, 4.0], "equal"),
@@ -250,12 +250,12 @@ def test_a_job_without_a_fused_call_compares_nothing(script, tmp_path):
         ([1.0, 5.0, 3.0], [1.0, 2.0, 4.0], "**DIFFER**"),
     ],
 )
-def test_what_differs_before_megatrons_own_jobs_do_is_ours(
-    monkeypatch, script, compare_here, tmp_path, ours, native_again, words
+def test_what_differs_before_megatrons_own_jobs_do_is_fused(
+    monkeypatch, script, compare_here, tmp_path, fused_losses, native_again, words
 ):
-    jobs = {"native": [1.0, 2.0, 3.0], "ditron": ours, "native-2": native_again}
+    jobs = {"native": [1.0, 2.0, 3.0], "fused": fused_losses, "native-2": native_again}
     for name, losses in jobs.items():
-        _write(tmp_path / name, 0, 1, losses, **(FUSED if name == "ditron" else {}))
+        _write(tmp_path / name, 0, 1, losses, **(FUSED if name == "fused" else {}))
     native, fused, again = (read_job(tmp_path / name) for name in jobs)
     monkeypatch.setattr(comparison, "_train_all", lambda arguments: Runs([native, again], [fused]))
     status, _ = compare_here("--skip", 1, "--results", tmp_path / "results", *_alone(monkeypatch, script))
@@ -386,8 +386,8 @@ def test_jobs_of_torchruns_own_ports_start_together(script, tmp_path):
         f"""def pretrain():
     global _args
     import pathlib, sys, time
-    native, ours = (pathlib.Path({str(tmp_path)!r}) / f"{{name}}.began" for name in ("native", "ditron"))
-    mine, other = (native, ours) if "wgrad" in sys.argv else (ours, native)
+    native, fused = (pathlib.Path({str(tmp_path)!r}) / f"{{name}}.began" for name in ("native", "fused"))
+    mine, other = (native, fused) if "wgrad" in sys.argv else (fused, native)
     mine.touch()
     deadline = time.monotonic() + {HANG_S / 4}
     while not other.exists():
@@ -398,9 +398,9 @@ def test_jobs_of_torchruns_own_ports_start_together(script, tmp_path):
     module.write_text(text)
     done = _compare(tmp_path, "--order", "AB", "--", *_torchrun(1, script))
     assert done.returncode == 2 and "nothing was compared: tp" in done.stderr, done.stdout + done.stderr
-    native, ours = (tmp_path / "out" / name / "rank0.jsonl" for name in ("native", "ditron"))
-    assert native.stat().st_mtime_ns < ours.stat().st_mtime_ns - 1e8, "one trains behind the other"
-    for name in ("native", "ditron"):
+    native, fused_losses = (tmp_path / "out" / name / "rank0.jsonl" for name in ("native", "fused"))
+    assert native.stat().st_mtime_ns < fused_losses.stat().st_mtime_ns - 1e8, "one trains behind the other"
+    for name in ("native", "fused"):
         assert not (tmp_path / "out" / name / "waiting").exists()
 
 
@@ -456,7 +456,7 @@ def test_differences_by_step_then_rank(tmp_path, capsys):
     assert not show(runs, found, [], 2)
     assert "DIFFERENT: lm loss of step 2 on rank 1: 2, 2.00000024 and 2 more" in capsys.readouterr().out
     assert show(runs, found, found[:1], 2) and "does not repeat itself" in capsys.readouterr().out
-    assert not show(runs, found, found[1:], 2), "native repeats step 2, and ours differs there"
+    assert not show(runs, found, found[1:], 2), "native repeats step 2, and the fused path differs there"
 
 
 def test_more_steps_than_the_other_is_a_difference(tmp_path, capsys):
@@ -623,8 +623,8 @@ def test_rows_of_other_models_stay(tmp_path):
 def test_a_row_says_where_bits_say_nothing(tmp_path, is_equal, native_repeats, words):
     _write(tmp_path / "job", 0, 1, [1.0, 2.0, 3.0])
     job = read_job(tmp_path / "job")
-    said = dict(is_equal=is_equal, native_repeats=native_repeats)
-    (row,) = read_results(write_row(tmp_path, "a", Runs([job], [job]), 1, **said))[1]
+    logged = dict(is_equal=is_equal, native_repeats=native_repeats)
+    (row,) = read_results(write_row(tmp_path, "a", Runs([job], [job]), 1, **logged))[1]
     assert row.bits_words == words and row.native_repeats is native_repeats
 
 
@@ -646,7 +646,7 @@ def test_rows_are_stamped_with_the_machine_that_trained(tmp_path):
 
 
 def test_a_row_tells_how_it_is_measured_again(tmp_path, capsys):
-    plan = ["tp column 8x8, 8x8: ours, faster (1 us, native 2 us)"]
+    plan = ["tp column 8x8, 8x8: fused, faster (1 us, native 2 us)"]
     for name, features, ms, clock, joules in (
         ("a", ["wgrad"], 100, 1700, 60.0),
         ("b", ["tp", "wgrad"], 90, 1710, 58.0),
@@ -721,17 +721,17 @@ def test_jobs_behind_the_second_only_where_time_is_left(monkeypatch, tmp_path, t
 
     monkeypatch.setattr("ditron_train.tools.compare.comparison.RunningJob", Started)
     monkeypatch.setattr("ditron_train.tools.compare.comparison._follow", follow)
-    for words, natively, ours in (([], 2, 2), (["--within", "250"], 1, 1), (["--within", "300"], 1, 2),
+    for words, natively, fused_losses in (([], 2, 2), (["--within", "250"], 1, 1), (["--within", "300"], 1, 2),
                                   (["--within", "1"], 1, 1), (["--order", "ABA"], 2, 1)):  # fmt: skip
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         options = ["--ditron", "tp", "--output", str(tmp_path / "out"), *words]
         jobs.clear()
         assert run(parser.parse_args([*options, *torchrun, __file__])) == 0
-        assert (len(shown[-1].native), len(shown[-1].ours)) == (natively, ours), words
-        order = ["native", "ditron", *(["native-2"] if "ABA" in words else ["ditron-2", "native-2"])]
+        assert (len(shown[-1].native), len(shown[-1].fused)) == (natively, fused_losses), words
+        order = ["native", "fused", *(["native-2"] if "ABA" in words else ["fused-2", "native-2"])]
         are_held = len(torchrun) > 1
-        assert jobs == [[name, are_held] for name in order][: None if are_held else natively + ours]
+        assert jobs == [[name, are_held] for name in order][: None if are_held else natively + fused_losses]
 
 
 def test_a_digest_shows_every_bit():

@@ -116,27 +116,27 @@ def test_the_command(tmp_path: Path) -> None:
         jobs.read_job("dense")
 
 
-def test_posed_jobs_keep_their_kind() -> None:
+def test_simulated_jobs_keep_their_kind() -> None:
     """For bits alone, a job has as few layers and experts as its parallel sizes allow, and is not timed."""
     for name in jobs.job_names():
         job = jobs.read_job(name)
-        command = jobs.command_of(job, Path("pretrain_gpt.py"), posed=True)
+        command = jobs.command_of(job, Path("pretrain_gpt.py"), simulated=True)
         assert "--trace" not in command and command[command.index("--order") + 1] == "AB"
         assert command[command.index("pretrain_gpt.py") - 1] == str(jobs.SHARED) and jobs.SHARED.is_file()
-        values, posed = _values(job.arguments), _values(tuple(jobs.posed_arguments(job)))
+        values, simulated = _values(job.arguments), _values(tuple(jobs.simulated_arguments(job)))
         virtual = 2 if "interleaved" in name else 1
-        assert posed["num_layers"] == values.get("pipeline_model_parallel_size", 1) * virtual
-        assert posed["num_layers"] <= values["num_layers"] and posed.keys() <= values.keys()
+        assert simulated["num_layers"] == values.get("pipeline_model_parallel_size", 1) * virtual
+        assert simulated["num_layers"] <= values["num_layers"] and simulated.keys() <= values.keys()
         if "num_experts" in values:
-            assert posed["num_experts"] % (values.get("moe_router_num_groups", 1) * 2) == 0
-            assert values["moe_router_topk"] <= posed["num_experts"] < values["num_experts"]
+            assert simulated["num_experts"] % (values.get("moe_router_num_groups", 1) * 2) == 0
+            assert values["moe_router_topk"] <= simulated["num_experts"] < values["num_experts"]
 
 
 def test_the_list_says_what_runs_where() -> None:
     whole = {num: {line.split()[0] for line in jobs.list_of(num).splitlines() if "whole" in line} for num in (1, 2, 4)}
     assert not whole[1] and whole[4] == set(jobs.job_names())
     assert whole[4] - whole[2] == {"dense-70b-tp-pp", "dense-70b-tp-pp-muon", "ulysses-32k-tp-sp"}
-    assert "posed, 4 ranks, bits alone" in jobs.list_of(2)
+    assert "simulated, 4 ranks, bits alone" in jobs.list_of(2)
 
 
 PARSES = """
@@ -149,16 +149,16 @@ from megatron.training import arguments
 sys.path.insert(0, "scripts")
 import jobs
 
-for name, posed in ((name, posed) for name in jobs.job_names() for posed in (True, False)):
+for name, simulated in ((name, simulated) for name in jobs.job_names() for simulated in (True, False)):
     job = jobs.read_job(name)
     os.environ.update(WORLD_SIZE=str(job.gpus), RANK="0")
-    sys.argv = ["pretrain_gpt.py", *job.arguments, *(jobs.posed_arguments(job) if posed else ())]
+    sys.argv = ["pretrain_gpt.py", *job.arguments, *(jobs.simulated_arguments(job) if simulated else ())]
     args = arguments.parse_args()
     arguments.validate_args(args)
     args.apply_rope_fusion = args.moe_permute_fusion = False  # where Transformer Engine is not installed
     config = arguments.core_transformer_config_from_args(args)
     seen = config.gradient_accumulation_fusion, config.num_moe_experts, config.cp_comm_type
-    print("POSED" if posed else "TAKEN", name, *seen)
+    print("SIMULATED" if simulated else "TAKEN", name, *seen)
 """
 
 
@@ -173,10 +173,12 @@ def test_megatron_takes_the_arguments() -> None:
         experts = name.split("-")[1] if name.startswith("moe") else None
         kind = "a2a" if name.startswith("ulysses") else "p2p"
         assert f"TAKEN {name} True {experts} {kind}" in done.stdout
-        assert f"POSED {name} True {experts and jobs.POSED_EXPERTS} {kind}" in done.stdout
+        assert f"SIMULATED {name} True {experts and jobs.SIMULATED_EXPERTS} {kind}" in done.stdout
 
 
-def test_jobs_run_in_turn_while_there_is_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_jobs_run_in_sequence_while_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """Each takes 100 s, and what one ends with keeps no other from running."""
     now, ran = [0.0], []
     monkeypatch.setattr(jobs.time, "monotonic", lambda: now[0])
@@ -187,13 +189,16 @@ def test_jobs_run_in_turn_while_there_is_time(monkeypatch: pytest.MonkeyPatch, c
         ran.append(job.name)
         return status
 
-    assert jobs.run_in_turn(several, run, None) == 0 and ran == [job.name for job in several]
-    assert jobs.run_in_turn(several, lambda job: run(job, 1 if "32b" in job.name else 0), 300.0) == 1 and len(ran) == 6
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].split() == ["dense-32b-tp", "equal,", "100", "s"] and said[3].endswith("status 1, 100 s")
-    assert jobs.run_in_turn(several, run, 250.0) == 1 and len(ran) == 8
+    assert jobs.run_in_sequence(several, run, None) == 0 and ran == [job.name for job in several]
+    assert (
+        jobs.run_in_sequence(several, lambda job: run(job, 1 if "32b" in job.name else 0), 300.0) == 1
+        and len(ran) == 6
+    )
+    logged = capsys.readouterr().out.splitlines()
+    assert logged[0].split() == ["dense-32b-tp", "equal,", "100", "s"] and logged[3].endswith("status 1, 100 s")
+    assert jobs.run_in_sequence(several, run, 250.0) == 1 and len(ran) == 8
     assert "moe-128-ep                 not begun, no time is left" in capsys.readouterr().out
-    assert jobs.run_in_turn(several[:1], run, 1.0) == 0 and not capsys.readouterr().out
+    assert jobs.run_in_sequence(several[:1], run, 1.0) == 0 and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ditron_train.tools.compare.comparison import add_arguments, run
 from ditron_train.tools.compare.steps import read_job
 from ditron_train.tools.compare.traces import StepTrace, read_step_trace, show_traces
 from ditron_train.tools.trace.timeline import read_chrome_trace
-from tests.support.made_traces import NATIVE, OURS
+from tests.support.made_traces import FUSED, NATIVE
 
 
 def job(folder, events=None, step=2, rank=0, features=(), fused_calls=None, **header):
@@ -54,12 +54,12 @@ def compare(*words):
 
 
 def test_notes_with_traces_print_them(tmp_path, capsys):
-    native, ours = (
+    native, fused = (
         job(tmp_path / "native", NATIVE),
-        job(tmp_path / "ours", OURS, fused_calls={"tp": 3}, features=["tp"]),
+        job(tmp_path / "fused", FUSED, fused_calls={"tp": 3}, features=["tp"]),
     )
     assert read_job(native).step_ms(1) == pytest.approx(300)  # of step 3 alone
-    assert compare("--notes", native, ours) == 0
+    assert compare("--notes", native, fused) == 0
     printed = capsys.readouterr().out
     assert "rank 0 in step 2, ms" in printed and "ag_gemm_kernel" in printed and "-0.10" in printed
     assert compare("--notes", native, job(tmp_path / "without", fused_calls={"tp": 3}, features=["tp"])) == 0
@@ -70,8 +70,8 @@ def test_traces_that_are_not_there(tmp_path):
     native, without = job(tmp_path / "native", NATIVE), job(tmp_path / "without", features=["tp"])
     with pytest.raises(SettingError, match="without recorded no trace: start it with --ditron-record-trace"):
         compare("--trace", "--notes", native, without)
-    ours = job(tmp_path / "ours", OURS, fused_calls={"tp": 3}, features=["tp"])
-    trace = ours / "trace-rank0.json"
+    fused = job(tmp_path / "fused", FUSED, fused_calls={"tp": 3}, features=["tp"])
+    trace = fused / "trace-rank0.json"
     for text, says in (
         ("{", "is no Chrome trace"),
         ("\xff", "is no Chrome trace"),
@@ -79,12 +79,12 @@ def test_traces_that_are_not_there(tmp_path):
     ):
         trace.write_bytes(text.encode("latin-1"))
         with pytest.raises(SettingError, match=f"trace-rank0.json {says}"):
-            compare("--notes", native, ours)
+            compare("--notes", native, fused)
     trace.unlink()
     with pytest.raises(SettingError, match="no trace .*trace-rank0.json: did the job end before step 2"):
-        compare("--notes", native, ours)
+        compare("--notes", native, fused)
     with pytest.raises(SettingError, match="different ranks: 0 natively, 3 with"):
-        compare("--notes", native, job(tmp_path / "other", OURS, rank=3, features=["tp"]))
+        compare("--notes", native, job(tmp_path / "other", FUSED, rank=3, features=["tp"]))
     with pytest.raises(SettingError, match="name no trace"):
         read_step_trace(native, read_job(job(tmp_path / "foreign", trace={"step": "last"})))
 

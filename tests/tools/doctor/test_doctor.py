@@ -67,7 +67,7 @@ def test_good_machine() -> None:
     report = examine(machine())
     assert report.healthy
     assert findings(report, "error") == findings(report, "warning") == []
-    assert state(report, "tp")[0] == "ours"
+    assert state(report, "tp")[0] == "fused"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_eight_gpus_in_islands() -> None:
         "GPUs reach each other's memory in islands only: 0, 1, 2, 3 and 4, 5, 6, 7",
     ) in findings(two, "warning")
     assert (
-        state(two, "ep") == ("ours", state(two, "ep")[1])
+        state(two, "ep") == ("fused", state(two, "ep")[1])
         and "groups inside GPUs 0, 1, 2, 3 and 4, 5, 6, 7" in state(two, "ep")[1]
     )
     assert (
@@ -162,17 +162,17 @@ def test_eight_gpus_in_islands() -> None:
 
 
 def test_bootstrap_of_nvshmem() -> None:
-    def said(**changes: object) -> str:
+    def logged(**changes: object) -> str:
         return " ".join(finding.text for finding in examine(machine(**changes)).findings if finding.topic == "NVSHMEM")
 
-    assert "by unique id over eth0, ib0" in said()
-    assert "by unique id over ib0" in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "ib0"})
-    assert "by unique id over eth0 " in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "^docker,ib"}) + " "
-    assert "by unique id over eth0, ib0" in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "^=eth,ib"})
-    assert "no such interface" in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "=eth"})
-    assert "no such interface" in said(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "^eth,ib"})
-    assert "NVSHMEM_BOOTSTRAP=MPI is not used" in said(environment={"NVSHMEM_BOOTSTRAP": "MPI"})
-    assert "one node only" in said(interfaces=()) and "no InfiniBand" in said(infiniband=())
+    assert "by unique id over eth0, ib0" in logged()
+    assert "by unique id over ib0" in logged(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "ib0"})
+    assert "by unique id over eth0 " in logged(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "^docker,ib"}) + " "
+    assert "by unique id over eth0, ib0" in logged(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "^=eth,ib"})
+    assert "no such interface" in logged(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "=eth"})
+    assert "no such interface" in logged(environment={"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "^eth,ib"})
+    assert "NVSHMEM_BOOTSTRAP=MPI is not used" in logged(environment={"NVSHMEM_BOOTSTRAP": "MPI"})
+    assert "one node only" in logged(interfaces=()) and "no InfiniBand" in logged(infiniband=())
 
 
 def test_nccl_files_are_read(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_features_say_what_becomes_of_groups_over_nodes() -> None:
         ("pp", "NCCL or, by DITRON_PP_PATH, NVSHMEM", "between nodes through NCCL"),
         ("muon", "every GPU", "every GPU"),
     ):
-        assert state(with_all, name)[0] == state(without, name)[0] == "ours"
+        assert state(with_all, name)[0] == state(without, name)[0] == "fused"
         assert words in state(with_all, name)[1] and words_without in state(without, name)[1]
 
 

@@ -246,7 +246,7 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
 
 
 @pytest.mark.parametrize(
-    ("words", "ours", "native"),
+    ("words", "fused", "native"),
     [
         (
             f"{DEEPSEEK} {DEEPSEEK_PP} --tensor-model-parallel-size 2 --sequence-parallel --ditron tp,pp",
@@ -349,10 +349,10 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
     ],
 )
 @pytest.mark.usefixtures("either_megatron")
-def test_jobs_of_very_different_kinds(words: str, ours: set[str], native: dict[str, str]) -> None:
+def test_jobs_of_very_different_kinds(words: str, fused: set[str], native: dict[str, str]) -> None:
     found = reasons(words)
-    assert {name for name, reason in found.items() if reason is None} == ours
-    assert found.keys() - ours == native.keys()
+    assert {name for name, reason in found.items() if reason is None} == fused
+    assert found.keys() - fused == native.keys()
     for name, says in native.items():
         assert says in (found[name] or "")
 

@@ -17,8 +17,9 @@ import te_fp8_workers  # noqa: E402
 
 @contextlib.contextmanager
 def stand_in(covered: bool = True, wrong_bit: bool = False):
-    """Layers of the stand-in in the place of Megatron's; ``wrong_bit``: ours differ in one bit on the last rank."""
-    native_class, ours_class = te_fp8_workers._classes()
+    """Layers of the stand-in in the place of Megatron's; ``wrong_bit``: the fused ones differ in one bit on the last
+    rank."""
+    native_class, fused_class = te_fp8_workers._classes()
     operands = sys.modules["transformer_engine.pytorch.tensor.float8_tensor"]
     operands.Float8Tensor = operands.Storage  # which rows of experts are, here walked through alone
     from ditron_train.megatron.tp.te_fp8 import overlapping
@@ -33,7 +34,7 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
             def forward(self, x):
                 return super().forward(x), None
 
-        class Ours(ours_class):
+        class Fused(fused_class):
             def forward(self, x):
                 with overlapping(kind, get_tp_context(dist.group.WORLD, torch.device("cpu"))):
                     y = super().forward(x)
@@ -41,7 +42,7 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
                     y = y + torch.nn.functional.one_hot(torch.tensor(0), y.shape[-1]).to(y.dtype)
                 return y, None
 
-        made = [one(torch.zeros(shape).bfloat16(), kind, dist.group.WORLD, recipe) for one in (Native, Ours)]
+        made = [one(torch.zeros(shape).bfloat16(), kind, dist.group.WORLD, recipe) for one in (Native, Fused)]
         for layer in made:
             layer.quantizers = {"scaling_fwd": [layer.inputs, layer.weights], "scaling_bwd": [layer.grads]}
         return types.SimpleNamespace(fp8=None), *made
@@ -52,7 +53,7 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
     # Whole numbers, which quantising leaves as they are.
     tp_fp8_layers.math = types.SimpleNamespace(sqrt=lambda k: 1)
     tp_fp8_layers._layers, tp_fp8_layers.LayerOp.route = make, route
-    tp_fp8_products.why_native = lambda recipe: None if covered else "not covered here"
+    tp_fp8_products.unsupported_reason_native = lambda recipe: None if covered else "not covered here"
     yield
 
 

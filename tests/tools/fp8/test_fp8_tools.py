@@ -67,7 +67,7 @@ def test_trace_records_a_layer(tmp_path):
     assert run(bodies.run_trace, str(tmp_path)) == [0, 0]
     names = {path.name for path in tmp_path.iterdir()}
     stem = "column_linear-fp8-tensorwise"
-    assert names == {f"{stem}-native.json", f"{stem}-ditron.json", f"{stem}.png"}
+    assert names == {f"{stem}-native.json", f"{stem}-fused.json", f"{stem}.png"}
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,12 @@ def test_without_transformer_engine(words, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     rest = ["torchrun", __file__] if words[0] == "compare" else []
     assert cli.main([*words, "--fp8", "delayed", *rest]) == 2
-    said = capsys.readouterr().err
+    logged = capsys.readouterr().err
     assert (
-        f"{' '.join(words[:2] if words[0] == 'bench' else words[:1])} --fp8 delayed compares with Transformer" in said
+        f"{' '.join(words[:2] if words[0] == 'bench' else words[:1])} --fp8 delayed compares with Transformer"
+        in logged
     )
-    assert "is not installed: pip install" in said
+    assert "is not installed: pip install" in logged
 
 
 def test_compare_adds_the_recipe_to_the_command():

@@ -79,7 +79,8 @@ def names() -> list[str]:
 
 
 def call_all(examples: int, derandomize: bool) -> dict[str, str]:
-    """By function: what was raised that is neither an error of ours nor a ValueError or TypeError, and for what."""
+    """By function: what was raised that is neither an error of this package nor a ValueError or TypeError, and for
+    what."""
     found = {}
     for name, (function, strategies) in _cases().items():
         try:

@@ -91,7 +91,7 @@ def _documents(good: Any) -> st.SearchStrategy[bytes]:
 
 
 def _answers(read: Callable[[], Any]) -> None:
-    """What it raises is ours, and one sentence."""
+    """It raises an error of this package, in one sentence."""
     try:
         read()
     except (DitronError, ValueError) as error:

@@ -127,7 +127,7 @@ class Job:
         met[rank.number] = text
         if not rank.alive:
             self._died_inside.add(call)
-        self._later(time_s + TIMEOUT_S, "give_up", rank, call)
+        self._later(time_s + TIMEOUT_S, "abort", rank, call)
         waiting = [self._ranks[member] for member in group.ranks if self._ranks[member].waits_in == call]
         for member in waiting if len(met) == len(group.ranks) else ():
             if member.alive and len(set(met.values())) > 1:
@@ -135,7 +135,7 @@ class Job:
             elif member.alive and call not in self._died_inside:
                 self._go_on(member, time_s)
 
-    def _give_up(self, rank: _Rank, time_s: float, call: tuple[Group, int]) -> None:
+    def _abort(self, rank: _Rank, time_s: float, call: tuple[Group, int]) -> None:
         if rank.waits_in != call:
             return
         group = call[0]

@@ -1,4 +1,4 @@
-"""Whatever lies in a folder of records is read or refused in one sentence."""
+"""Whatever is in a folder of records is read or refused in one sentence."""
 
 from __future__ import annotations
 

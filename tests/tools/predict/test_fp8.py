@@ -22,7 +22,7 @@ E4M3 = torch.float8_e4m3fn
 # Below 150 us the host's launches are what was measured, so such calls are left out; times in us.
 # M, N, K: Transformer Engine's product added up fast, and with a split accumulator
 PRODUCTS = [(8192, 7168, 8192, 634, 678), (8192, 8192, 3584, 321, 353)]
-# M, N, K of a rank of two: natively, ours
+# M, N, K of a rank of two: natively, fused
 OPS = [
     ("ag_gemm", 8192, 28672, 8192, 2748, 2692),
     ("ag_gemm", 8192, 5120, 8192, 693, 524),
@@ -50,13 +50,13 @@ def errors_of_ops() -> list[float]:
         found.append(cublas_us(m, n, k, *WHERE, E4M3) / fast - 1)
         rates = product_rates(H200.rates, "delayed", "dgrad")
         found.append(cublas_us(m, n, k, H200.machine, rates, E4M3) / split - 1)
-    for op, m, n, k, native, ours in OPS:
+    for op, m, n, k, native, fused in OPS:
         seen = op_estimate(Problem(op, m, n, k, "nt", E4M3, 2), *WHERE)
-        found += [seen.native_us / native - 1, seen.ditron_us / ours - 1]
-    for kind, m, n, k, native, ours in LINEARS:
+        found += [seen.native_us / native - 1, seen.ditron_us / fused - 1]
+    for kind, m, n, k, native, fused in LINEARS:
         both = [one(kind, m, n, k, one_node(2), *WHERE, "tensorwise") for one in (linear_forward, linear_backward)]
         seen = both[0] + both[1]
-        found += [seen.native_us / native - 1, seen.ditron_us / ours - 1]
+        found += [seen.native_us / native - 1, seen.ditron_us / fused - 1]
     return found
 
 
@@ -97,5 +97,5 @@ def errors_on_h100() -> list[float]:
     [(errors_of_ops, 0.05, 0.15), (errors_of_experts, 0.09, 0.2), (errors_on_h100, 0.04, 0.15)],
 )
 def test_what_was_measured_in_fp8(errors, median: float, worst: float) -> None:
-    found = [abs(one) for one in errors()]
+    found = [abs(error) for error in errors()]
     assert statistics.median(found) < median and max(found) < worst

@@ -59,8 +59,8 @@ def test_gpu_trace(tmp_path: Path) -> None:
     assert exposed(intervals) == [(0.0, 50.0), (150.0, 170.0)]
     assert summary("native", intervals) == "native: 300 us, of which 70 us are communication that is not hidden"
     assert computation_us(intervals) == 200.0
-    assert summary("ditron", intervals, 200.0).endswith("; 100 us above the 200 us of native's computation")
-    draw_timelines("title", {"native": intervals, "ditron": []}, tmp_path / "p.png")
+    assert summary("fused", intervals, 200.0).endswith("; 100 us above the 200 us of native's computation")
+    draw_timelines("title", {"native": intervals, "fused": []}, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -95,22 +95,23 @@ def test_foreign_files_are_named(tmp_path: Path, text: str) -> None:
         read_chrome_trace(tmp_path / "foreign.json")
 
 
-#: What ours launch, by what runs in it.
+#: What the fused ones launch, by what runs in it.
 GEMMS = """
     ag_gemm_kernel gemm_rs_kernel gemm_kernel gemm_a2a_kernel a2a_gemm_kernel
     gemm_combine_kernel group_gemm_kernel group_wgrad_kernel addmm_kernel
     symmetric_kernel
 """.split()
 COMMUNICATION = """
-    push_kernel push_shard_kernel gather_start_kernel gather_wait_kernel gather_wait_one_kernel push_and_fold_kernel
+    push_kernel push_shard_kernel gather_start_kernel gather_wait_kernel gather_wait_one_kernel push_and_reduce_kernel
     push_largest_kernel receive_kernel arrived_kernel await_kernel
     await_message_kernel notify_kernel agree_kernel push_tokens push_ahead place_arrived return_rows sum_returned
     exchange_counts
 """.split()
 OTHERS = """
-    copy_rows_kernel place_tokens sum_rows fold_rows_kernel fold_all_kernel fold_own_rows_kernel normalize_kernel
+    copy_rows_kernel place_tokens sum_rows reduce_rows_kernel reduce_all_kernel reduce_local_shard_kernel
+    normalize_kernel
     momentum_kernel update_kernel list_tiles plan_tiles count_chunks list_entries scale_kernel handover_kernel
-    fold_onto_kernel
+    reduce_onto_kernel
 """.split()
 
 
@@ -120,7 +121,7 @@ def read_names(tmp_path: Path, names: list[str]) -> list[Interval]:
     )
 
 
-def test_every_kernel_of_ours_is_known(tmp_path: Path) -> None:
+def test_every_kernel_of_fused_is_known(tmp_path: Path) -> None:
     """By their names: a new one has to be put into a list here, and be told apart there."""
     package = Path(__file__).parents[3] / "ditron_train"
     functions = (
@@ -208,24 +209,24 @@ def _refused(op: str, shape: tuple[int, int, int] | None, folder: str, model: st
 def test_record_on_cpu_processes(tmp_path: Path) -> None:
     assert run_workers(2, _record, str(tmp_path)) == [0, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "ag_gemm-ditron.json",
+        "ag_gemm-fused.json",
         "ag_gemm-native.json",
         "ag_gemm.png",
     ]
     kinds = {interval.kind for interval in read_chrome_trace(tmp_path / "ag_gemm-native.json")}
     assert kinds == {"compute", "communication"}
-    assert any("ditron_train" in interval.name for interval in read_chrome_trace(tmp_path / "ag_gemm-ditron.json"))
+    assert any("ditron_train" in interval.name for interval in read_chrome_trace(tmp_path / "ag_gemm-fused.json"))
 
 
 @pytest.mark.parametrize("op", ["gemm_a2a", "moe_layer", "send_recv"])
-def test_ops_of_the_other_rooms(tmp_path: Path, op: str) -> None:
+def test_ops_of_the_other_packages(tmp_path: Path, op: str) -> None:
     assert run_workers(2, _record_other, op, str(tmp_path)) == [0, 0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{op}-ditron.json", f"{op}-native.json", f"{op}.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{op}-fused.json", f"{op}-native.json", f"{op}.png"]
 
 
 def test_an_op_at_the_shape_of_a_model(tmp_path: Path) -> None:
     assert run_workers(2, _record_model, "send_recv", "ring", str(tmp_path)) == [0, 0]
-    assert (tmp_path / "send_recv-ring-ditron.json").exists() and (tmp_path / "send_recv-ring.png").exists()
+    assert (tmp_path / "send_recv-ring-fused.json").exists() and (tmp_path / "send_recv-ring.png").exists()
     refused = {("send_recv", None, "nobody's"), ("ag_gemm", (64, 64, 64), "LLaMA3.1-70B"), ("moe_layer", None, "x")}
     words = {op: run_workers(2, _refused, op, shape, str(tmp_path), model) for op, shape, model in refused}
     assert len(set(words["send_recv"])) == 1 and "nobody's" in words["send_recv"][0]

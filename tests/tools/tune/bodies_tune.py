@@ -84,13 +84,13 @@ def use_table(path: str, m: int, n: int, k: int) -> tuple[Choice, bool]:
         context.prepared.clear()
 
 
-def tune_with_posed_times(path: str, *words: str) -> int | str:
-    """Narrow tiles are quickest, and Megatron's path takes longest."""
+def tune_with_simulated_times(path: str, *words: str) -> int | str:
+    """Narrow tiles are quickest, and stock Megatron takes longest."""
 
-    def posed(contenders: Mapping[Hashable, Contender], **options: object) -> dict[Hashable, Timing]:
+    def simulated(contenders: Mapping[Hashable, Contender], **options: object) -> dict[Hashable, Timing]:
         return {name: Timing(float(getattr(_config_of(name), "block_n", 1e4)), 0.0) for name in contenders}
 
-    right, search.measure = search.measure, posed
+    right, search.measure = search.measure, simulated
     try:
         return tune_once(path, *words)
     finally:
@@ -124,14 +124,14 @@ def use_choices(path: str) -> dict[str, tuple[int, int, bool]]:
 
 def use_counts(path: str) -> list[tuple[int, int]]:
     """Programs of an exchange, and senders of a dispatch and a combine, without a table and with it."""
-    posed = SimpleNamespace(device=torch.device("cpu"), world_size=dist.get_world_size(), num_sms=132)
-    context = get_ep_context(dist.group.WORLD, posed.device, 8, 2)
-    context.move = replace(context.move, num_senders=16, num_programs=posed.num_sms)
+    simulated = SimpleNamespace(device=torch.device("cpu"), world_size=dist.get_world_size(), num_sms=132)
+    context = get_ep_context(dist.group.WORLD, simulated.device, 8, 2)
+    context.move = replace(context.move, num_senders=16, num_programs=simulated.num_sms)
     found = []
     for table in ("off", path):
         os.environ["DITRON_TUNING"] = table
         forget_tables()
-        counts = [sp_choices.exchange_programs(op, 32, 256, posed) for op in ("to_heads", "to_sequence")]
+        counts = [sp_choices.exchange_programs(op, 32, 256, simulated) for op in ("to_heads", "to_sequence")]
         found.append([*counts, *(context.senders(op, 32) for op in ("dispatch", "combine"))])
     del os.environ["DITRON_TUNING"]
     forget_tables()

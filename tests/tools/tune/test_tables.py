@@ -118,7 +118,7 @@ def test_the_users_table_is_chosen_by(tmp_path: Path, monkeypatch: pytest.Monkey
     problem = Problem("gemm_rs", 8192, 4096, 2752, "nt", torch.bfloat16, 4)
     before = choose(problem, H200)
     table = TuningTable(H200.device)
-    wanted = Choice(dataclasses.replace(TILE, group_m=4), fold_rows=64, use_native=True)
+    wanted = Choice(dataclasses.replace(TILE, group_m=4), reduce_rows=64, use_native=True)
     table.put(problem.table_op, 4, problem.shape_class, entry_of(problem, wanted))
     _use(monkeypatch, tmp_path / "t.json", table.to_text())
     assert choose(problem, H200) == dataclasses.replace(wanted, source="table")
@@ -176,7 +176,7 @@ def test_a_missing_file_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.parametrize(
     "change",
-    [{"tile": "128x256"}, {"tile": "100x256x64"}, {"stages": 0}, {"fold_rows": 48}, {"warps": 3}, {"group_m": None}],
+    [{"tile": "128x256"}, {"tile": "100x256x64"}, {"stages": 0}, {"reduce_rows": 48}, {"warps": 3}, {"group_m": None}],
 )
 def test_a_bad_entry_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]) -> None:
     problem = Problem("gemm_rs", 8192, 4096, 2752, "nt", torch.bfloat16, 4)
@@ -282,16 +282,16 @@ def test_measured_rates_come_back() -> None:
     assert fit_rates(observed[:1], H200).nccl_gbps == RATES.nccl_gbps  # one size makes no line
 
 
-class _PosedOp(GemmOp):
+class _SimulatedOp(GemmOp):
     """Calls are problems."""
 
     def problem(self, call: Problem) -> Problem:
         return call
 
 
-def _posed_space() -> GemmSpace:
+def _simulated_space() -> GemmSpace:
     case = GemmCase("ag_gemm", "nt")
-    case.op = _PosedOp("ag_gemm", "nt")
+    case.op = _SimulatedOp("ag_gemm", "nt")
     return GemmSpace(case)
 
 
@@ -306,7 +306,7 @@ class _Context:
 
 
 def _shape_class(*problems: Problem) -> ShapeClass:
-    return ShapeClass(_posed_space(), [_Trial(problem) for problem in problems])
+    return ShapeClass(_simulated_space(), [_Trial(problem) for problem in problems])
 
 
 def _class_of(*times: dict[Choice, float]) -> ShapeClass:

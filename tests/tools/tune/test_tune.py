@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_tune import tune_once, tune_with_posed_times, tune_with_wrong_bits, use_choices, use_counts, use_table  # noqa: E402
+from bodies_tune import tune_once, tune_with_simulated_times, tune_with_wrong_bits, use_choices, use_counts, use_table  # noqa: E402
 
 from ditron_train.runtime.errors import SettingError  # noqa: E402
 from ditron_train.runtime.tuning_table import read_table  # noqa: E402
@@ -49,10 +49,10 @@ def test_a_table_is_written_read_and_used(tmp_path: Path) -> None:
 
 
 def test_projections_and_the_experts_gemms_run_as_the_table_says(tmp_path: Path) -> None:
-    path = tmp_path / "posed.json"
+    path = tmp_path / "simulated.json"
     ops = ("gemm_a2a nt", "a2a_gemm nt", "group_gemm", "group_wgrad")
     words = [word for op in ops for word in ("--op", op)]
-    assert run_workers(2, tune_with_posed_times, str(path), *words) == [0, 0]
+    assert run_workers(2, tune_with_simulated_times, str(path), *words) == [0, 0]
     choices = json.loads(path.read_text())["choices"]
     assert set(choices["2 ranks"]) == set(ops[:2]) and set(choices["1 ranks"]) == set(ops[2:])
     for found in run_workers(2, use_choices, str(path)):

@@ -21,10 +21,10 @@ from ditron_train.symm.arena import close_all_arenas
 from ditron_train.tools.cases import Shape
 from ditron_train.tools.cases.muon import MUON_STEP
 from ditron_train.tools.cases.pp import MESSAGES, message_shapes
-from ditron_train.tools.catalog import ROOMS, cases_of
+from ditron_train.tools.catalog import PACKAGES, cases_of
 from ditron_train.tools.nothing_compared import NothingComparedError
 from ditron_train.tools.results import read_results
-from ditron_train.tools.verify import rooms
+from ditron_train.tools.verify import packages
 from ditron_train.tools.verify import verifier as verify_run
 from ditron_train.tools.verify.cases import model_cases, model_sizes, random_cases, shape_cases
 from ditron_train.tools.verify.outcome import RESULTS, Outcome
@@ -104,10 +104,10 @@ def test_layers_without_sequence_parallelism_under_stress(tmp_path: Path) -> Non
 
 def test_random_shapes_start_near_the_wrap_and_are_summed_up() -> None:
     words = ("--random", "6", "--seed", "3", "--largest", "32")
-    assert run_workers(2, _run_random, *words) == [(0, "6 shapes: 6 by ours (6 comparisons), 0 natively")] * 2
+    assert run_workers(2, _run_random, *words) == [(0, "6 shapes: 6 fused (6 comparisons), 0 natively")] * 2
 
 
-def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
+def _run_packages(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
     """Messages of a small model; they arrive with a wrong value on rank 1, or the second pattern of them is not
     reached."""
     with _messages_alone() as patch:
@@ -116,7 +116,7 @@ def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
         if is_cut_short:
             patch.setattr(MESSAGES, "shapes_of_model", _one_and_then_the_end())
         try:
-            return run(arguments(*words, "--rooms", "pp"))
+            return run(arguments(*words, "--packages", "pp"))
         except KeyboardInterrupt as error:
             return str(error)
 
@@ -125,7 +125,7 @@ def _run_rooms(is_wrong: bool, is_cut_short: bool, *words: str) -> int | str:
 def _messages_alone() -> Iterator[pytest.MonkeyPatch]:
     """Without the steps of a pipeline, which take longer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rooms, "_layer_rows", lambda room, session, model, fp8: ())
+        patch.setattr(packages, "_layer_rows", lambda room, session, model, fp8: ())
         yield patch
 
 
@@ -154,13 +154,13 @@ def _until_cut(shape: Shape) -> Iterator[Shape]:
     raise KeyboardInterrupt("cut")
 
 
-def test_other_rooms(tmp_path: Path) -> None:
+def test_other_packages(tmp_path: Path) -> None:
     words = ("--random", "3", "--largest", "8", "--output", str(tmp_path))
-    assert run_workers(2, _run_rooms, False, False, *words) == [0, 0]
+    assert run_workers(2, _run_packages, False, False, *words) == [0, 0]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
-    assert [row.model for row in rows] == ["ring", "pairs"] and stamp.settings["rooms"] == "pp"
+    assert [row.model for row in rows] == ["ring", "pairs"] and stamp.settings["packages"] == "pp"
     assert stamp.settings["summary"] == "2 rows of other ops (2 comparisons); every bit is equal"
-    assert run_workers(2, _run_rooms, True, False, *words) == [1, 1]
+    assert run_workers(2, _run_packages, True, False, *words) == [1, 1]
 
 
 def _run_with_a_late_difference(folder: str) -> int:
@@ -174,11 +174,11 @@ def _run_with_a_late_difference(folder: str) -> int:
     with _messages_alone() as patch:
         patch.setattr(MESSAGES.op, "fused", _wrong_message(is_third))
         return run(
-            arguments("--random", "1", "--rooms", "pp", "--repeat", "3", "--straggler-ms", "2", "--output", folder)
+            arguments("--random", "1", "--packages", "pp", "--repeat", "3", "--straggler-ms", "2", "--output", folder)
         )
 
 
-def test_other_rooms_under_stress(tmp_path: Path) -> None:
+def test_other_packages_under_stress(tmp_path: Path) -> None:
     assert run_workers(2, _run_with_a_late_difference, str(tmp_path)) == [1, 1]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
     assert [row.bitwise_equal for row in rows] == [False, True]
@@ -187,14 +187,14 @@ def test_other_rooms_under_stress(tmp_path: Path) -> None:
 
 def test_what_is_cut_short_leaves_what_was_compared(tmp_path: Path) -> None:
     words = ("--row", "8", "8", "8", "--output", str(tmp_path))
-    assert run_workers(2, _run_rooms, False, True, *words) == ["cut", "cut"]
+    assert run_workers(2, _run_packages, False, True, *words) == ["cut", "cut"]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
     assert [row.model for row in rows] == ["custom", "ring"]
     summary = stamp.settings["summary"]
-    assert summary.startswith("1 shape: 1 by ours") and "1 row of other ops (1 comparison)" in summary
+    assert summary.startswith("1 shape: 1 fused") and "1 row of other ops (1 comparison)" in summary
 
 
-def test_rooms_take_the_models_sizes() -> None:
+def test_packages_take_the_models_sizes() -> None:
     words = (
         "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --num-query-groups 2 --group-query-attention "
         "--seq-length 32 --num-experts 4 --moe-router-topk 1 --moe-ffn-hidden-size 96 --swiglu"
@@ -209,26 +209,29 @@ def test_rooms_take_the_models_sizes() -> None:
     (step,) = MUON_STEP.shapes_of_model(model, 2)
     assert step.options["layer"] == ((96, 64), (64, 64), (256, 64), (64, 128))
     for world_size in (2, 4, 8):  # the small model of machines without a GPU
-        rooms.check_rooms(rooms.parse_rooms("all"), model_sizes([], False), world_size)
+        packages.check_packages(packages.parse_packages("all"), model_sizes([], False), world_size)
     for room, world_size, error in (
         ("sp", 4, "groups 2, .* divide"),
         ("ep", 3, "4 experts"),
         ("pp", 3, "even number"),
     ):
         with pytest.raises(SettingError, match=error):
-            rooms.check_rooms([room], model, world_size)
+            packages.check_packages([room], model, world_size)
 
 
-def test_help_says_which_rooms_are_all() -> None:
+def test_help_says_which_packages_are_all() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    said = " ".join(parser.format_help().split())
-    assert f"{', '.join(ROOMS)}; all: {', '.join(rooms.parse_rooms('all'))} (default: the linear layers" in said
+    logged = " ".join(parser.format_help().split())
+    assert (
+        f"{', '.join(PACKAGES)}; all: {', '.join(packages.parse_packages('all'))} (default: the linear layers"
+        in logged
+    )
 
 
 @pytest.mark.slow
 def test_every_room(tmp_path: Path) -> None:
-    words = "--rooms all --repeat 1 --straggler-ms 1 --column 8 8 8".split()
+    words = "--packages all --repeat 1 --straggler-ms 1 --column 8 8 8".split()
     model = (
         "-- --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 16 --num-query-groups 8 --seq-length 32 "
         "--group-query-attention --swiglu"
@@ -336,7 +339,7 @@ def _without_rows(*words: str) -> int | str:
 
 
 def test_a_subpackage_without_a_row_is_named() -> None:
-    words = ("--row", "8", "8", "8", "--rooms", "pp")
+    words = ("--row", "8", "8", "8", "--packages", "pp")
     assert (
         run_workers(2, _without_rows, *words) == ["nothing was compared: pp: it runs natively here, by the policy"] * 2
     )
@@ -380,9 +383,9 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         ("--row", "4", "0", "4"),
         ("--repetitions", "0"),
         ("--output", "/proc/nowhere"),
-        ("--rooms", "tp,xp"),
+        ("--packages", "tp,xp"),
         (*SMALL, "--num-experts", "0"),
-        ("--rooms", "ep", *SMALL, "--num-experts", "3"),
+        ("--packages", "ep", *SMALL, "--num-experts", "3"),
         ("--seed", "-1"),
         ("--seed", str(2**32)),
         ("--straggler-ms", "nan"),
@@ -394,7 +397,7 @@ def test_bad_input_is_refused_on_every_rank() -> None:
     for words in bad:
         messages = run_workers(2, _refused, *words)
         assert messages[0] == messages[1] != "accepted"
-    assert "ep takes 2 ranks or more" in run_workers(1, _refused, "--rooms", "ep")[0]
+    assert "ep takes 2 ranks or more" in run_workers(1, _refused, "--packages", "ep")[0]
 
 
 def test_model_from_megatrons_arguments() -> None:
@@ -434,7 +437,7 @@ def test_random_cases_divide_and_repeat_by_seed() -> None:
 def test_verdicts() -> None:
     (case,) = shape_cases(arguments("--row", "8", "8", "8"), torch.bfloat16)
     same = dict.fromkeys(RESULTS, 0)
-    assert Outcome(case, True, same, 2.0, 1.0).verdict == "ours"
-    assert Outcome(case, True, same, 1.0, 2.0).verdict == "ours, slower"
+    assert Outcome(case, True, same, 2.0, 1.0).verdict == "fused"
+    assert Outcome(case, True, same, 1.0, 2.0).verdict == "fused, slower"
     assert Outcome(case, False, same).verdict == "native"
     assert Outcome(case, True, {**same, "wgrad": 1}, 2.0, 1.0).verdict == "DIFFERENT"

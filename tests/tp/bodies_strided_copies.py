@@ -1,4 +1,4 @@
-"""What the workers of ``test_fans`` run: flags to several peers at once, between processes."""
+"""What the workers of ``test_strided_copies`` run: flags to several peers at once, between processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from bodies_tp import gather_rows, integers, ring_fold
+from bodies_tp import gather_rows, integers, ring_reduce
 
 from ditron_train.runtime.errors import DitronError
 from ditron_train.stream import shared_mappings
@@ -24,7 +24,7 @@ def _refuse(*arguments):
     raise DitronError("not here")
 
 
-def check_fans(refused_mapping: list[int], refused_copies: list[int]) -> tuple[list[bool], int, int]:
+def check_strided_copies(refused_mapping: list[int], refused_copies: list[int]) -> tuple[list[bool], int, int]:
     """Whether each prepared op sends flags to several peers at once here, windows mapped, and unmapped at the end.
 
     ``refused_mapping``, ``refused_copies``: ranks where memory cannot be mapped, or pieces cannot be copied."""
@@ -41,7 +41,7 @@ def check_fans(refused_mapping: list[int], refused_copies: list[int]) -> tuple[l
         do(base, num_bytes)
 
     how = {"map_side_by_side": _refuse if rank in refused_mapping else noted_map, "unmap": noted_unmap}
-    copies = {"copy_fans": _refuse} if rank in refused_copies else {"_MAX_PITCH_BYTES": windows._MAX_PITCH_BYTES}
+    copies = {"copy_strided": _refuse} if rank in refused_copies else {"_MAX_PITCH_BYTES": windows._MAX_PITCH_BYTES}
     with mock.patch.multiple(shared_mappings, **how), mock.patch.multiple(windows, **copies):
         context = TPContext(dist.new_group(list(range(world))), torch.device("cpu"))
         rng = random.Random(rank)
@@ -53,10 +53,12 @@ def check_fans(refused_mapping: list[int], refused_copies: list[int]) -> tuple[l
             found = start_all_gather(x, context=context, row_counts=counts).wait()
             assert torch.equal(found, gather_rows(x, counts)), counts
         flags = {Gather: "_flags", ReduceScatter: "_all_flags"}
-        is_fan = [getattr(p, flags[type(p)]) is not None for p in context.prepared.values() if type(p) in flags]
+        is_strided_copy = [
+            getattr(p, flags[type(p)]) is not None for p in context.prepared.values() if type(p) in flags
+        ]
         context.arena.close()
     assert sorted(mapped) == sorted(unmapped)
-    return is_fan, len(mapped), len(unmapped)
+    return is_strided_copy, len(mapped), len(unmapped)
 
 
 def _compare(context: TPContext, rows: int, columns: int, seed: int, late_s: float) -> None:
@@ -73,4 +75,4 @@ def _compare(context: TPContext, rows: int, columns: int, seed: int, late_s: flo
     started = start_reduce_scatter(partial, context=context)
     parts = [torch.empty_like(partial) for _ in range(world)]
     dist.all_gather(parts, partial)
-    assert torch.equal(started.wait(), ring_fold([part.chunk(world)[rank] for part in parts], rank))
+    assert torch.equal(started.wait(), ring_reduce([part.chunk(world)[rank] for part in parts], rank))

@@ -1,4 +1,4 @@
-"""Posed nodes: names, memory and links of their own (``scripts/posed_nodes.py``)."""
+"""Simulated nodes: names, memory and links of their own (``scripts/simulated_nodes.py``)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import bodies_nodes as bodies  # noqa: E402
 
-from tests.support.nodes import nodes_pool, run_on_nodes, why_no_nodes  # noqa: E402
+from tests.support.nodes import nodes_pool, run_on_nodes, unsupported_reason_nodes  # noqa: E402
 from tests.support.patience import HANG_S  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_names():
-    assert run_on_nodes(2, 2, bodies.places) == [(["posed0", "posed0", "posed1", "posed1"], False)] * 4
+    assert run_on_nodes(2, 2, bodies.places) == [(["simulated0", "simulated0", "simulated1", "simulated1"], False)] * 4
 
 
 def test_memory_is_a_nodes_own():
@@ -36,7 +36,7 @@ def test_four_nodes_and_their_links():
 
 
 def test_command(tmp_path):
-    reason = why_no_nodes()
+    reason = unsupported_reason_nodes()
     if reason is not None:
         pytest.skip(reason)
     script = tmp_path / "script.py"
@@ -49,8 +49,8 @@ def test_command(tmp_path):
         "dist.barrier()\n"  # threads of a group that is not destroyed may end a process that has ended well
         "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, str(ROOT / "scripts" / "posed_nodes.py"), "--ranks", "1", str(script)]
+    command = [sys.executable, str(ROOT / "scripts" / "simulated_nodes.py"), "--ranks", "1", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-    wanted = repr([("posed0", "0", "posed0"), ("posed1", "0", "posed1")])
+    wanted = repr([("simulated0", "0", "simulated0"), ("simulated1", "0", "simulated1")])
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [wanted] * 2

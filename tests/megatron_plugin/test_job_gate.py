@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ditron_train.megatron.plugin.turns import hold, release, wait_for_turn
+from ditron_train.megatron.plugin.job_gate import hold, release, wait_for_turn
 from ditron_train.runtime.errors import DitronError
 from tests.support.patience import HANG_S
 
@@ -34,7 +34,8 @@ def test_nobody_holds_it(tmp_path: Path) -> None:
 
 def test_who_held_it_has_ended(tmp_path: Path) -> None:
     code = (
-        f"from pathlib import Path; from ditron_train.megatron.plugin.turns import hold; hold(Path({str(tmp_path)!r}))"
+        "from pathlib import Path; from ditron_train.megatron.plugin.job_gate import hold; "
+        f"hold(Path({str(tmp_path)!r}))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(DitronError, match="waiting: process [0-9]+, which was to say when this job may begin"):

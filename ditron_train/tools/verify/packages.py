@@ -1,5 +1,5 @@
-"""Every op of a room against Megatron's path, as its `BenchCase` says: a row compares every bit before it is timed, so
-a short run of each is the check."""
+"""Every op of a subpackage against stock Megatron, as its `BenchCase` says: a row compares every bit before it is
+timed, so a short run of each is the check."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.cases import ModelSizes, Shape
 from ditron_train.tools.cases.ep_layers import layers_of_model
-from ditron_train.tools.catalog import ROOMS, cases_of, megatron_groups
-from ditron_train.tools.fp8.recipes import why_not_aligned
+from ditron_train.tools.catalog import PACKAGES, cases_of, megatron_groups
+from ditron_train.tools.fp8.recipes import unsupported_reason_aligned
 from ditron_train.tools.op_rows import add_row
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
@@ -26,7 +26,7 @@ from ditron_train.tools.verify.result_table import Report
 from ditron_train.tp.choices import Op
 
 
-def parse_rooms(text: str | None) -> list[str]:
+def parse_packages(text: str | None) -> list[str]:
     """Names between commas, or ``all``, which leaves out ``tp``: the linear layers, compared in any case, have its ops
     in them, and ask the policy whether NCCL adds in an order that they can repeat.
 
@@ -34,21 +34,21 @@ def parse_rooms(text: str | None) -> list[str]:
         SettingError: An unknown name.
     """
     if text == "all":
-        return [room for room in ROOMS if room != "tp"]
+        return [room for room in PACKAGES if room != "tp"]
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    unknown = sorted(set(names) - set(ROOMS))
+    unknown = sorted(set(names) - set(PACKAGES))
     if unknown:
-        raise SettingError(f"--rooms knows {', '.join(ROOMS)}, not {', '.join(unknown)}")
+        raise SettingError(f"--packages knows {', '.join(PACKAGES)}, not {', '.join(unknown)}")
     return names
 
 
-def check_rooms(rooms: Sequence[str], model: ModelSizes, world_size: int, fp8: str | None = None) -> None:
+def check_packages(packages: Sequence[str], model: ModelSizes, world_size: int, fp8: str | None = None) -> None:
     """Refuses what cannot be, before anything is launched.
 
     Raises:
         SettingError: The model does not divide over the ranks.
     """
-    for room in rooms:
+    for room in packages:
         for case in cases_of(room, fp8):
             for shape in case.shapes_of_model(model, world_size):
                 why = case.unsupported_shape(shape, world_size)
@@ -66,16 +66,16 @@ class _UnderStress:
         self._equal, self._compared = True, 0
 
     def meet(self, session: BenchSession, contenders: Mapping[str, Contender]) -> None:
-        """Compares ``native`` and ``ditron``, as often as the command line asks for beyond the benchmark's own
+        """Compares ``native`` and ``fused``, as often as the command line asks for beyond the benchmark's own
         comparison."""
         extra = self._stress.repeat if self._stress.straggler_ms else self._stress.repeat - 1
-        if not {"native", "ditron"} <= contenders.keys():
+        if not {"native", "fused"} <= contenders.keys():
             return
         for turn in range(extra):
             native = list(_tensors(contenders["native"](turn)))
             self._stress.delay(session, self._late)
-            ours = list(_tensors(contenders["ditron"](turn)))
-            self._equal &= session.equal(ours, native)
+            fused = list(_tensors(contenders["fused"](turn)))
+            self._equal &= session.equal(fused, native)
             self._compared += 1
 
     def add_row(self, row: Row) -> None:
@@ -106,8 +106,8 @@ def _layer_rows(room: str, session: BenchSession, model: ModelSizes, fp8: str | 
                 yield from layer_rows(session, layer, fp8)
 
 
-def verify_rooms(
-    rooms: Sequence[str],
+def verify_packages(
+    packages: Sequence[str],
     model: ModelSizes,
     report: Report,
     stress: Stress,
@@ -115,9 +115,9 @@ def verify_rooms(
     session: BenchSession,
     fp8: str | None = None,
 ) -> None:
-    """Compares every op of the rooms at a model's shapes under ``stress``, times it shortly, and adds a row to
-    ``report`` (collective); with ``fp8`` those that a room has in this recipe."""
-    for room in rooms:
+    """Compares every op of the subpackages at a model's shapes under ``stress``, times it shortly, and adds a row to
+    ``report`` (collective); with ``fp8`` those that a subpackage has in this recipe."""
+    for room in packages:
         quick, before = _quick(report, stress, seed), len(report.rows)
         for groups, cases in groupby(cases_of(room, fp8), key=lambda case: case.groups):
             with megatron_groups(groups, session):
@@ -141,7 +141,7 @@ def check_fp8_case(case: Case, world_size: int, fp8: str) -> None:
         SettingError: Sizes of a rank are not multiples of what the recipe needs.
     """
     op: Op = "ag_gemm" if case.kind == "column" else "gemm_rs"
-    why = why_not_aligned(op, _shape(case), world_size, fp8)
+    why = unsupported_reason_aligned(op, _shape(case), world_size, fp8)
     if why is not None:
         raise SettingError(f"{case.name}: {why}")
 

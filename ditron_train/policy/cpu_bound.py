@@ -1,4 +1,4 @@
-"""Whether the host is late at an op that takes it longer than Megatron's path does.
+"""Whether the job is CPU-bound at an op that takes it longer than stock Megatron does.
 
 Comparisons count the device alone: in training the host is ahead of it. Where it is not, what the fused path takes the
 host longer is a part of the step. Nobody can know that before the job runs, so it is looked at while it does.
@@ -18,9 +18,9 @@ from ditron_train.runtime.device import is_capturing
 
 _FIRST = 12  # calls that compile kernels and compare
 _WINDOW = 32  # calls that are looked at, then twice as many each time
-_FEWEST_WINDOWS, _MOST_WINDOWS, _WARM_UP_S = 3, 7, 20.0
+_MIN_WINDOWS, _MOST_WINDOWS, _WARM_UP_S = 3, 7, 20.0
 _CALLS_OF_A_LATE_LOOK = 3.0  # at which what the host takes longer counts
-_FEWEST_LOOKS = 16  # of another op that say something
+_MIN_LOOKS = 16  # of another op that say something
 
 _RECENT_S = 5.0  # what another op's looks say holds for so long
 
@@ -34,12 +34,12 @@ class _Window(NamedTuple):
     number: int  # of the op's windows, from 1
 
 
-_watching: weakref.WeakSet[LateHost] = weakref.WeakSet()
+_watching: weakref.WeakSet[CpuBound] = weakref.WeakSet()
 _last_windows: dict[int, _Window] = {}  # that are over, by the number of who looked
 _numbers = itertools.count()
 
 
-class LateHost:
+class CpuBound:
     """Looks, at calls of one op and shape, how often the device has nothing left to run.
 
     Args:
@@ -48,7 +48,7 @@ class LateHost:
         longer_us: What the fused path takes the host longer.
 
     A job's first steps say too much: its host loads and compiles what runs first. So one window of calls at which the
-    host is late is followed by another, and the last one counts; a window at which it is not is enough.
+    job is CPU-bound is followed by another, and the last one counts; a window at which it is not is enough.
 
     Attributes:
         is_over: Whether a window was seen; the same on all ranks that call alike.
@@ -65,7 +65,7 @@ class LateHost:
 
     @property
     def is_over(self) -> bool:
-        """See above."""
+        """Whether the window has ended."""
         return self._calls >= self._last
 
     def count(self) -> None:
@@ -103,11 +103,11 @@ class LateHost:
         for number in [one for one, window in _last_windows.items() if window.looked_at_s < since_s]:
             del _last_windows[number]
         mine = self._window()
-        windows = {**_last_windows, **{one._number: one._window() for one in _watching if one._looks >= _FEWEST_LOOKS}}
+        windows = {**_last_windows, **{one._number: one._window() for one in _watching if one._looks >= _MIN_LOOKS}}
         _last_windows[self._number] = windows[self._number] = mine
-        fewest, here = min(self._num_windows, _FEWEST_WINDOWS), self._device
-        told = (one for one in windows.values() if one.device == here and one.looked_at_s >= since_s)
-        return max((one.share for one in told if one.number >= fewest), default=mine.share)
+        min_windows, here = min(self._num_windows, _MIN_WINDOWS), self._device
+        announced = (one for one in windows.values() if one.device == here and one.looked_at_s >= since_s)
+        return max((one.share for one in announced if one.number >= min_windows), default=mine.share)
 
     def _window(self) -> _Window:
         return _Window(self._device, self._late / max(self._looks, 1), self._looked_at_s, self._num_windows)
@@ -118,9 +118,9 @@ class LateHost:
         return time.monotonic() - self._begun_at_s
 
     def looks_on(self, age_s: float) -> bool:
-        """Whether a late host may still be that of a job's first steps (``age_s``: the largest of all ranks): then the
-        next window begins."""
-        is_warm = self._num_windows >= _FEWEST_WINDOWS and age_s >= _WARM_UP_S
+        """Whether a CPU-bound window may still be that of a job's first steps (``age_s``: the largest of all ranks):
+        then the next window begins."""
+        is_warm = self._num_windows >= _MIN_WINDOWS and age_s >= _WARM_UP_S
         if is_warm or self._num_windows >= _MOST_WINDOWS:
             return False
         self._first, self._last = self._last, self._last + (_WINDOW << self._num_windows)
@@ -129,25 +129,26 @@ class LateHost:
         self._is_closed = False
         return True
 
-    def why_not(self, lateness: float) -> str | None:
-        """Why the op runs by Megatron's path where the host is late at this share of its calls, or None.
+    def unsupported_reason(self, lateness: float) -> str | None:
+        """Why the op runs natively where the job is CPU-bound at this share of its calls, or None.
 
-        Where the host is late, the step takes as long as the host does, and what the device gains is worth nothing.
-        That is so at more calls than those at which a look found nothing queued: in front of each of them the lead was
-        used up at others (a traced step in which a look in three did so lost nearly all that its calls took longer).
+        Where the job is CPU-bound, the step takes as long as the host does, and what the device gains is worth
+        nothing. That is so at more calls than those at which a look found nothing queued: in front of each of them the
+        lead was used up at others (a traced step in which a look in three did so lost nearly all that its calls took
+        longer).
         """
         late = min(1.0, _CALLS_OF_A_LATE_LOOK * lateness)
         if late * self._longer_us <= (1.0 - late) * self._gain_us:
             return None
         return (
-            f"the host is late at {late:.0%} of its calls (nothing was queued at {lateness:.0%}), and takes "
+            f"the job is CPU-bound at {late:.0%} of its calls (nothing was queued at {lateness:.0%}), and takes "
             f"{self._longer_us:.0f} us longer for it; the device gains {self._gain_us:.0f} us at the others"
         )
 
 
-def late_host_of(decision: Entry, device: torch.device) -> LateHost | None:
+def cpu_bound_of(decision: Entry, device: torch.device) -> CpuBound | None:
     """What looks at the op that was decided about; None where the host takes no longer for it."""
     if device.type != "cuda" or decision.native_us is None or decision.ditron_us is None:
         return None
     gain_us = decision.native_us - decision.ditron_us
-    return LateHost(device, gain_us, decision.host_longer_us) if decision.host_longer_us > 0 else None
+    return CpuBound(device, gain_us, decision.host_longer_us) if decision.host_longer_us > 0 else None

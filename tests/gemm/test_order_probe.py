@@ -6,16 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ditron_train.gemm.revealing import revealing_matrix
+from ditron_train.gemm.order_probe import order_probe_matrix
 
 CPU = torch.device("cpu")
 
 
 def _layer(m: int, n: int, k: int, dtype: torch.dtype, blocks: int = 1) -> tuple[torch.Tensor, ...]:
     """x of ``blocks`` ranks one after another, weight, gradient of y."""
-    x = torch.cat([revealing_matrix((m // blocks, k), dtype, CPU, seed=r, signed="rows") for r in range(blocks)])
-    weight = revealing_matrix((n, k), dtype, CPU, seed=50, signed="columns")
-    return x, weight, revealing_matrix((m, n), dtype, CPU, seed=60, signed="columns", row_block=m // blocks)
+    x = torch.cat([order_probe_matrix((m // blocks, k), dtype, CPU, seed=r, signed="rows") for r in range(blocks)])
+    weight = order_probe_matrix((n, k), dtype, CPU, seed=50, signed="columns")
+    return x, weight, order_probe_matrix((m, n), dtype, CPU, seed=60, signed="columns", row_block=m // blocks)
 
 
 @pytest.mark.parametrize("sizes", [(6, 4, 8), (6, 5, 7), (12, 300, 200)])
@@ -51,5 +51,5 @@ def test_two_orders_differ_where_random_values_hide_it(k: int) -> None:
 
 
 def test_sign_free_values_and_empty_ones() -> None:
-    assert revealing_matrix((4, 6), torch.float32, CPU, seed=1, signed=None).unique().numel() <= 6
-    assert revealing_matrix((0, 6), torch.float32, CPU, seed=1, signed="rows").shape == (0, 6)
+    assert order_probe_matrix((4, 6), torch.float32, CPU, seed=1, signed=None).unique().numel() <= 6
+    assert order_probe_matrix((0, 6), torch.float32, CPU, seed=1, signed="rows").shape == (0, 6)

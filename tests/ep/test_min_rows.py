@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ditron_train.ep.plan import (
-    MOST_ROWS,
-    NEVER,
-    RowProduct,
-    fewest_rows,
-    fewest_rows_here,
-    most_rows_of_call,
-    tried_rows,
-)
+from ditron_train.ep.plan import MOST_ROWS, NEVER, RowProduct, min_rows, min_rows_here, most_rows_of_call, tried_rows
 
 ROWS = torch.arange(2.0 * MOST_ROWS).view(MOST_ROWS, 2)
 
@@ -42,7 +34,7 @@ def _differing_at(*sizes):
 def test_the_last_size_that_differs_decides(sizes, expected):
     tried = tried_rows() if 2048 not in sizes else [*range(1, 2049, 89), 2048]
     native, calls = _differing_at(*sizes)
-    assert fewest_rows(native, lambda batch, splits: batch, ROWS, tried, 7, 8192) == expected
+    assert min_rows(native, lambda batch, splits: batch, ROWS, tried, 7, 8192) == expected
     assert [size for splits in calls for size in splits if size] == tried
     assert max(map(sum, calls)) <= 8192
 
@@ -56,8 +48,8 @@ def test_no_memory_to_measure_in(monkeypatch):
     def refuses(*_, **__):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr("ditron_train.ep.plan.revealing_matrix", refuses)
-    assert fewest_rows_here(RowProduct((24, 24), 1, True), torch.float32, torch.device("cpu")) == NEVER
+    monkeypatch.setattr("ditron_train.ep.plan.order_probe_matrix", refuses)
+    assert min_rows_here(RowProduct((24, 24), 1, True), torch.float32, torch.device("cpu")) == NEVER
 
 
 def test_sizes_that_are_tried():
@@ -84,15 +76,15 @@ def test_products_that_sum_alike(monkeypatch, transpose):
     monkeypatch.setattr("ditron_train.ep.plan.native_products", native)
     values = torch.randint(-3, 4, (64, 64), generator=torch.Generator().manual_seed(1)).float()
     monkeypatch.setattr(
-        "ditron_train.ep.plan.revealing_matrix", lambda shape, *_, **__: values[: shape[0], : shape[1]].contiguous()
+        "ditron_train.ep.plan.order_probe_matrix", lambda shape, *_, **__: values[: shape[0], : shape[1]].contiguous()
     )
-    assert fewest_rows_here(product, torch.float32, cpu) == 1 and added == [41]
-    assert fewest_rows_here(product, torch.float32, cpu) == 1 and added == [41], "asked once"
-    fewest_rows_here.cache_clear()
+    assert min_rows_here(product, torch.float32, cpu) == 1 and added == [41]
+    assert min_rows_here(product, torch.float32, cpu) == 1 and added == [41], "asked once"
+    min_rows_here.cache_clear()
     monkeypatch.setattr("ditron_train.ep.plan.native_products", lambda *sizes: other(native(*sizes)))
 
     def other(products):
         return {name: lambda *args, one=one: one(*args) + 1 for name, one in products.items()}
 
-    assert fewest_rows_here(product, torch.float32, cpu) == NEVER
-    fewest_rows_here.cache_clear()
+    assert min_rows_here(product, torch.float32, cpu) == NEVER
+    min_rows_here.cache_clear()

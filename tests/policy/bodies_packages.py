@@ -1,4 +1,5 @@
-"""Ours with a fault in every room that asks the policy for itself: a wrong bit on one rank, or one rank that is slow.
+"""The fused path with a fault in every subpackage that asks the policy for itself: a wrong bit on one rank, or one
+rank that is slow.
 
 Run by CPU processes with a probe that compares there, too, and by GPUs under torchrun.
 """
@@ -137,7 +138,7 @@ def _ask_experts(device: torch.device) -> None:
     x = _values(device, len(probs), hidden)
     sizes = dict(hidden=hidden, ffn_hidden=hidden, num_experts=experts, topk=2, dtype=x.dtype)
     with expert_parallel_world():
-        DispatcherPair(moe_config(**sizes)).ditron._ask_policy(x, routed, probs)
+        DispatcherPair(moe_config(**sizes)).fused._ask_policy(x, routed, probs)
     gate.forget()
 
 
@@ -189,8 +190,8 @@ def _spoil_experts(fault: str, *, of_own_tokens_only: bool = False) -> contextli
     return _replaced(DitronMoEAlltoAllTokenDispatcher, "combine_postprocess", make)
 
 
-#: By name: asks the policy, and puts a fault into ours.
-ROOMS = {
+#: By name: asks the policy, and puts a fault into the fused path.
+PACKAGES = {
     "exchange": (_ask_exchange, _spoil_function("ditron_train.megatron.sp.exchange", "heads_exchange")),
     "projections": (_ask_projections, _spoil_function("ditron_train.megatron.sp.spec", "qkv_projection")),
     "message": (_ask_message, _spoil_message),
@@ -202,8 +203,8 @@ ROOMS = {
 def decision_with(room: str, fault: str, device: torch.device, mode: str, folder: Path) -> Entry:
     """What the policy decides about ``room`` with ``fault`` (a key of ``FAULTS``), as it stands in the plan that it
     writes."""
-    ask, spoil = ROOMS[room]
-    path = folder / f"{list(ROOMS).index(room)}-{fault}-{mode}.json".replace(" ", "-")
+    ask, spoil = PACKAGES[room]
+    path = folder / f"{list(PACKAGES).index(room)}-{fault}-{mode}.json".replace(" ", "-")
     before = {name: os.environ.get(name) for name in ("DITRON_PLAN", "DITRON_POLICY")}
     os.environ.update(DITRON_PLAN=str(path), DITRON_POLICY=mode)
     forget_plans()
@@ -224,22 +225,22 @@ def decision_with(room: str, fault: str, device: torch.device, mode: str, folder
 
 def probe_on_cpu(
     native: Run,
-    ours: Run,
+    fused: Run,
     *,
     group,
     device: torch.device,
     timed: bool = True,
     needs_bits: bool = True,
-    also=(),
+    extra_cases=(),
     host_counts=False,
 ) -> Observation:
     """``probe`` where GPUs would be: bits count, and the host's times."""
-    equal = all([same_bits(one(), other()) for one, other in ((native, ours), *also)])
-    times = [min(_seconds(run) for _ in range(3)) for run in (native, ours)]
+    equal = all([same_bits(one(), other()) for one, other in ((native, fused), *extra_cases)])
+    times = [min(_seconds(run) for _ in range(3)) for run in (native, fused)]
     worst = torch.tensor([float(not equal), *times], dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    different, native_s, ours_s = worst.tolist()
-    return Observation(different == 0.0, *((native_s * 1e6, ours_s * 1e6) if timed else (None, None)))
+    different, native_s, fused_s = worst.tolist()
+    return Observation(different == 0.0, *((native_s * 1e6, fused_s * 1e6) if timed else (None, None)))
 
 
 def _seconds(run: Run) -> float:
@@ -255,8 +256,8 @@ def decision_on_cpu(room: str, fault: str, mode: str, folder: Path) -> Entry:
 
 
 def contexts_beside_a_default_device(name: str) -> int:
-    """How many rooms make their contexts of a new group, on the CPU, while torch makes tensors elsewhere unless it is
-    told where."""
+    """How many subpackages make their contexts of a new group, on the CPU, while torch makes tensors elsewhere unless
+    it is told where."""
     from ditron_train.ep.context import get_ep_context
     from ditron_train.pp.context import get_pipeline_context
     from ditron_train.sp.context import get_sp_context

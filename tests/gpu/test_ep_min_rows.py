@@ -1,4 +1,4 @@
-"""From how many rows on an expert's products have the bits of Megatron's path: what is measured on values that show
+"""From how many rows on an expert's products have the bits of stock Megatron: what is measured on values that show
 the order of sums holds on random values."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ditron_train.ep.grouped_gemm import group_gemm, row_tiles
-from ditron_train.ep.plan import MOST_ROWS, NEVER, RowProduct, fewest_rows_here, native_products
+from ditron_train.ep.plan import MOST_ROWS, NEVER, RowProduct, min_rows_here, native_products
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -22,29 +22,31 @@ WEIGHTS = ((4096, 7168), (7168, 2048), (2048, 7168), (28672, 4096), (4096, 14336
 @pytest.mark.parametrize("transpose", [True, False], ids=["forward", "dgrad"])
 def test_random_rows_above_the_limit(weight, transpose):
     (n, k), device, dtype = weight, torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
-    fewest = fewest_rows_here(RowProduct(weight, EXPERTS, transpose), dtype, device)
-    if fewest == NEVER:
+    min_rows = min_rows_here(RowProduct(weight, EXPERTS, transpose), dtype, device)
+    if min_rows == NEVER:
         pytest.skip("products of all sizes have other bits here, and stay Megatron's")
     draw = random.Random(f"{weight} {transpose}")
     for seed in range(3):
-        counts = [draw.randint(fewest, fewest + 512) for _ in range(EXPERTS - 1)] + [draw.randint(fewest, MOST_ROWS)]
+        counts = [draw.randint(min_rows, min_rows + 512) for _ in range(EXPERTS - 1)] + [
+            draw.randint(min_rows, MOST_ROWS)
+        ]
         generator = torch.Generator(device).manual_seed(seed)
         rows = torch.randn(sum(counts), k if transpose else n, dtype=dtype, device=device, generator=generator)
         weights = [torch.randn(n, k, dtype=dtype, device=device, generator=generator) for _ in counts]
         product = native_products(counts, n, k, dtype, device)["forward" if transpose else "dgrad"]
         tiles = row_tiles(torch.tensor(counts, device=device), len(rows))
-        ours, native = group_gemm(rows, weights, tiles, transpose=transpose), product(rows, rows, weights)
-        differing = [count for count, same in zip(counts, _same(ours, native, counts)) if not same]
-        assert not differing, (fewest, differing)
+        fused, native = group_gemm(rows, weights, tiles, transpose=transpose), product(rows, rows, weights)
+        differing = [count for count, same in zip(counts, _same(fused, native, counts)) if not same]
+        assert not differing, (min_rows, differing)
 
 
-def test_most_products_have_native_bits_and_some_not_of_few_rows():
+def test_most_products_have_native_bits_and_some_not_of_min_rows():
     device = torch.device("cuda", torch.cuda.current_device())
     products = [RowProduct(weight, EXPERTS, transpose) for weight in WEIGHTS for transpose in (True, False)]
-    found = {product: fewest_rows_here(product, torch.bfloat16, device) for product in products}
-    assert sum(fewest == NEVER for fewest in found.values()) < len(found) / 2, found
-    assert any(1 < fewest < NEVER for fewest in found.values()), found
+    found = {product: min_rows_here(product, torch.bfloat16, device) for product in products}
+    assert sum(min_rows == NEVER for min_rows in found.values()) < len(found) / 2, found
+    assert any(1 < min_rows < NEVER for min_rows in found.values()), found
 
 
-def _same(ours, native, counts):
-    return [torch.equal(one, other) for one, other in zip(ours.split(counts), native.split(counts))]
+def _same(fused, native, counts):
+    return [torch.equal(one, other) for one, other in zip(fused.split(counts), native.split(counts))]

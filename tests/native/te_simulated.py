@@ -1,4 +1,5 @@
-"""Transformer Engine posed for megatron-core, for as long as a worker process lives: enough for ``sp``'s attention."""
+"""Transformer Engine simulated for megatron-core, for as long as a worker process lives: enough for ``sp``'s
+attention."""
 
 from __future__ import annotations
 

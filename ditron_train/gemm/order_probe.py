@@ -37,7 +37,7 @@ def _partners(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return pair, sign
 
 
-def revealing_matrix(
+def order_probe_matrix(
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,

@@ -1,4 +1,4 @@
-"""Ops that take the host longer: Megatron's path where a job shows that the host is late, the same on all ranks."""
+"""Ops that take the host longer: stock Megatron where a job shows that the job is CPU-bound, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import late_host as late_host_module
+from ditron_train.policy import cpu_bound as cpu_bound_module
+from ditron_train.policy.cpu_bound import cpu_bound_of
 from ditron_train.policy.gate import Gate
-from ditron_train.policy.late_host import late_host_of
 from ditron_train.policy.plan import Entry
 from tests.support.processes import run_workers
 
@@ -76,11 +76,11 @@ def _calls(
     policy="strict",
     looks_at_host=True,
     num_calls=100,
-    fewest_windows=1,
+    min_windows=1,
     ages_s=(1e9, 1e9),
     warm_up=sys.maxsize,
 ):
-    """After which call of the op ours no longer ran, how often the stream was looked at, and the log."""
+    """After which call of the op the fused path no longer ran, how often the stream was looked at, and the log."""
     stream, lines = _Stream(periods[dist.get_rank()], warm_up), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -90,9 +90,9 @@ def _calls(
         patch.setenv("DITRON_POLICY", policy)
         patch.setattr(gate_module, "self_check", lambda group, device: None)
         patch.setattr(gate_module, "is_capturing", lambda device: False)
-        patch.setattr(late_host_module, "is_capturing", lambda device: False)
-        patch.setattr(late_host_module, "_FEWEST_WINDOWS", fewest_windows)
-        patch.setattr(late_host_module.LateHost, "age_s", ages_s[dist.get_rank()])
+        patch.setattr(cpu_bound_module, "is_capturing", lambda device: False)
+        patch.setattr(cpu_bound_module, "_MIN_WINDOWS", min_windows)
+        patch.setattr(cpu_bound_module.CpuBound, "age_s", ages_s[dist.get_rank()])
         patch.setattr(torch.cuda, "current_stream", lambda device: stream)
         patch.setattr(gate_module, "log_native", lambda name, reason: lines.append(reason))
         ran = [one.context_for(op, 3) is not None for _ in range(num_calls)]
@@ -112,7 +112,7 @@ def _calls(
         ((2, 2), 1.0, True),  # at all
     ],
 )
-def test_a_late_host_turns_the_answer_on_all_ranks(periods, longer_us, is_native):
+def test_a_cpu_bound_turns_the_answer_on_all_ranks(periods, longer_us, is_native):
     for ran, looks, lines in run_workers(2, _calls, periods, longer_us):
         assert ran == (44 if is_native else 100) and looks == 32
         assert [f"takes {longer_us:.0f} us longer for it; the device gains 50 us" in line for line in lines] == [
@@ -130,7 +130,7 @@ def test_a_late_host_turns_the_answer_on_all_ranks(periods, longer_us, is_native
         ((0.0, 0.0), sys.maxsize, 4076, 4064),
     ],
 )
-def test_a_late_host_of_the_first_steps_is_looked_at_again(ages_s, warm_up, last, num_looks):
+def test_a_cpu_bound_of_the_first_steps_is_looked_at_again(ages_s, warm_up, last, num_looks):
     num_calls = 4100
     for ran, looks, lines in run_workers(2, _calls, (1, 1), 60.0, "strict", True, num_calls, 3, ages_s, warm_up):
         assert (ran, looks) == (num_calls if last is None else last, num_looks)
@@ -148,8 +148,8 @@ def test_nobody_looks_where_it_would_change_nothing(longer_us, policy, looks_at_
 def test_backwards_are_looked_at_too_and_captures_are_not(monkeypatch):
     stream, is_captured = _Stream(1), False
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(late_host_module, "is_capturing", lambda device: is_captured)
-    watch = late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), _Device())
+    monkeypatch.setattr(cpu_bound_module, "is_capturing", lambda device: is_captured)
+    watch = cpu_bound_of(Entry(True, "", True, 150.0, 100.0, 400.0), _Device())
     for _ in range(12):
         watch.count()
     watch.look()
@@ -170,18 +170,18 @@ def test_backwards_are_looked_at_too_and_captures_are_not(monkeypatch):
     watch.count()
     watch.look()
     assert stream.looks == 20, "what was said holds"
-    assert watch.why_not(0.03) is None
-    assert "late at 15% of its calls (nothing was queued at 5%)" in watch.why_not(0.05)
+    assert watch.unsupported_reason(0.03) is None
+    assert "CPU-bound at 15% of its calls (nothing was queued at 5%)" in watch.unsupported_reason(0.05)
 
 
 def test_the_op_at_which_lateness_shows_speaks_for_the_others(monkeypatch):
     """Behind attention nothing is ever seen to be late, behind a norm it is."""
     stream = _Stream(0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(late_host_module, "is_capturing", lambda device: False)
+    monkeypatch.setattr(cpu_bound_module, "is_capturing", lambda device: False)
     device = _Device()
-    norm, attention = (late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), device) for _ in range(2))
-    elsewhere = late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), _Device())
+    norm, attention = (cpu_bound_of(Entry(True, "", True, 150.0, 100.0, 400.0), device) for _ in range(2))
+    elsewhere = cpu_bound_of(Entry(True, "", True, 150.0, 100.0, 400.0), _Device())
     for call in range(44):
         for watch, period in ((norm, 2), (attention, 0), (elsewhere, 1)):
             stream._period, stream.looks = period, call
@@ -192,9 +192,9 @@ def test_the_op_at_which_lateness_shows_speaks_for_the_others(monkeypatch):
     assert attention.lateness() == 0.5, "and behind its decision"
     assert attention.looks_on(0.0) and attention.lateness() == 0.0, "but not for one that is past its first calls"
     assert 0.0 < attention.age_s < 60.0
-    early = late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), device)
+    early = cpu_bound_of(Entry(True, "", True, 150.0, 100.0, 400.0), device)
     assert early.lateness() == 0.5
-    monkeypatch.setattr(late_host_module, "_RECENT_S", 0.0)
+    monkeypatch.setattr(cpu_bound_module, "_RECENT_S", 0.0)
     assert early.lateness() == 0.0, "nor for long"
 
 
@@ -202,9 +202,9 @@ def test_a_look_up_counts_but_never_ends_a_window(monkeypatch):
     """So all ranks come to the exchange at the end of one by ``answer_for``."""
     stream = _Stream(0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(late_host_module, "is_capturing", lambda device: False)
-    watch, one = late_host_of(Entry(True, "", True, 150.0, 100.0, 400.0), _Device()), Gate()
-    answer = one._answers[("tp test", None)] = gate_module.Answer("context", late_host=watch)
+    monkeypatch.setattr(cpu_bound_module, "is_capturing", lambda device: False)
+    watch, one = cpu_bound_of(Entry(True, "", True, 150.0, 100.0, 400.0), _Device()), Gate()
+    answer = one._answers[("tp test", None)] = gate_module.Answer("context", cpu_bound=watch)
     assert [one.recall(("tp test", None)) for _ in range(43)] == [answer] * 43 and not watch.is_over
     with torch.no_grad():
         assert one.recall(("tp test", None)) is answer
@@ -222,4 +222,4 @@ def test_a_look_up_counts_but_never_ends_a_window(monkeypatch):
     ],
 )
 def test_no_look_without_times_or_without_a_gpu(entry, device):
-    assert late_host_of(entry, device) is None
+    assert cpu_bound_of(entry, device) is None

@@ -1,4 +1,4 @@
-"""Wrong bits and a slow rank in every room that moves data: the policy catches them on CPU processes, too."""
+"""Wrong bits and a slow rank in every subpackage that moves data: the policy catches them on CPU processes, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
-from bodies_rooms import contexts_beside_a_default_device, decision_beside_a_default_device, decision_on_cpu  # noqa: E402
+from bodies_packages import contexts_beside_a_default_device, decision_beside_a_default_device, decision_on_cpu  # noqa: E402
 
 
 @pytest.mark.parametrize("room", ["exchange", "message", "experts", "experts of the step's own tokens"])
@@ -34,6 +34,6 @@ def test_contexts_are_made_whatever_torch_s_default_device_is() -> None:
 
 
 @pytest.mark.parametrize("room", ["exchange", "message", "experts"])
-def test_rooms_compare_whatever_torch_s_default_device_is(tmp_path: Path, room: str) -> None:
+def test_packages_compare_whatever_torch_s_default_device_is(tmp_path: Path, room: str) -> None:
     for entry in run_workers(2, decision_beside_a_default_device, room, tmp_path):
         assert entry.bits_equal and entry.use_ditron

@@ -1,13 +1,13 @@
-"""Nodes posed by one machine: each in a network namespace of its own, with a limited link between them.
+"""Nodes that one machine simulates: each in a network namespace of its own, with a limited link between them.
 
-python scripts/posed_nodes.py --nodes 2 --ranks 2 --rate-mbit 800 SCRIPT [arguments]   (-m MODULE instead of SCRIPT)
-python scripts/posed_nodes.py --loopback --nodes 2 --ranks 1 SCRIPT [arguments]
+python scripts/simulated_nodes.py --nodes 2 --ranks 2 --rate-mbit 800 SCRIPT [arguments]   (-m MODULE instead of
+SCRIPT) python scripts/simulated_nodes.py --loopback --nodes 2 --ranks 1 SCRIPT [arguments]
 
-Every node has its own host name, ``NCCL_HOSTID``, network address and ``/dev/shm``: ranks of one node share
-memory, ranks of different nodes cannot. Between nodes everything passes a token bucket (tc's tbf), in both directions;
-inside a node it passes the loopback device at its full rate. One torchrun agent runs on each node. Nothing of the
-machine's own network is touched, and the namespaces end with their processes. Linux with iproute2 (``ip``, ``tc``) and
-util-linux (``unshare``, ``nsenter``); root, or user namespaces for everybody.
+``-m MODULE`` may take the place of ``SCRIPT``. Every node has its own host name, ``NCCL_HOSTID``, network address and
+``/dev/shm``: ranks of one node share memory, ranks of different nodes cannot. Between nodes everything passes a token
+bucket (tc's tbf), in both directions; inside a node it passes the loopback device at its full rate. One torchrun agent
+runs on each node. Nothing of the machine's own network is touched, and the namespaces end with their processes. Linux
+with iproute2 (``ip``, ``tc``) and util-linux (``unshare``, ``nsenter``); root, or user namespaces for everybody.
 
 Where that is forbidden, ``--loopback`` poses nodes by their ``NCCL_HOSTID`` and torchrun agent alone: between them
 NCCL and gloo take sockets of the loopback device, whose rate nobody limits.
@@ -43,19 +43,19 @@ def _own_user() -> list[str]:
 
 def _makes(user: Sequence[str]) -> bool:
     links = "ip link set lo up && ip link add br0 type bridge && ip link add v0 type veth peer name v1"
-    words = f"mount -t tmpfs tmpfs /dev/shm && hostname posed && {links} && {_bucket('v0', 100)}"
+    words = f"mount -t tmpfs tmpfs /dev/shm && hostname simulated && {links} && {_bucket('v0', 100)}"
     command = ["unshare", *user, "--net", "--mount", "--uts", "sh", "-c", words]
     return subprocess.run(command, env=_environment(), capture_output=True).returncode == 0
 
 
-def why_not() -> str | None:
+def unsupported_reason() -> str | None:
     """Why this machine cannot pose nodes, or None."""
     missing = [tool for tool in _TOOLS if shutil.which(tool, path=_environment()["PATH"]) is None]
     if missing:
-        return f"nodes cannot be posed here: {', '.join(missing)} is not installed"
+        return f"nodes cannot be simulated here: {', '.join(missing)} is not installed"
     if _makes(_own_user()):
         return None
-    return "nodes cannot be posed here: no network namespaces with veth, bridge and tbf"
+    return "nodes cannot be simulated here: no network namespaces with veth, bridge and tbf"
 
 
 def _bucket(device: str, rate_mbit: float, verb: str = "add") -> str:
@@ -63,7 +63,7 @@ def _bucket(device: str, rate_mbit: float, verb: str = "add") -> str:
     return f"tc qdisc {verb} dev {device} root tbf rate {rate_mbit:g}mbit burst {burst_bytes} limit {_QUEUE_BYTES}"
 
 
-class PosedNodes:
+class SimulatedNodes:
     """The namespaces of ``num_nodes`` nodes, until ``close``. A context manager.
 
     Args:
@@ -75,7 +75,7 @@ class PosedNodes:
     """
 
     def __init__(self, num_nodes: int, rate_mbit: float) -> None:
-        reason = why_not()
+        reason = unsupported_reason()
         if reason is not None:
             raise RuntimeError(reason)
         self.num_nodes, self._processes = num_nodes, []
@@ -94,7 +94,7 @@ class PosedNodes:
         process = subprocess.Popen([*command, "sh", "-c", f"{words} && {_HOLD}"], env=_environment(), **pipes)
         self._processes.append(process)
         if process.stdout.readline() != "ready\n":
-            raise RuntimeError("nodes cannot be posed here: a namespace could not be made")
+            raise RuntimeError("nodes cannot be simulated here: a namespace could not be made")
         return process
 
     def _inside(self, holder: subprocess.Popen[str], *kinds: str) -> list[str]:
@@ -103,11 +103,11 @@ class PosedNodes:
 
     def _make_node(self, node: int, rate_mbit: float) -> subprocess.Popen[str]:
         apart = [*self._inside(self._hub, "net"), "unshare", "--net", "--mount", "--uts"]
-        names = "".join(f"{self.address(one)} posed{one}\\n" for one in range(self.num_nodes))
+        names = "".join(f"{self.address(one)} simulated{one}\\n" for one in range(self.num_nodes))
         files = {"nsswitch.conf": "hosts: files\\n", "hosts": f"127.0.0.1 localhost\\n{names}"}
         own = [f"printf '{text}' >/run/{name} && mount --bind /run/{name} /etc/{name}" for name, text in files.items()]
         folders = " && ".join(f"mount -t tmpfs tmpfs {folder}" for folder in ("/dev/shm", "/run"))
-        words = f"{folders} && hostname posed{node} && ip link set lo up && {' && '.join(own)}"
+        words = f"{folders} && hostname simulated{node} && ip link set lo up && {' && '.join(own)}"
         holder = self._hold(apart, words)
         link = f"link{node}"
         self._in_hub(f"ip link add {link} type veth peer name {_DEVICE} netns {holder.pid}")
@@ -122,7 +122,7 @@ class PosedNodes:
     def _run(self, command: Sequence[str]) -> None:
         done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"nodes cannot be posed here: {done.stderr.strip()}")
+            raise RuntimeError(f"nodes cannot be simulated here: {done.stderr.strip()}")
 
     @staticmethod
     def address(node: int) -> str:
@@ -140,7 +140,7 @@ class PosedNodes:
     def environment(self, node: int) -> dict[str, str]:
         """What processes of the node find beside what torchrun sets."""
         device = {f"{library}_SOCKET_IFNAME": _DEVICE for library in ("GLOO", "NCCL")}
-        return {**device, "NCCL_HOSTID": f"posed{node}", "NCCL_NET": "Socket", "GROUP_RANK": str(node)}
+        return {**device, "NCCL_HOSTID": f"simulated{node}", "NCCL_NET": "Socket", "GROUP_RANK": str(node)}
 
     def limit(self, node: int, rate_mbit: float) -> None:
         """Changes the rate of a node's link, in both directions."""
@@ -171,14 +171,14 @@ class PosedNodes:
             process.wait()
         self._processes = []
 
-    def __enter__(self) -> PosedNodes:
+    def __enter__(self) -> SimulatedNodes:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
-class LoopbackNodes(PosedNodes):
+class LoopbackNodes(SimulatedNodes):
     """Nodes without namespaces, on any machine: sockets of the loopback device are the link between them."""
 
     def __init__(self, num_nodes: int) -> None:
@@ -194,7 +194,7 @@ class LoopbackNodes(PosedNodes):
         return []
 
     def environment(self, node: int) -> dict[str, str]:
-        """As of ``PosedNodes``."""
+        """As of ``SimulatedNodes``."""
         return {**super().environment(node), **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")}
 
 
@@ -207,7 +207,7 @@ def _devices(node: int, ranks: int) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(listed))))).split(",")
     mine = [visible[rank % len(visible)] for rank in range(node * ranks, (node + 1) * ranks)]  # nodes may share them
     if listed and len(set(mine)) == ranks and all(mine):
-        # NVSHMEM knows nothing of posed nodes: it would reach a GPU of another one by NVLink, past the link.
+        # NVSHMEM knows nothing of simulated nodes: it would reach a GPU of another one by NVLink, past the link.
         transport = os.environ.get("DITRON_TRANSPORT", "torch")
         return {"CUDA_VISIBLE_DEVICES": ",".join(mine), "DITRON_TRANSPORT": transport}
     return {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -228,13 +228,15 @@ def main() -> int:
         parser.error("name a script, or -m and a module, as torchrun takes them, behind the options")
     if arguments.loopback and arguments.rate_mbit:
         parser.error("--loopback: the loopback device has no limit")
-    reason = None if arguments.loopback else why_not()
+    reason = None if arguments.loopback else unsupported_reason()
     if reason is not None:
         print(f"{reason}; --loopback needs none", file=sys.stderr)
         return 2
     is_free = arguments.loopback
     with (
-        LoopbackNodes(arguments.nodes) if is_free else PosedNodes(arguments.nodes, arguments.rate_mbit or 1e3) as nodes
+        LoopbackNodes(arguments.nodes)
+        if is_free
+        else SimulatedNodes(arguments.nodes, arguments.rate_mbit or 1e3) as nodes
     ):
         return nodes.run(arguments.ranks, script, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 

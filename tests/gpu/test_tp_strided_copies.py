@@ -36,7 +36,7 @@ def _prepared(context, kind):
     return [prepared for prepared in context.prepared.values() if isinstance(prepared, kind)]
 
 
-def _with_fans(context):
+def _with_strided_copies(context):
     """Kinds of prepared ops whose flags are one command."""
     gathers = {Gather for p in _prepared(context, Gather) if p._flags is not None}
     return gathers | {ReduceScatter for p in _prepared(context, ReduceScatter) if p._all_flags is not None}
@@ -63,7 +63,7 @@ def test_late_ranks_and_poison(context, all_equal, rows, columns):
         return total, start_reduce_scatter(partial, context=context).wait()
 
     both()
-    assert _with_fans(context) == {Gather, ReduceScatter}
+    assert _with_strided_copies(context) == {Gather, ReduceScatter}
     graph, captured = _captured(context, both)
     for repeat in range(12):
         x.copy_(normals(rows, columns, seed=100 + repeat))
@@ -145,12 +145,12 @@ def test_memory_moves_and_is_given_back(device, context, all_equal, monkeypatch)
     assert len(mapped) > len(unmapped)
     context.synchronize()
     torch.cuda.synchronize()
-    free_bytes, held_bytes = torch.cuda.mem_get_info()[0], context.arena.num_bytes
+    free_bytes, peak_bytes = torch.cuda.mem_get_info()[0], context.arena.num_bytes
     context.arena.close()
     dist.barrier()  # peers have let go of this rank's memory, too
     assert sorted(mapped) == sorted(unmapped)
     if dist.get_world_size() <= torch.cuda.device_count():  # else other ranks free theirs on this GPU, too
-        assert torch.cuda.mem_get_info()[0] >= free_bytes + held_bytes // 2
+        assert torch.cuda.mem_get_info()[0] >= free_bytes + peak_bytes // 2
 
 
 def test_without_windows(context, all_equal, monkeypatch):
@@ -165,5 +165,5 @@ def test_without_windows(context, all_equal, monkeypatch):
         x, partial = normals(96, 128, seed=repeat), normals(96 * context.world_size, 128, seed=repeat + 50)
         assert all_equal(start_all_gather(x, context=context).wait(), gathered(x))
         assert all_equal(start_reduce_scatter(partial, context=context).wait(), scattered(partial))
-    assert not _with_fans(context)
+    assert not _with_strided_copies(context)
     context.synchronize()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import bodies_fans as bodies  # noqa: E402
+import bodies_strided_copies as bodies  # noqa: E402
 
 from ditron_train.stream import window as windows  # noqa: E402
 from ditron_train.stream.window import Window, flags_of_peers  # noqa: E402
@@ -60,13 +60,13 @@ def _context(rank: int, world_size: int) -> SimpleNamespace:
     )
 
 
-def _pieces(fan, real):
+def _pieces(strided_copy, real):
     """(destination as its rank's own address, source, bytes) of each piece."""
-    for piece in range(fan.count):
+    for piece in range(strided_copy.count):
         yield (
-            real(fan.destination + piece * fan.destination_pitch),
-            fan.source + piece * fan.source_pitch,
-            fan.num_bytes,
+            real(strided_copy.destination + piece * strided_copy.destination_pitch),
+            strided_copy.source + piece * strided_copy.source_pitch,
+            strided_copy.num_bytes,
         )
 
 
@@ -75,17 +75,17 @@ def _pieces(fan, real):
 def test_flags_of_peers(rings, world, num_skipped):
     for rank in range(world):
         signals = _Ring(SIGNALS, world)
-        fan = flags_of_peers(signals, rank, 4 * rank, WORDS, num_skipped=num_skipped)
+        strided_copy = flags_of_peers(signals, rank, 4 * rank, WORDS, num_skipped=num_skipped)
         peers = [(rank + 1 + step) % world for step in range(num_skipped, world - 1)]
-        assert (fan is None) == (len(peers) < 3)
-        if fan is not None:
+        assert (strided_copy is None) == (len(peers) < 3)
+        if strided_copy is not None:
             expected = [(signals.host_addresses[peer] + 4 * rank, WORDS + 4 * i, 4) for i, peer in enumerate(peers)]
-            assert list(_pieces(fan, signals.real)) == expected
+            assert list(_pieces(strided_copy, signals.real)) == expected
 
 
 class _Sends:
     """What a prepared reduce-scatter or gather sends, in order: ("rows", to, source, bytes), ("flag", its address),
-    ("fan", fan)."""
+    ("strided copy", strided_copy)."""
 
     def __init__(self, monkeypatch, module, *, refuses: bool = False) -> None:
         self.log: list[tuple] = []
@@ -96,18 +96,18 @@ class _Sends:
                     self.log.append(("rows", destination, source + offset, num_bytes))
                 self.log.append(("flag", flag))
 
-        def in_turn(copies, stream):
+        def in_ring_order(copies, stream):
             for to, source, size in copies:
                 self.log.append(("flag", to) if to >= SIGNALS else ("rows", to, source, size))
 
-        def fans(sent, stream):
+        def strided_copies(sent, stream):
             if not refuses:
-                self.log += [("fan", fan) for fan in sent]
+                self.log += [("strided copy", strided_copy) for strided_copy in sent]
             return not refuses
 
         monkeypatch.setattr(module, "copy_with_flags", copies)
-        monkeypatch.setattr(module, "copy_in_turn", in_turn)
-        monkeypatch.setattr(module, "send_fans", fans)
+        monkeypatch.setattr(module, "copy_in_sequence", in_ring_order)
+        monkeypatch.setattr(module, "send_strided", strided_copies)
         if module is reduce_scatter:
             monkeypatch.setattr(
                 module, "copy_bytes", lambda to, source, size, stream: self.log.append(("rows", to, source, size))
@@ -122,7 +122,7 @@ class _Sends:
                 to, _, size = rest
                 written |= set(range(to, to + size, ROW_BYTES))
                 continue
-            new = [flag for flag, _, _ in _pieces(rest[0], real)] if kind == "fan" else rest
+            new = [flag for flag, _, _ in _pieces(rest[0], real)] if kind == "strided copy" else rest
             flags += new
             for destination, _, num_bytes, flag, _ in copies:
                 assert flag not in new or set(range(destination, destination + num_bytes, ROW_BYTES)) <= written
@@ -149,7 +149,7 @@ def _scatter(counts, rank, *, in_parts: bool):
         _signal_start=lambda: None,
     )
     prepared._copies = ReduceScatter._list_copies(prepared, ROW_BYTES)
-    flags = ReduceScatter._fan_of_flags(prepared, num_skipped=int(in_parts))
+    flags = ReduceScatter._strided_copy_of_flags(prepared, num_skipped=int(in_parts))
     prepared._all_flags, prepared._first_flags = (None, flags) if in_parts else (flags, None)
     return prepared, signals
 
@@ -172,13 +172,13 @@ def test_flags_that_wait_are_behind_all_their_rows(rings, monkeypatch, counts, h
     partial = torch.zeros(sum(counts) * ROW_BYTES, dtype=torch.uint8)
     for rank in range(len(counts)):
         prepared, signals = _scatter(counts, rank, in_parts=True)
-        has_fan = prepared._first_flags is not None
-        assert has_fan == (len(counts) > 4)
+        has_strided_copy = prepared._first_flags is not None
+        assert has_strided_copy == (len(counts) > 4)
         for _ in range(2):  # one by one from the first refusal on
             sends = _Sends(monkeypatch, reduce_scatter, refuses=refuses)
             _send_chunks(prepared, partial, halves=halves)
             sends.check(prepared._copies, partial.data_ptr(), signals.real)
-            assert (prepared._first_flags is not None) == (has_fan and not refuses)
+            assert (prepared._first_flags is not None) == (has_strided_copy and not refuses)
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -187,14 +187,14 @@ def test_scatters_as_a_whole(rings, monkeypatch, counts, refuses):
     partial = torch.zeros(sum(counts) * ROW_BYTES, dtype=torch.uint8)
     for rank in range(len(counts)):
         prepared, signals = _scatter(counts, rank, in_parts=False)
-        has_fan = prepared._all_flags is not None
-        assert has_fan == (len(counts) > 3)
+        has_strided_copy = prepared._all_flags is not None
+        assert has_strided_copy == (len(counts) > 3)
         for _ in range(2):
             sends = _Sends(monkeypatch, reduce_scatter, refuses=refuses)
             ReduceScatter._send_all(prepared, partial)
             sends.check(prepared._copies, partial.data_ptr(), signals.real)
-            assert (prepared._all_flags is not None) == (has_fan and not refuses)
-            assert has_fan is False or refuses or sends.log[-1] == ("fan", prepared._all_flags)
+            assert (prepared._all_flags is not None) == (has_strided_copy and not refuses)
+            assert has_strided_copy is False or refuses or sends.log[-1] == ("strided copy", prepared._all_flags)
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -210,21 +210,21 @@ def test_gathers_that_are_awaited(rings, monkeypatch, counts, refuses):
             buffer=_Ring(GATHERED, world),
             channel=SimpleNamespace(signals=signals),
             row_bytes=ROW_BYTES,
-            granule_rows=partition.max_count,
+            flag_block_rows=partition.max_count,
             _signal_start=lambda num_flags, stream: None,
         )
         prepared._copies = Gather._list_copies(prepared)
         assert len(prepared._copies) == (world - 1) * bool(counts[rank])
-        prepared._flags = Gather._fan_of_flags(prepared)
+        prepared._flags = Gather._strided_copy_of_flags(prepared)
         for _ in range(2):
             sends = _Sends(monkeypatch, gather, refuses=refuses)
             Gather._send_by_copies(prepared, x)
             sends.check(prepared._copies, x.data_ptr(), signals.real)
             assert (prepared._flags is not None) == (counts[rank] > 0 and world > 3 and not refuses)
         if counts[rank] > 1:  # several chunks, each with a flag of its own
-            prepared.granule_rows = counts[rank] - 1
+            prepared.flag_block_rows = counts[rank] - 1
             prepared._copies = Gather._list_copies(prepared)
-            prepared._flags = Gather._fan_of_flags(prepared)
+            prepared._flags = Gather._strided_copy_of_flags(prepared)
             assert len(prepared._copies) == 2 * (world - 1) and prepared._flags is None
             sends = _Sends(monkeypatch, gather)
             Gather._send_by_copies(prepared, x)
@@ -234,9 +234,9 @@ def test_gathers_that_are_awaited(rings, monkeypatch, counts, refuses):
 @pytest.mark.parametrize("refused_mapping, refused_copies", [([], []), ([1], []), ([], [0, 3]), ([0, 1, 2, 3], [])])
 def test_between_processes(refused_mapping, refused_copies):
     """Each rank decides by itself; who receives sees no difference."""
-    for rank, (is_fan, num_mapped, num_unmapped) in enumerate(
-        run_workers(4, bodies.check_fans, refused_mapping, refused_copies)
+    for rank, (is_strided_copy, num_mapped, num_unmapped) in enumerate(
+        run_workers(4, bodies.check_strided_copies, refused_mapping, refused_copies)
     ):
         assert num_mapped == num_unmapped and bool(num_mapped) == (rank not in refused_mapping)
         # ops at the sizes that came after the last move; rank 0 has no rows in one of the uneven gathers
-        assert any(is_fan) == (rank not in refused_mapping + refused_copies), (rank, is_fan)
+        assert any(is_strided_copy) == (rank not in refused_mapping + refused_copies), (rank, is_strided_copy)
