@@ -109,7 +109,7 @@ ELSEWHERE = {"pretrain_gpt.py", "SCRIPT.py"}
 
 
 def unknown_variables(text: str) -> set[str]:
-    known = {setting.variable for setting in SETTINGS} | REMOVED_VARIABLES
+    known = {name for setting in SETTINGS for name in (setting.variable, setting.former)} | REMOVED_VARIABLES
     return set(re.findall(r"\bDITRON_[A-Z_]+[A-Z]\b", text)) - known
 
 

@@ -71,6 +71,15 @@ def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unknown_variables(["DITRON_TEST_STEPS", "DITRON_POLICY", "PATH"]) == []
 
 
+def test_a_former_name_is_read_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DITRON_PP_LOANS", "3")
+    with pytest.warns(FutureWarning, match="DITRON_PP_LOANS is now called DITRON_PP_LEASES"):
+        assert get_settings().pp_leases == 3
+    assert unknown_variables() == []
+    monkeypatch.setenv("DITRON_PP_LEASES", "4")
+    assert get_settings().pp_leases == 4
+
+
 @pytest.mark.parametrize(("rank", "lines"), [("0", ["a shape went native"]), ("1", [])])
 def test_a_line_is_logged_once_and_on_rank_0_alone(
     rank: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -122,6 +122,8 @@ def test_the_users_table_is_chosen_by(tmp_path: Path, monkeypatch: pytest.Monkey
     table.put(problem.table_op, 4, problem.shape_class, entry_of(problem, wanted))
     _use(monkeypatch, tmp_path / "t.json", table.to_text())
     assert choose(problem, H200) == dataclasses.replace(wanted, source="table")
+    _use(monkeypatch, tmp_path / "former.json", table.to_text().replace("reduce_rows", "fold_rows"))
+    assert choose(problem, H200) == dataclasses.replace(wanted, source="table")
     assert before.source == "model" and before.config == TILE
     assert prefers_native("gemm_rs", 8192, 4096, 2752, "nt", torch.bfloat16, 4, H200.device)
     assert not prefers_native("gemm_rs", 8192, 4096, 2752, "nt", torch.bfloat16, 2, H200.device)
