@@ -180,8 +180,8 @@ class Lengths:
             log_once(
                 "many lengths",
                 f"{family.name}: {_MANY_LENGTHS} lengths so far, {sum(family.proven.values())} of them proven and "
-                f"{family.num_fused / max(family.num_calls, 1):.0%} of the calls fused; each length costs a proof, "
-                "so padding to a multiple of 64 or more tokens pays if that is a small part of one",
+                f"{family.num_fused / max(family.num_calls, 1):.0%} of the calls fused; each costs a proof, "
+                "so padding microbatches to a multiple of 64 or more tokens pays if that is a small part of them",
                 name="policy",
             )
 
