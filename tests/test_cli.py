@@ -191,3 +191,15 @@ def test_the_launcher_ends_without_a_traceback(tmp_path: Path, sent: signal.Sign
     launched.send_signal(sent)
     _, logged = launched.communicate(timeout=HANG_S)
     assert launched.returncode == 128 + sent and logged == f"ended by {sent.name}\n"
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+@pytest.mark.parametrize(
+    "raised", ["SettingError('DITRON_TIMEOUT_S is bad')", "SystemExit('error: DITRON_TIMEOUT_S is bad')"]
+)
+def test_a_scripts_user_error_is_one_line_on_each_machine(local_rank: str, raised: str) -> None:
+    code = f"from ditron_train.runtime.errors import *\nwith user_errors():\n    raise {raised}"
+    environment = {**os.environ, "LOCAL_RANK": local_rank}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == ("error: DITRON_TIMEOUT_S is bad\n" if local_rank == "0" else "")

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from ditron_train.runtime.device import kernel_target, num_sms, with_index
 from ditron_train.runtime.flight_recorder import records_of
 from ditron_train.runtime.groups import GroupCache, forget_at_exit, unwrapped, world_group
-from ditron_train.runtime.launch import KernelLaunch
-from ditron_train.runtime.sizes import top_of_range
 from ditron_train.stream import driver
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.events import current_handle, event_of, stream_of
 from ditron_train.stream.recorder import OpRecorder
-from ditron_train.symm.arena import SymmetricArena, SymmetricTensor, get_arena
+from ditron_train.stream.varying_lengths import VaryingLengths
+from ditron_train.symm.arena import SymmetricArena, get_arena
 from ditron_train.symm.channel import Channel
 
 #: Signatures that a context remembers. Each keeps some 5 KB on the host and 1 KB on the device: sequences of ever new
@@ -45,7 +44,7 @@ class Aborting:
             self._context.abort(self._channel)
 
 
-class OpContext:
+class OpContext(VaryingLengths):
     """Arena, channels and communication stream of one group (collective to make).
 
     Ops of one context run one after another, on whichever streams they are called: the context orders them
@@ -63,11 +62,10 @@ class OpContext:
         recorder: Replays what comes often as a recorded graph.
         agreed: Calls that all ranks are known to make alike (``stream.agreement``).
         prepared: What ops keep for the shapes they have seen; emptied before a buffer of the arena moves.
-        varies: Whether lengths vary (``vary_lengths``).
-        most_rows: The most rows of all ranks that buffers are made for at once, if that is known.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
+        super().__init__()
         self.arena: SymmetricArena = get_arena(group, device)
         self.group = self.arena.group
         self.device = self.arena.device
@@ -89,9 +87,6 @@ class OpContext:
         self.recorder = OpRecorder(self)
         self._scratch: dict[tuple, torch.Tensor] = {}
         self.agreed: set[tuple] = set()
-        self.rows_channel: Channel | None = None
-        self._launches: dict[tuple[Any, ...], KernelLaunch] = {}
-        self.varies, self.most_rows = False, 0
         self.prepared: dict[tuple, Any] = {}
         self.arena.before_freeing(self._forget_prepared)
 
@@ -113,37 +108,6 @@ class OpContext:
             if plan is not None:
                 self.prepared[key] = plan
         return plan
-
-    def vary_lengths(self, most_rows: int | None) -> None:
-        """From now on calls come with ever-new numbers of rows (all ranks say so between the same two calls).
-
-        Tiles are chosen per range of rows, buffers have room for the range, or for ``most_rows`` at once, a new number
-        of rows is compared by the kernels' start signals alone, and nothing is recorded as a graph."""
-        self.varies, self.most_rows = True, max(self.most_rows, most_rows or 0)
-        self.recorder.is_enabled = False
-
-    def launch(self, kernel: Any, num_programs: int, constants: dict[str, Any], **options: Any) -> KernelLaunch:
-        """A ``KernelLaunch`` of a plan; if lengths vary, the plans of all lengths share it."""
-        if not self.varies:
-            return KernelLaunch(kernel, num_programs, constants, **options)
-        key = (kernel, num_programs, *constants.values(), *options.values())
-        if key not in self._launches:
-            self._launches[key] = KernelLaunch(kernel, num_programs, constants, **options)
-            self._launches[key].is_shared = True
-        return self._launches[key]
-
-    def rows_with_room(self, rows: int) -> int:
-        """For how many rows a buffer is made, or tiles are chosen, that ``rows`` rows need."""
-        return max(top_of_range(rows), self.most_rows) if self.varies else rows
-
-    def roomy(
-        self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype, room_rows: int = 0
-    ) -> SymmetricTensor:
-        """A buffer of the arena, which has room for other lengths if it has to grow and lengths vary: for
-        ``room_rows``, by default for as many as ``rows_with_room`` says."""
-        if self.arena.capacity_bytes(name) < num_rows * num_columns * dtype.itemsize:
-            self.arena.tensor(name, (max(num_rows, room_rows or self.rows_with_room(num_rows)), num_columns), dtype)
-        return self.arena.tensor(name, (num_rows, num_columns), dtype)
 
     def add_channel(self, name: str, num_signals: int, signature_fields: Sequence[str]) -> Channel:
         """A channel of this context (collective)."""

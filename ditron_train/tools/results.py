@@ -70,9 +70,10 @@ class Row:
             breaks the rule of `ditron_train.tools.compare.memory`.
         fused_share: Of the calls.
         distinct_lengths: Numbers of tokens at which bits were proven.
-        lengths: More of ``bench lengths``: ``differing_lengths`` that are native, ``first_speedup`` while everything
-            is decided, ``fixed_gain`` at a fixed length and ``gain_share`` of it, ``proof_us`` of a new length,
-            ``host_ratio`` of a new length to a known one, ``excess_gib`` of GPU memory beside ``symmetric_gib``.
+        lengths: Of ``python -m tests.lengths``: ``differing_lengths`` that are native, ``first_speedup`` while
+            everything is decided, ``fixed_gain`` at a fixed length and ``gain_share`` of it, ``proof_us`` of a new
+            length, ``host_ratio`` of a new length to a known one, ``excess_gib`` of GPU memory beside
+            ``symmetric_gib``.
     """
 
     op: str

@@ -187,7 +187,9 @@ def render_results(root: Path) -> str:
 
 
 def _title(path: Path, stamp: Stamp) -> str:
-    command = {"verify": "verify", TRAINING: "compare"}.get(path.stem, f"bench {path.stem}")
+    command = {"verify": "verify", TRAINING: "compare", "lengths": "tests.lengths"}.get(
+        path.stem, f"bench {path.stem}"
+    )
     return f"{stamp.count} x {stamp.device}: `{command}`"
 
 

@@ -84,11 +84,11 @@ def test_a_new_length_compiles_nothing_and_takes_no_symmetric_memory(tensor_para
     every_range = [tokens for top in range(1152, BUDGET + 1, 128) for tokens in range(top - 112, top + 1, 16)]
     run(tokens // world_size * world_size for tokens in every_range)
     context = get_tp_context(layers[0][1].tp_group)
-    held, recorded, compiled = context.arena.num_bytes, len(context._recorded._recordings), []
+    held, recorded, compiled = context.arena.num_bytes, len(context.recorder.sequences._recordings), []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **seen: compiled.append(seen))
     run((tokens - 8) // world_size * world_size for tokens in every_range)
     assert not compiled and context.arena.num_bytes == held
-    assert len(context._recorded._recordings) == recorded
+    assert len(context.recorder.sequences._recordings) == recorded
 
 
 def test_another_order_of_a_sum_at_one_length_is_native_there(tensor_parallel, all_equal, monkeypatch):  # noqa: F811

@@ -100,7 +100,7 @@ def test_as_torchrun_starts_it(script, tmp_path):
     done = subprocess.run(
         [*command, str(tmp_path / "missing.py")], env=env, capture_output=True, text=True, timeout=HANG_S
     )
-    assert done.returncode == 1 and done.stderr == f"error: cannot read the script {tmp_path / 'missing.py'}\n"
+    assert done.returncode == 2 and done.stderr == f"error: cannot read the script {tmp_path / 'missing.py'}\n"
 
 
 def test_without_the_flag_nothing_is_changed(script, capsys):

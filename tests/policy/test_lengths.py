@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -202,9 +203,10 @@ def _ask(family_rows: list[int]) -> list[tuple[str, bool]]:
 
     from ditron_train.policy import lengths
 
-    lengths.compares = lambda device: True
     gate, group = Gate(), dist.group.WORLD
-    answers = [gate.answer_for(Stand(), SimpleNamespace(x=torch.ones(rows, 4), group=group)) for rows in family_rows]
+    with mock.patch.object(lengths, "compares", lambda device: True):
+        calls = [SimpleNamespace(x=torch.ones(rows, 4), group=group) for rows in family_rows]
+        answers = [gate.answer_for(Stand(), call) for call in calls]
     return [*asked, *((answer.reason or "fused") for answer in answers)]
 
 

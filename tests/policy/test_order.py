@@ -94,6 +94,7 @@ def test_an_order_that_is_not_fused_stays_native_unprobed(monkeypatch) -> None:
         type = "cuda"
 
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
+    monkeypatch.setattr(module, "_decided_by", lambda group: {})
     monkeypatch.setattr(module, "probe", lambda *a, **k: Observation(True, 2.0, 1.0))
     monkeypatch.setattr(module, "reduction_order", lambda *a: order_module._other("tree", "adds along a tree"))
     for mode, used in (("strict", False), ("bits", False), ("fast", True)):

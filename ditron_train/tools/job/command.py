@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -52,12 +53,14 @@ class Command:
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """The command that ``words`` are, or that the text or the file in the first of them holds; more words are added
-    to it.
+    """The command that ``words`` are, or that the text or the file in the first of them holds. Words after a launch
+    script are its own arguments, up to the first that begins with ``--``; from there on they are added to its command.
 
     Raises:
         SettingError: The file cannot be read, or no training command is in it.
     """
+    if len(words) > 1 and words[0] in ("bash", "sh") and Path(words[1]).is_file():
+        words = words[1:]
     first = words[0] if words else ""
     if any(space in first for space in " \n\t"):
         return Command([*split_text(first), *words[1:]])
@@ -69,8 +72,10 @@ def read_command(words: Sequence[str]) -> Command:
         text = read_regular(Path(first)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"cannot read {first}: {getattr(error, 'strerror', None) or error}") from None
-    is_script = text.startswith("#!") or first.endswith(".sh")
-    return Command([*(_evaluated(text, first) if is_script else split_text(text)), *words[1:]])
+    if not (text.startswith("#!") or first.endswith(".sh")):
+        return Command([*split_text(text), *words[1:]])
+    given = list(itertools.takewhile(lambda word: not word.startswith("--"), words[1:]))
+    return Command([*_evaluated(text, first, given), *words[1 + len(given) :]])
 
 
 def split_text(text: str) -> list[str]:
@@ -91,8 +96,9 @@ def _unpacked(words: Sequence[str]) -> list[str]:
     return split_text(holders[-1]) if holders else list(words)
 
 
-def _evaluated(text: str, name: str) -> list[str]:
-    """The words of the last command of a launch script that starts a Python script with arguments."""
+def _evaluated(text: str, name: str, given: Sequence[str]) -> list[str]:
+    """The words of the last command of a launch script that starts a Python script with arguments; the launch script
+    is ``given`` arguments of its own."""
     bash = shutil.which("bash")
     if bash is None:
         raise SettingError(f"{name} is a shell script, and there is no bash to read it: paste the command instead")
@@ -100,7 +106,7 @@ def _evaluated(text: str, name: str) -> list[str]:
         text = _NOTE_COMMANDS.replace("NOTES", str(notes.fileno())) + _PATH.sub("", _REDIRECTION.sub("", text))
         try:
             subprocess.run(
-                [bash, "--restricted", "-s"], input=text.encode(), env={**os.environ, "PATH": _NO_PATH},
+                [bash, "--restricted", "-s", "--", *given], input=text.encode(), env={**os.environ, "PATH": _NO_PATH},
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(notes.fileno(),),
                 timeout=_EVALUATION_S,
             )  # fmt: skip

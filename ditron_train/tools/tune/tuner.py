@@ -57,6 +57,7 @@ def _spaces() -> dict[str, SearchSpace[Any, Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``tune``."""
+    parser.set_defaults(job=())  # Megatron's arguments, which the command line has after a --
     parser.add_argument(
         "--op",
         action="append",

@@ -54,6 +54,7 @@ _ONE_RANK = "it needs at least 2 ranks (use torchrun --nproc-per-node 2 -m ditro
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``verify``."""
+    parser.set_defaults(job=())  # Megatron's arguments, which the command line has after a --
     add_case_arguments(parser)
     parser.add_argument(
         "--packages",

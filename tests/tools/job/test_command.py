@@ -89,6 +89,7 @@ def test_a_launch_script_is_evaluated_and_runs_nothing(tmp_path: Path, monkeypat
     )
     assert command.sizes == {"gpus_per_node": 8, "nodes": 4}
     assert [path.name for path in tmp_path.iterdir()] == ["train.sh"]  # nothing was written or removed
+    assert "--load given" in " ".join(read_command(["bash", "train.sh", "given", "x", "--bf16"]).arguments)
     monkeypatch.setenv("MODEL_SIZE", "70B")
     assert read_command(["train.sh"]).arguments[:4] == ["--num-layers", "80", "--hidden-size", "8192"]
 

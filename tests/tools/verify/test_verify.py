@@ -441,3 +441,10 @@ def test_verdicts() -> None:
     assert Outcome(case, True, same, 1.0, 2.0).verdict == "fused, slower"
     assert Outcome(case, False, same).verdict == "native"
     assert Outcome(case, True, {**same, "wgrad": 1}, 2.0, 1.0).verdict == "DIFFERENT"
+
+
+def test_what_the_interpreter_would_compute_for_hours_is_refused() -> None:
+    (logged,) = run_workers(
+        1, _refused, "--", *"--hidden-size 8192 --num-attention-heads 64 --seq-length 8192".split()
+    )
+    assert "would take about" in logged and "hours" in logged and "choose smaller sizes" in logged

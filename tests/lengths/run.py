@@ -1,4 +1,4 @@
-"""Benchmark of ever-new lengths: the linear layers of a transformer layer, at microbatches of an RL job.
+"""Measurement of ever-new lengths: the linear layers of a transformer layer, at microbatches of an RL job.
 
 The lengths follow a GRPO run: 64 samples a step (log-normal responses), packed to a budget of tokens, each sequence
 padded to the group. Native and fused layers share weights, and outputs and gradients of every microbatch are compared.
@@ -19,7 +19,7 @@ from ditron_train.tools.session import bench_session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``bench lengths``."""
+    """Options of ``python -m tests.lengths``."""
     add_common_arguments(parser)
     on_gpu = torch.cuda.is_available()
     for name, default, text in (
@@ -38,15 +38,17 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         SettingError: An unknown model, or too few microbatches.
     """
-    from ditron_train.tools.bench.megatron_lengths import MODELS, measured_row
     from ditron_train.tools.bench.megatron_tp import megatron_world
+    from tests.lengths.measurement import MODELS, fixed_gain, measured_row
 
     on_gpu = torch.cuda.is_available()
     if arguments.microbatches <= 2 * arguments.first:
         raise SettingError(f"--microbatches has to be above {2 * arguments.first}, twice --first")
     with bench_session("lengths", arguments) as session, megatron_world(session):
         names = [name for name in MODELS if (name != "tiny") == on_gpu]
-        for name in choose_models(arguments.model, MODELS if arguments.model else names):
-            session.add(measured_row(session, arguments, name))
+        names = choose_models(arguments.model, MODELS if arguments.model else names)
+        gains = {name: fixed_gain(session, arguments, name) for name in names}
+        for name, gain in gains.items():
+            session.add(measured_row(session, arguments, name, gain))
             session.save()
         return session.finish()

@@ -1,4 +1,4 @@
-"""``bench lengths`` on CPU processes: a row of the tiny model, bits equal; lengths as an RL job has them."""
+"""``python -m tests.lengths`` on CPU processes: a row of the tiny model, bits equal; lengths as an RL job has them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ditron_train.runtime.errors import SettingError
-from ditron_train.tools.bench import lengths
 from ditron_train.tools.results import read_results
+from tests.lengths import run as lengths
 from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
@@ -25,7 +25,7 @@ def test_a_row_says_what_was_fused_and_proven(tmp_path: Path) -> None:
     assert run_workers(2, _run, "--microbatches", "4", "--first", "1", "--output", str(tmp_path)) == [0, 0]
     (path,) = tmp_path.glob("*/lengths.json")
     _, (row,) = read_results(path)
-    assert row.model == "tiny" and row.bitwise_equal and row.fused_share == 1.0 and row.distinct_lengths == 3
+    assert row.model == "tiny" and row.bitwise_equal and row.fused_share == 1.0 and row.distinct_lengths == 2
     assert row.lengths is not None and row.lengths["differing_lengths"] == 0
 
 
@@ -35,7 +35,7 @@ def test_too_few_microbatches_are_refused() -> None:
 
 
 def test_lengths_are_those_of_an_rl_job() -> None:
-    from ditron_train.tools.bench.megatron_lengths import lengths_of
+    from tests.lengths.measurement import lengths_of
 
     found = lengths_of(2000, 8192, 4)
     assert len(found) == 2000 and max(found) <= 8192 and not any(length % 4 for length in found)
