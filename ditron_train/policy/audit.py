@@ -1,7 +1,7 @@
 """Audits: every so many fused calls of a job are computed by both paths, on the call's own data, and compared.
 
-It is the proof for jobs whose shapes nobody knows beforehand. An audited call runs as ever; behind its backward, or
-behind its forward if it has none, both paths compute results and gradients anew, and all ranks learn whether the bits
+It is the proof for jobs whose shapes nobody knows beforehand. An audited call runs as any other; at its backward, or
+after its forward if it has none, both paths compute results and gradients anew, and all ranks learn whether the bits
 are equal.
 """
 

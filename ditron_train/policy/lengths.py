@@ -54,7 +54,7 @@ class Family:
         last_rows: Of the last call.
         is_timed: Whether times decide; else the fused path runs wherever bits are identical.
         times: By the most rows of a range, and whether a backward follows.
-        num_calls, num_fused: While times were asked for.
+        num_calls, num_fused: Of a timed family, how many calls there were, and how many of them were fused.
         probed: Likewise of an op whose calls are not observed, the answer.
         keys: Of the gate's answers that came from here.
     """

@@ -103,7 +103,7 @@ def _megatron_version() -> str | None:
         text = Path(found.origin).with_name("package_info.py").read_text(encoding="utf-8")
         numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
         if len(numbers) == 3:
-            candidate = re.search(r"^PRE_RELEASE = ['\"](\w*)['\"]", text, re.MULTILINE)
+            candidate = re.search(r"^PRE_RELEASE = ['\"]([\w.]*)['\"]", text, re.MULTILINE)
             return f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}{candidate[1] if candidate else ''}"
     return None
 

@@ -72,8 +72,8 @@ class Row:
         distinct_lengths: Numbers of tokens at which bits were proven.
         lengths: Of ``python -m tests.lengths``: ``differing_lengths`` that are native, ``first_speedup`` while
             everything is decided, ``fixed_gain`` at a fixed length and ``gain_share`` of it, ``proof_us`` of a new
-            length, ``host_ratio`` of a new length to a known one, ``excess_gib`` of GPU memory beside
-            ``symmetric_gib``.
+            length, ``host_ratio`` of a new length to a known one, ``excess_gib`` of GPU memory in
+            addition to ``symmetric_gib``.
     """
 
     op: str

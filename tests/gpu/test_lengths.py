@@ -118,7 +118,7 @@ def test_lengths_that_differ_between_ranks_are_an_error(tensor_parallel, monkeyp
     from ditron_train.megatron.tp.routing import route
 
     monkeypatch.setenv("DITRON_POLICY", "bits")
-    group = dist.new_group()  # its channels are of no use behind the error
+    group = dist.new_group()  # its channels are of no use after the error
     weight = torch.ones(1024, 512, dtype=torch.bfloat16, device="cuda")
 
     def ask(tokens):

@@ -29,8 +29,8 @@ def test_ranges_of_rows_are_eighths_of_an_octave() -> None:
 def test_a_few_fixed_lengths_are_decided_one_by_one() -> None:
     family = Family("op", None)
     assert [family.starts_to_vary(rows, None) for rows in (64, 32, 64, 32, 48, 64, 33)] == [False] * 4 + [True] * 3
-    told = Family("op", None)
-    assert told.starts_to_vary(64, 128)
+    announced = Family("op", None)
+    assert announced.starts_to_vary(64, 128)
 
 
 class _Event:

@@ -113,7 +113,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
             raise
         log_once(f"versions {error}", f"everything is native: {error}", level=logging.WARNING)
         return spec
-    from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
+    from ditron_train.megatron.compat.batch_invariant import is_batch_invariant_mode_enabled
 
     add_switch("batch invariant", is_batch_invariant_mode_enabled)
     with _environment(options.environment()):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
+from ditron_train.megatron.compat.batch_invariant import is_batch_invariant_mode_enabled
 from ditron_train.megatron.shared.te_products import (
     bias_like,
     product_pairs,

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
+from ditron_train.megatron.compat.batch_invariant import is_batch_invariant_mode_enabled
 from ditron_train.megatron.shared.devices import unsupported_reason_on_device
 from ditron_train.megatron.shared.product_proof import ProductProof
 from ditron_train.megatron.shared.te_products import (
