@@ -56,7 +56,7 @@ def _lengths(rows: str | None) -> tuple[list[bool], list[int], list[int], int]:
     with mock.patch.object(agreement, "_announce", counted):
         for tokens in LENGTHS:
             expected = _run(*native, tokens=tokens)
-            _assert_equal(expected, _run(*fused_layers, tokens=tokens))
+            _assert_equal(expected, _run(*fused, tokens=tokens))
             calls = [answer.is_fused for answer in gate.answers("tp")]
             were_fused.append(all(calls) and len(calls) > 0)
             context = get_tp_context(column_group(fused))
@@ -155,10 +155,10 @@ def _audited(case: str) -> tuple[list[str], list[str], int]:
         os.environ["DITRON_POLICY"] = "bits"
     try:
         config = _config()
-        native, fused_layers = (_layers(is_fused, config) for is_fused in (False, True))
+        native, fused = (_layers(is_fused, config) for is_fused in (False, True))
         for tokens in (24, 22, 22, 24, 38, 22) if "fixed" not in case else (24, 22, 22, 24):
             try:
-                found = _run(*fused_layers, tokens=tokens)
+                found = _run(*fused, tokens=tokens)
             except DitronError as error:
                 return [type(error).__name__], [str(error)], len(compared)
             if "wrong" not in case:
