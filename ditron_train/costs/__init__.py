@@ -15,17 +15,7 @@ from ditron_train.costs.exchanges import (
     ring_us,
     send_us,
 )
-from ditron_train.costs.fp8 import (
-    CAST_BYTES,
-    Product,
-    Recipe,
-    amax_bytes,
-    cast_us,
-    operands,
-    product_rates,
-    quantised_us,
-    transposed_us,
-)
+from ditron_train.costs.fp8 import CAST_BYTES, Product, Recipe, cast_us, operands, product_rates, quantised_us
 from ditron_train.costs.products import (
     FP8_TARGETS,
     attention_us,
@@ -46,7 +36,6 @@ __all__ = [
     "Recipe",
     "Span",
     "all_to_all_us",
-    "amax_bytes",
     "attention_us",
     "beside_us",
     "cast_us",
@@ -66,5 +55,4 @@ __all__ = [
     "send_us",
     "throttled_us",
     "tile_us",
-    "transposed_us",
 ]

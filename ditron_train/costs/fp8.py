@@ -16,7 +16,6 @@ Product = Literal["forward", "dgrad", "wgrad"]
 # Bytes of memory traffic of an element: read in 16 bits, written twice, the second time transposed; one scale a tensor
 # of the tensor's own values takes another read.
 CAST_BYTES: dict[Recipe, int] = {"tensorwise": 6, "delayed": 4, "blockwise": 4}
-_AMAX_BYTES = 4
 
 
 def operands(recipe: Recipe | None) -> torch.dtype:
@@ -41,16 +40,6 @@ def quantised_us(num_elements: float, recipe: Recipe, rates: MachineRates) -> fl
     return cast_us(CAST_BYTES[recipe] * num_elements, rates)
 
 
-def transposed_us(num_elements: float, rates: MachineRates) -> float:
-    """To transpose what was gathered in FP8."""
-    return cast_us(2 * num_elements, rates)
-
-
 def cast_us(num_bytes: float, rates: MachineRates) -> float:
     """One kernel that casts to FP8, or transposes in it, and reads and writes ``num_bytes`` together."""
     return pass_us(num_bytes * rates.memory_gbps / rates.cast_gbps, rates)
-
-
-def amax_bytes(recipe: Recipe) -> int:
-    """What the ranks of a layer agree on before they cast a tensor that they share."""
-    return _AMAX_BYTES if recipe == "tensorwise" else 0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ditron_train.policy import Op, fused_results, gate, native_results
 from ditron_train.policy.probe import comparing_on_cpu
-from ditron_train.runtime.errors import NotSupportedError, SettingError
+from ditron_train.runtime.errors import NotSupportedError, SettingError, user_errors
 from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import under_policy
 from ditron_train.symm.exchange import exchange
@@ -328,4 +328,5 @@ def _add_row(session: BenchSession, case: _Case, sends: list[str]) -> None:
 if __name__ == "__main__":
     options = argparse.ArgumentParser(prog="python -m tests.nodes.bench_nodes", description=__doc__.splitlines()[0])
     add_arguments(options)
-    sys.exit(run(options.parse_args()))
+    with user_errors():
+        sys.exit(run(options.parse_args()))

@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,24 @@ def test_pair_of_agents(nodes, tmp_path):
         agents.append(subprocess.Popen([*nodes.command(node), *command], env=_environment(tmp_path, **more)))
     assert [agent.wait(timeout=HANG_S) for agent in agents] == [0, 0]
     _check(tmp_path)
+
+
+def test_first_run_on_two_machines(nodes, tmp_path, monkeypatch):
+    """Verify on each node, the bench over both, and an archive on each."""
+    monkeypatch.chdir(tmp_path)
+    agents = []
+    for node in range(2):
+        few = {"VERIFY": "--row 8 8 8 --repetitions 1 --warmup 0", "GPUS_PER_NODE": "2", "TRITON_INTERPRET": "1"}
+        few |= {"BENCH": "--divide 4 --repetitions 1 --warmup 0 --part pp"}
+        more = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "simulated0", **nodes.environment(node), **few}
+        command = ["bash", str(ROOT / "examples/megatron/first_run.sh")]
+        agents.append(subprocess.Popen([*nodes.command(node), *command], env=_environment(tmp_path, **more)))
+    assert [agent.wait(timeout=HANG_S) for agent in agents] == [0, 0]
+    for node in range(2):
+        with zipfile.ZipFile(tmp_path / f"first_run-{node}.zip") as archive:
+            names = {Path(name).name for name in archive.namelist()}
+        assert {"doctor.txt", "verify.log", "nodes.log", "verify.json"} <= names
+        assert ("nodes.json" in names) == (node == 0)  # rank 0 writes it
 
 
 def test_job_of_slurm(nodes, tmp_path, monkeypatch):

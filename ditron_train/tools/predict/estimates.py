@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from ditron_train.costs import (
@@ -344,8 +344,3 @@ def _muon_matrices(step: _Step) -> list[tuple[int, int]]:
 def natively(parts: Parts) -> float:
     """The rough step, in us: all parts by the native path."""
     return sum(part.native_us for part in parts.values())
-
-
-def of_fused(estimate: Estimate) -> Estimate:
-    """What ``strict`` runs: the quicker path."""
-    return estimate if estimate.ditron_us < estimate.native_us else replace(estimate, ditron_us=estimate.native_us)
