@@ -730,8 +730,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a-setting-that-ranks-do-not-compare",
         "decision on one rank only",
         "ditron_train/megatron/plugin/rank_agreement.py",
-        '_OWN = ("timeout_s", "arena_bytes", "postmortem")',
-        '_OWN = ("timeout_s", "arena_bytes", "postmortem", "policy")',
+        '_OWN = ("timeout_s", "arena_bytes", "postmortem", "features")',
+        '_OWN = ("timeout_s", "arena_bytes", "postmortem", "features", "policy")',
         ("tests/megatron_plugin/test_agreement.py::test_the_same_words_on_every_rank[policy-True]",),
     ),
     Mutation(
