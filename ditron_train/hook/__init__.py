@@ -20,6 +20,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -123,17 +124,28 @@ def _rendezvous() -> Any:
     return rendezvous
 
 
+def _store() -> Any:
+    return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
+
+
+def _is_on_elsewhere() -> bool:
+    """Whether features are on in another rank of this job; nobody waits."""
+    with suppress(Exception):  # a store that cannot say
+        return bool(_store().check([_ON]))
+    return False
+
+
 def _hook_groups(module: ModuleType) -> None:
     native = module.initialize_model_parallel
 
     @functools.wraps(native)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         rendezvous = _rendezvous() if _is_on() else None
-        store = importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
         if rendezvous is not None:
-            store.set(_ON, "")  # before the groups are made, for which every rank waits
+            with suppress(Exception):  # no job, or a store of another kind: ``native`` or ``after_groups`` says more
+                _store().set(_ON, "")  # before the groups are made, for which every rank waits
         native(*args, **kwargs)
-        if rendezvous is None and not _is_on() and store.check([_ON]):
+        if rendezvous is None and not _is_on() and _is_on_elsewhere():
             rendezvous = importlib.import_module(_RENDEZVOUS)
         if rendezvous is not None:
             rendezvous.after_groups()
