@@ -117,6 +117,9 @@ def _run_one(request: bytes) -> bytes:
         channels = sys.modules.get("ditron_train.symm.channel")
         if channels is not None:
             channels.forget_failed()  # what one test provoked must not stop the next one's optimizer step
+        contexts = sys.modules.get("ditron_train.stream.op_context")
+        for context in contexts._contexts.values() if contexts is not None else ():
+            context.varies, context.most_rows = False, 0  # lengths that vary in one test do not vary in the next one
 
 
 def _serve(connection: Connection, parent_pid: int) -> None:
