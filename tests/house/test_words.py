@@ -16,6 +16,7 @@ RETIRED = {
     r"(?i)ours(?!_)": "fused, the fused path, this package",
     r"\"ditron\"(?= (ms|us))": "fused",
     r"(?i)Megatron's path": "native, stock Megatron",
+    r"(?i)nothing cover(s|ed)": "exposed",
     r"(?i)late[ _]host|hosts? (is|was|are) late|LateHost": "CPU-bound",
     r"rows[ _]at[ _]once|_?AtOnce": "grouped quantization",
     r"(?i)own[ _]rows": "local shard",
@@ -106,7 +107,7 @@ def test_retired_words(name: str) -> None:
     [
         "by ours", '"ours"', "OURS = 1", "in Megatron's\n  # path", "the host is late", "own\nrows", "a posed node",
         "def why_not(self): ...", "self._why_not_layer(x)", "it lies there", "num_loans", "See above.",
-        "FOLD_BLOCK = 1",
+        "FOLD_BLOCK = 1", "that nothing\n# covers",
     ],
 )  # fmt: skip
 def test_the_check_sees_a_retired_word(text: str) -> None:

@@ -262,7 +262,7 @@ def _passes(step: _Step) -> Iterator[tuple[str, Estimate]]:
 
 
 def _messages(step: _Step) -> Iterator[tuple[str, Estimate]]:
-    """Messages between stages that nothing covers: all of 1F1B, those of an interleaved pipeline at its ends."""
+    """Exposed messages between stages: all of 1F1B, those of an interleaved pipeline at its ends."""
     if step.pp == 1:
         return
     num_bytes = _ITEMSIZE * step.tokens * step.model.hidden / (step.tp if step.config.sequence_parallel else 1)

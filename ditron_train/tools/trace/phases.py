@@ -113,7 +113,7 @@ def _alone(intervals: Sequence[Interval]) -> defaultdict[str, list[float]]:
 
 
 def at_best(native: Sequence[Interval], fused: Sequence[Interval]) -> str:
-    """One sentence: what hiding all communication that nothing covers natively would reach, and what the fused path
+    """One sentence: what hiding all communication that is exposed natively would reach, and what the fused path
     did."""
     native_us, fused_us, left_us = length_us(native), length_us(fused), total_us(exposed(native))
     computed_us = native_us - left_us

@@ -14,7 +14,7 @@ _COLOURS = {"compute": "#2a6fb0", "communication": "#e0a030"}
 
 
 def summary(name: str, intervals: Sequence[Interval], computation_us: float | None = None) -> str:
-    """One sentence: how long it took, how much communication nothing covered, and how much longer than computation it
+    """One sentence: how long it took, how much communication was exposed, and how much longer than computation it
     was.
 
     ``computation_us``: what the native run's computation takes, which shows what is lost inside fused kernels, too.

@@ -1,4 +1,4 @@
-"""Reads a Chrome trace of ``torch.profiler`` and finds the communication that nothing covers.
+"""Reads a Chrome trace of ``torch.profiler`` and finds the exposed communication.
 
 A fused kernel counts as computation from its start to its end: waits inside it do not show here, only in its time.
 Lanes are streams, split into copy engines, kernels that compute, and kernels that communicate, by the number of SMs
