@@ -129,5 +129,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with user_errors():
+    with user_errors(exits=False):
         main()

@@ -106,15 +106,20 @@ def say_error(error: object) -> None:
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """For a script's ``main``: a user's mistake ends it with one line and exit status 2, not with a traceback."""
+def user_errors(*, exits: bool = True) -> Iterator[None]:
+    """For a script's ``main``: a user's mistake ends it with one line and exit status 2, not with a traceback.
+
+    Args:
+        exits: Whether ``SystemExit`` with a sentence is such a mistake, too. Not if a script of the user runs inside,
+            which ends as it likes.
+    """
     try:
         yield
     except (SettingError, VersionError) as error:
         say_error(error)
         raise SystemExit(2) from None
     except SystemExit as stopped:
-        if not isinstance(stopped.code, str):
+        if not exits or not isinstance(stopped.code, str):
             raise
         say_error(stopped.code.removeprefix("error: "))
         raise SystemExit(2) from None

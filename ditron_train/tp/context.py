@@ -144,7 +144,9 @@ class TPContext(OpContext):
         return replace(problem, m=top_of_range(problem.m)) if self.varies else problem
 
     def choose(self, problem: Problem) -> Choice:
-        """``choices.choose`` for ``in_range(problem)``."""
+        """``choices.choose``; if lengths vary, once for all lengths of a range."""
+        if not self.varies:
+            return choose(problem, self.machine)
         problem = self.in_range(problem)
         choice = self._choices.get(problem)
         if choice is None:
