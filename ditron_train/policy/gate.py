@@ -90,7 +90,6 @@ class Gate:
     def _answer(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
         answer = self._answers.get(key)
         if answer is None:
-            self._audit_every = get_settings().audit
             return self._ask(op, call, key)
         if answer.cpu_bound is not None:
             answer.cpu_bound.count()
@@ -216,6 +215,7 @@ class Gate:
         reason = op.unsupported_reason(call)
         if reason is not None:
             return self._native(op, reason)
+        self._audit_every = get_settings().audit
         reason = self_check(op.group(call), op.device(call))
         if reason is not None:  # it has said so, once for all ops
             return Answer(None, reason)

@@ -14,7 +14,8 @@ the number of rows. Three things are decided apart:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import os
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +24,21 @@ import torch.distributed as dist
 from ditron_train.policy.answer import Answer
 from ditron_train.policy.decide import unseen_by_saved_tensors_hooks
 from ditron_train.policy.job_times import JobTimes
-from ditron_train.policy.op import Call, Context, Op
+from ditron_train.policy.op import Call, Context, Op, ProofPart
 from ditron_train.policy.probe import compares
-from ditron_train.runtime.device import is_capturing
+from ditron_train.runtime.device import device_name, is_capturing
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.sizes import top_of_range
+from ditron_train.runtime.versions import find_versions
 from ditron_train.stream.agreement import agree_on_rows
+from ditron_train.symm.exchange import exchange
 
 _MANY_LENGTHS = 256  # after which one line advises to pad
 _FIXED_LENGTHS = 2  # of a family, that are decided one by one: those of training and of evaluation
 MOST_KEYS = 1024  # calls of a family whose answer is kept by all that they depend on
+_OF_LIBRARIES = ("CUBLAS", "NVIDIA_", "NVTE_")  # names of variables that libraries read
 _CAPTURED = "a length was first seen while a CUDA graph was being captured (run a warm-up step before)"
 _MEASURED = "its times are being measured"
 
@@ -48,8 +52,9 @@ class Family:
         reason: Why all of its calls are native, or None.
         fixed: Numbers of rows that were decided one by one, before it was known that they vary.
         varies: Whether rows vary.
-        proof: Of one number of rows, on this rank: a tensor that is not 0 where bits are identical. None: nothing is
-            compared here.
+        most_rows: ``DITRON_ROWS`` when the family was compared.
+        proof: What shows bits at one number of rows; empty where nothing has to be compared.
+        divides_proof: Whether ranks are so alike that what one of them finds in a part holds for all.
         proven: Of the numbers of rows seen so far, whether all ranks found the bits identical.
         last_rows: Of the last call.
         is_timed: Whether times decide; else the fused path runs wherever bits are identical.
@@ -65,7 +70,9 @@ class Family:
         self.reason: str | None = None
         self.fixed: set[int] = set()
         self.varies = self.is_open = self.is_timed = False
-        self.proof: Callable[[int], torch.Tensor] | None = None
+        self.most_rows: int | None = None
+        self.proof: Sequence[ProofPart] = ()
+        self.divides_proof = False
         self.proven: dict[int, bool] = {}
         self.last_rows = self.num_calls = self.num_fused = 0
         self.times: dict[tuple[int, bool], JobTimes] = {}
@@ -108,7 +115,7 @@ class Lengths:
         family = self.families.get(key)
         if family is None:
             family = self.families[key] = Family(op.log_name or op.name, group)
-        most_rows = get_settings().rows if not family.is_open or rows not in family.proven else None
+        most_rows = family.most_rows if family.is_open else get_settings().rows
         if not family.starts_to_vary(rows, most_rows):
             return None
         reason = op.unsupported_reason(call)
@@ -147,13 +154,19 @@ class Lengths:
 
     def _open(self, op: Op[Call, Context], call: Call, family: Family, rows: int, most_rows: int | None) -> None:
         answer = self._decide(op, call, most_rows, False)
-        family.is_open, family.context, family.reason = True, answer.context, answer.reason
+        family.is_open, family.context, family.reason, family.most_rows = (
+            True,
+            answer.context,
+            answer.reason,
+            most_rows,
+        )
         if answer.reason is not None:
             return
         policy, device = get_settings().policy, op.device(call)
         family.is_timed = policy in ("strict", "fast") and device.type == "cuda"
         if policy in ("strict", "bits") and compares(device):
             family.proof = op.bits_proof(call, answer.context)
+            family.divides_proof = len(set(exchange(family.group, _machine(device)))) == 1
         advice = "" if most_rows else "; DITRON_ROWS=<most tokens of a microbatch> reserves memory once"
         log_once(
             f"lengths {family.name} {family.group.group_name} {len(self.families)}",
@@ -164,7 +177,7 @@ class Lengths:
 
     def prove(self, family: Family, rows: int) -> None:
         """Proves the bits at ``rows``, also of the families that had the same rows as this one before (collective)."""
-        if family.proof is None:
+        if not family.proof:
             family.proven[rows] = True
             return
         together = [
@@ -172,10 +185,16 @@ class Lengths:
             for one in self.families.values()
             if one.group is family.group and one.last_rows == family.last_rows and rows not in one.proven and one.proof
         ]
+        parts = [(one, part) for one in together for part in one.proof]
+        takers = _takers([part.work if one.divides_proof else None for one, part in parts], family.context.world_size)
+        found = torch.ones(len(parts), dtype=torch.int32, device=family.context.device)
         with torch.no_grad(), unseen_by_saved_tensors_hooks():
-            found = torch.stack([one.proof(rows).to(torch.int32).reshape(()) for one in together if one.proof])
-        for one, is_equal in zip(together, agree_on_rows(family.context, rows, found)):
-            one.proven[rows] = bool(is_equal)
+            for index, ((_, part), taker) in enumerate(zip(parts, takers)):
+                if taker is None or taker == family.context.rank:
+                    found[index] = part.run(rows)
+        equal = agree_on_rows(family.context, rows, found)
+        for one in together:
+            one.proven[rows] = all(is_equal for (other, _), is_equal in zip(parts, equal) if other is one)
         if len(family.proven) == _MANY_LENGTHS:
             log_once(
                 "many lengths",
@@ -224,3 +243,22 @@ class Lengths:
             f"{family.name} {passes} up to {top} rows: {path} ({seen})",
             name="policy",
         )
+
+
+def _takers(works: Sequence[float | None], num_ranks: int) -> list[int | None]:
+    """Which rank takes each part of a proof, the most work first, each to the one with the least so far; None: all
+    ranks take it. The same on every rank."""
+    loads, takers = [0.0] * num_ranks, [None] * len(works)  # type: list[float], list[int | None]
+    for index in sorted(range(len(works)), key=lambda index: -(works[index] or 0.0)):
+        work = works[index]
+        if work is not None:
+            takers[index] = rank = loads.index(min(loads))
+            loads[rank] += work
+    return takers
+
+
+def _machine(device: torch.device) -> tuple[object, ...]:
+    """What a library's choice of a kernel depends on beside the shape."""
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(_OF_LIBRARIES))
+    versions = sorted((name, str(version)) for name, version in find_versions().items())
+    return device_name(device), torch.version.cuda, *versions, *variables

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,18 @@ class Trial:
     extra_cases: Sequence[tuple[Run, Run]] = field(default_factory=tuple)
     host_counts: bool = False
     log_decision: bool = True
+
+
+class ProofPart(NamedTuple):
+    """A part of what shows that bits are identical at a number of rows.
+
+    Attributes:
+        run: From the number of rows to a truth value on the device, enqueued on the current stream.
+        work: How long it takes beside other parts. One rank takes it for all then; None: all ranks take it together.
+    """
+
+    run: Callable[[int], torch.Tensor]
+    work: float | None = None
 
 
 class Op(ABC, Generic[Call, Context]):
@@ -91,10 +103,9 @@ class Op(ABC, Generic[Call, Context]):
         each shape is decided for itself."""
         return None
 
-    def bits_proof(self, call: Call, context: Context) -> Callable[[int], torch.Tensor]:
-        """From a number of rows of the call's family to a tensor that is not 0 if the fused path is bitwise identical
-        there, as far as this rank sees; enqueued on the current stream. By default both paths run on the trial's data
-        (collective)."""
+    def bits_proof(self, call: Call, context: Context) -> Sequence[ProofPart]:
+        """What shows, at a number of rows of the call's family, that the fused path is bitwise identical; nothing if
+        it is so at any. By default both paths run on the trial's data (collective)."""
 
         sizes = self.at_rows(call, 0)  # without the job's tensors, which would stay in memory
 
@@ -105,7 +116,7 @@ class Op(ABC, Generic[Call, Context]):
             equal = all([same_bits(native(), fused()) for native, fused in cases])  # all of them: they are collective
             return torch.tensor(equal, device=self.device(resized))
 
-        return compare
+        return [ProofPart(compare)]
 
     def with_values(self, call: Call, x: torch.Tensor, grad: torch.Tensor | None) -> Call:
         """``call`` on the input ``x``, with the gradient of its result if there is one: what an audit computes by both

@@ -27,6 +27,7 @@ _Value = TypeVar("_Value")
 
 _caches: list[weakref.ref[GroupCache[Any, Any]]] = []
 _is_forgetting = False
+_seen: frozenset[int] | None = None  # the groups that were registered when destroyed ones were last looked for
 _owners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -99,8 +100,8 @@ class GroupCache(dict[_Key, _Value]):
     """A dictionary whose keys are process groups, or tuples with process groups in them.
 
     Setting an item first drops every entry, here and in all other such dictionaries, of which a group has been
-    destroyed. (By ``cache[key] = value``; not by ``update`` or ``setdefault``. Reading costs what it costs in a
-    dictionary.)
+    destroyed, if the registry of groups has changed since that was done last. (By ``cache[key] = value``; not by
+    ``update`` or ``setdefault``. Reading costs what it costs in a dictionary.)
 
     Args:
         release: Called with each value that is dropped for that reason, without the peers: it must not communicate.
@@ -134,10 +135,12 @@ def forget_destroyed_groups() -> None:
 
     Without communication, so at any time; it waits for the device where there was something to free.
     """
-    global _is_forgetting
-    if _is_forgetting:  # what goes destroys groups of its own
+    global _is_forgetting, _seen
+    # Whatever is kept holds on to its groups, so an id that is registered still is that of the same group.
+    registered = frozenset(map(id, distributed_c10d._world.pg_map))
+    if _is_forgetting or registered == _seen:  # what goes destroys groups of its own
         return
-    _is_forgetting = True
+    _is_forgetting, _seen = True, registered
     try:
         num_dropped = _forget()
     finally:

@@ -20,6 +20,7 @@ evenly, ``gather_tile`` and ``scatter_tile`` need no table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ import numpy as np
 ChunkMode = Literal["gather_push", "gather_pull", "scatter_push", "sum_push"]
 
 
+@cache
 def _node_by_node(
     rank: int, world_size: int, ranks_per_node: int | None, *, first: int = 0, step: int = 1
 ) -> np.ndarray:
@@ -39,7 +41,9 @@ def _node_by_node(
     (node, local), position = divmod(rank, num_local), np.arange(world_size)
     of_node = (node + first + step * (position // num_local)) % (world_size // num_local)
     in_node = (local + first + step * (position % num_local)) % num_local
-    return (of_node * num_local + in_node).astype(np.int32)
+    order = (of_node * num_local + in_node).astype(np.int32)
+    order.flags.writeable = False
+    return order
 
 
 def arrival_order(rank: int, world_size: int, ranks_per_node: int | None = None) -> np.ndarray:

@@ -6,9 +6,9 @@ All layers of a group share it: one gathered activation and one set of partials,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.tp.choices import PUSH_BYTES, Choice, Layout, Problem, choose
 from ditron_train.tp.kept import KeptInputs
+
+_Found = TypeVar("_Found")
 
 MOST_CHUNKS = 64  # of one source in an all-reduce by copy engines
 MOST_PUSH_PROGRAMS = 128  # in one of stores
@@ -115,7 +117,7 @@ class TPContext(OpContext):
         self.gather_epochs = torch.zeros(FLAGS_PER_RANK, dtype=torch.int32, device=self.device)
         self.machine = Machine(device_name(self.device), self.target, self.num_sms)
         self._tables: dict[object, torch.Tensor] = {}
-        self._choices: dict[Problem, Choice] = {}
+        self._choices: dict[tuple[Any, ...], Any] = {}
         kept_bytes = get_settings().keep_gathered_mib << 20
         self.kept = KeptInputs(self.arena, kept_bytes) if kept_bytes else None
 
@@ -139,19 +141,20 @@ class TPContext(OpContext):
             self.table(key, function(partition.starts, block_m, self.rank, self.world_size))
         return RowTables(self._tables[key], starts)
 
-    def in_range(self, problem: Problem) -> Problem:
-        """The problem that choices are made for: if lengths vary, that of the most rows in the range."""
-        return replace(problem, m=top_of_range(problem.m)) if self.varies else problem
+    def modelled(self, function: Callable[..., _Found], problem: Problem, *arguments: Hashable) -> _Found:
+        """What a function of ``choices`` says of a problem; if lengths vary, once for all lengths of a range, of the
+        most rows in it."""
+        if not self.varies:
+            return function(problem, *arguments, self.machine)
+        key = (function, replace(problem, m=top_of_range(problem.m)), *arguments)
+        if key not in self._choices:
+            self._choices[key] = function(*key[1:], self.machine)
+        found: _Found = self._choices[key]
+        return found
 
     def choose(self, problem: Problem) -> Choice:
-        """``choices.choose``; if lengths vary, once for all lengths of a range."""
-        if not self.varies:
-            return choose(problem, self.machine)
-        problem = self.in_range(problem)
-        choice = self._choices.get(problem)
-        if choice is None:
-            choice = self._choices[problem] = choose(problem, self.machine)
-        return choice
+        """``choices.choose``, ``modelled``."""
+        return self.modelled(choose, problem)
 
     def forget_shapes(self) -> None:
         """See ``OpContext``; the tables of row tiles go, too."""

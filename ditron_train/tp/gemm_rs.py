@@ -540,11 +540,10 @@ class GemmRsCopyPlan(ChunkedGemmPlan):
     ) -> None:
         n, out_dtype = problem.n, result_dtype(problem.dtype)
         assert covers(n, out_dtype), f"rows of {n} x {out_dtype} are not whole 16 bytes"
-        modelled = context.in_range(problem)
-        in_parts = order is None and sums_in_parts(modelled, choice, context.machine)
+        in_parts = order is None and context.modelled(sums_in_parts, problem, choice)
         scatter = ReduceScatter(context, partition, n, out_dtype, in_parts=in_parts, order=order)
         super().__init__(context, problem, choice, scatter)
-        halves_first = links_are_last(modelled, choice, context.machine)
+        halves_first = context.modelled(links_are_last, problem, choice)
         for position, owner in enumerate([*scatter.peers, context.rank]):
             start, end = edges = partition.starts[owner : owner + 2]
             if halves_first and position == 0:

@@ -2,9 +2,9 @@
 
 The lengths follow a GRPO run: 64 samples a step (log-normal responses), packed to a budget of tokens, each sequence
 padded to the group. Native and fused layers share weights, and outputs and gradients of every microbatch are compared.
-A few layers stand for all of the model: each pass is timed as a whole, decisions included, but the proofs of bits,
-which a microbatch needs once, are timed apart and counted with the layers' share of the model. Attention is left out,
-and so is the time to compile.
+A few layers stand for all of the model: the first pass of a microbatch, with its proofs of bits and whatever else a
+new length costs, stands for so many layers, and a second pass for the other layers, by both paths. Attention is left
+out, and so is the time to compile.
 """
 
 from __future__ import annotations

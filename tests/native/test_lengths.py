@@ -151,8 +151,7 @@ def _audited(case: str) -> tuple[list[str], list[str], int]:
 
     if "wrong" in case:
         spec.row_linear = wrong  # what a trial and an audit run
-    if "bits" in case:
-        os.environ["DITRON_POLICY"] = "bits"
+    os.environ["DITRON_POLICY"] = "bits" if "bits" in case else "strict"
     try:
         config = _config()
         native, fused = (_layers(is_fused, config) for is_fused in (False, True))

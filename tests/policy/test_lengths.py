@@ -148,7 +148,8 @@ def _proof_of(changes: str) -> list[bool]:
 
     assert product_proof._COMPARED_ROWS % product_proof._ROWS == 0
     proof = Library((96, 128), torch.bfloat16, torch.device("cpu"), by_te=False)
-    return [bool(proof.holds(rows, takes_library_dgrad=False)) for rows in (1, 128, 130, 300)]
+    parts = proof.parts(takes_library_dgrad=False)
+    return [all(bool(part.run(rows)) for part in parts) for rows in (1, 128, 130, 300)]
 
 
 @pytest.mark.parametrize("changes, expected", [("", True), ("forward split", False), ("dgrad", False)])
@@ -163,6 +164,7 @@ def _ask(family_rows: list[int]) -> list[tuple[str, bool]]:
     from ditron_train.policy import Op, lengths
     from ditron_train.policy.decide import Decision
     from ditron_train.policy.gate import Gate
+    from ditron_train.policy.op import ProofPart
 
     asked: list[str] = []
 
@@ -174,6 +176,8 @@ def _ask(family_rows: list[int]) -> list[tuple[str, bool]]:
     lengths.agree_on_rows = agree_on_rows
 
     class Context:
+        rank, world_size, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+
         def vary_lengths(self, most_rows):
             asked.append(f"vary {most_rows}")
 
@@ -199,7 +203,7 @@ def _ask(family_rows: list[int]) -> list[tuple[str, bool]]:
             return Decision(True, "of this test", True, None, None)
 
         def bits_proof(self, call, context):
-            return lambda rows: torch.tensor(rows != 40 or dist.get_rank() == 0)
+            return [ProofPart(lambda rows: torch.tensor(rows != 40 or dist.get_rank() == 0))]
 
     from ditron_train.policy import lengths
 
@@ -217,3 +221,16 @@ def test_bits_are_proven_once_for_each_number_of_rows() -> None:
     fused = ["fused"]
     asked = ["decide 16", "decide 24", "vary None", "decide 32", "agree 32", "agree 40", "agree 48"]
     assert found[0] == [*asked, *fused * 4, different, "fused", different, "fused"]
+
+
+def test_parts_of_a_proof_are_divided_over_the_ranks() -> None:
+    from ditron_train.policy.lengths import _takers
+
+    assert _takers([58.0, 58.0, 29.0, 29.0, 12.0, 12.0, 8.0], 2) == [0, 1, 0, 1, 0, 1, 0]
+    assert _takers([1.0, None, 3.0, None], 4) == [1, None, 0, None]  # what has no work is all ranks'
+    assert _takers([], 2) == []
+    works, loads = [float(work) for work in range(1, 41)], [0.0] * 8
+    for work, rank in zip(works, _takers(works, 8)):
+        assert rank is not None
+        loads[rank] += work
+    assert max(loads) <= 1.05 * sum(loads) / 8

@@ -15,6 +15,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from ditron_train.gemm.ops import matmul_nn, matmul_nt
 from ditron_train.gemm.order_probe import HIDDEN_TERMS, order_probe_matrix
+from ditron_train.policy.op import ProofPart
 
 _ROWS = 128  # that differ
 _MOST_BLOCK = 512  # rows of the weight that differ
@@ -42,25 +43,29 @@ class ProductProof:
             weight = self._weight()
             self._y, self._dgrad = matmul_nt(self._x, weight), matmul_nn(self._grad, weight)
 
-    def holds(self, rows: int, *, takes_library_dgrad: bool) -> torch.Tensor:
-        """A truth value on the device: whether the library's products of ``rows`` rows are bitwise identical to the
-        fused path's.
+    def parts(self, *, takes_library_dgrad: bool) -> list[ProofPart]:
+        """Whether the library's products of so many rows (of all ranks, as both products have them) are bitwise
+        identical to the fused path's, in parts of which any rank may take any.
 
         Args:
-            rows: Of all ranks, as both products have them.
             takes_library_dgrad: Whether the fused path's dgrad is torch's product, not the tile GEMM's.
         """
-        weight = self._weight()
-        x = _repeated(self._x, rows)
-        equal = _rows_equal(self._forward(x, weight), self._y)
-        del x
-        if takes_library_dgrad and not self._by_te:  # of both paths
-            return equal
-        grad = _repeated(self._grad, rows)
-        product = self._dgrad_product(grad, weight)
-        if takes_library_dgrad:
-            return equal & (_words(torch.matmul(grad, weight)) == _words(product)).all()
-        return equal & _rows_equal(product, self._dgrad)
+        work = float(self._shape[0] * self._shape[1])
+        forward = ProofPart(self._forward_holds, work)
+        if not takes_library_dgrad:
+            return [forward, ProofPart(self._dgrad_holds, work)]
+        # Torch's product is that of both paths then.
+        return [forward, ProofPart(self._libraries_agree, 2 * work)] if self._by_te else [forward]
+
+    def _forward_holds(self, rows: int) -> torch.Tensor:
+        return _rows_equal(self._forward(_repeated(self._x, rows), self._weight()), self._y)
+
+    def _dgrad_holds(self, rows: int) -> torch.Tensor:
+        return _rows_equal(self._dgrad_product(_repeated(self._grad, rows), self._weight()), self._dgrad)
+
+    def _libraries_agree(self, rows: int) -> torch.Tensor:
+        grad, weight = _repeated(self._grad, rows), self._weight()
+        return (_words(torch.matmul(grad, weight)) == _words(self._dgrad_product(grad, weight))).all()
 
     def _weight(self) -> torch.Tensor:
         n, k = self._shape

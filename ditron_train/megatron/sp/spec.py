@@ -8,7 +8,7 @@ What all ranks see alike decides without talking; the rest is tried once per sha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
 from ditron_train.megatron.sp.norms import key_of, twins_of, words_of
 from ditron_train.policy import Decision, Function, Op, Run, Trial, gate
-from ditron_train.policy.op import dtype_name, make_trial
+from ditron_train.policy.op import ProofPart, dtype_name, make_trial
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection, split_by_heads
@@ -192,9 +192,9 @@ class ExchangeOp(_UlyssesOp):
     def describe_shape(self, call: UlyssesCall) -> str:
         return f"at {tuple(call.like.shape)} "
 
-    def bits_proof(self, call: UlyssesCall, context: Any) -> Callable[[int], torch.Tensor]:
+    def bits_proof(self, call: UlyssesCall, context: Any) -> Sequence[ProofPart]:
         """Nothing is added up: bits that were equal at one length are so at every length."""
-        return lambda rows: torch.ones((), device=context.device)
+        return ()
 
     def timed_call(self, call: UlyssesCall, context: Any) -> UlyssesCall:
         """Normal values."""

@@ -34,7 +34,7 @@ from ditron_train.megatron.shared.values import order_probe_like, unsupported_re
 from ditron_train.megatron.tp.linear_call import LinearCall, decide_over_nodes, words_over_nodes
 from ditron_train.policy import Decision, Function, Op, Run, Trial
 from ditron_train.policy.decide import is_untimed
-from ditron_train.policy.op import dtype_name, make_trial
+from ditron_train.policy.op import ProofPart, dtype_name, make_trial
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.nodes import spans_nodes
@@ -84,14 +84,14 @@ class LinearOp(Op[LinearCall, Any]):
         rows = call.x.shape[:-1].numel() * (world_size if self.kind == "column" else 1)
         return ((*self._kind_of(call), call.by_te), rows) if rows else None
 
-    def bits_proof(self, call: LinearCall, context: TPContext) -> Callable[[int], torch.Tensor]:
+    def bits_proof(self, call: LinearCall, context: TPContext) -> Sequence[ProofPart]:
         """By products of one rank that show the order of their sums. A column layer's dgrad is the library's own if
         the weight gets a gradient: only Transformer Engine's has to agree with torch's then."""
         proof = ProductProof(tuple(call.weight.shape), call.x.dtype, call.x.device, by_te=call.by_te)
         if not call.weight.is_contiguous() or call.bias is not None:
             return super().bits_proof(call, context)
         takes_library_dgrad = self.kind == "column" and self.needs_grad(call)[1]
-        return lambda rows: proof.holds(rows, takes_library_dgrad=takes_library_dgrad)
+        return proof.parts(takes_library_dgrad=takes_library_dgrad)
 
     def with_values(self, call: LinearCall, x: torch.Tensor, grad: torch.Tensor | None) -> LinearCall:
         return call._replace(x=x, weight=call.weight.detach(), grad_y=grad, is_forward=grad is None)
