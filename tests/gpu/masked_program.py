@@ -55,6 +55,9 @@ def _step(model: torch.nn.Module, with_gradients: bool = True) -> dict[str, torc
 def _layers() -> dict[str, torch.Tensor]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+    from ditron_train.cpu import megatron_shim
+
+    megatron_shim.seed(3)  # of the weights
     results = {}
     for name, cls, shape, options in (
         ("column", ColumnParallelLinear, (1024, 1, 2048), dict(gather_output=False)),

@@ -151,7 +151,8 @@ def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, m
     if recipe == "blockwise":  # whose rows are multiplied where they always are
         assert sum(repeated) >= 6, f"{sum(repeated)} products of rows, of {len(repeated)} ops, were repeated"
     is_fp8 = len({(kind != "te_row", n, k) for kind, n, k in STACK})
-    assert _num_ops() == is_fp8 + (2 if how == "ends in bf16" else 0)
+    num_decisions = 2 if how == "recomputed" else 1  # the first forward of what is recomputed has no backward
+    assert _num_ops() == num_decisions * is_fp8 + (2 if how == "ends in bf16" else 0)
     assert (reduced.call_count > 0) == (recipe == "tensorwise"), "amaxes of all ranks are asked for by the passes"
 
 

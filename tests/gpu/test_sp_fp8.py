@@ -49,7 +49,8 @@ def test_attention_around_linear_layers_in_fp8(world, all_equal, recipe, options
             assert states[0][name].keys() == states[1][name].keys(), name
             for key, value in states[0][name].items():
                 assert same(all_equal, value, states[1][name][key]), (name, key, value, states[1][name][key])
-        assert num_routes("exchange") == 1, "the exchanges are fused"
+        # The first forward of what is recomputed has no backward, so it is decided about by itself.
+        assert num_routes("exchange") == 1 + ("recompute_granularity" in options), "the exchanges are fused"
         assert num_routes("projections") == num_routes("output") == 0, "the projections are native"
     finally:
         plugin.restore()
