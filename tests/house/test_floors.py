@@ -27,6 +27,7 @@ FLOORS = {
     "ep": 3.0,
     "pp": 3.0,
     "optim": 3.0,
+    "loss": 3.0,
     "megatron": 5.0,
 }
 TOOLS = {"tools", "cpu", "cli", "__main__"}
