@@ -73,7 +73,7 @@ def test_every_exponential_is_torchs(device):
         assert torch.equal(found[0].view(torch.int32), values.exp().view(torch.int32)), hex(high)
 
 
-def test_the_gate_takes_it_where_it_is_faster(tensor_parallel, monkeypatch):  # noqa: F811
+def test_the_gate_takes_it_where_it_is_faster(tensor_parallel, own_gpus, monkeypatch):  # noqa: F811
     from ditron_train.megatron.det.cross_entropy import CROSS_ENTROPY, LossCall
     from ditron_train.policy import gate
 
