@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ditron_train.policy.plan import Entry
+from ditron_train.policy.uninitialized import is_filling
 from ditron_train.runtime.device import is_capturing
 
 _FIRST = 12  # calls that compile kernels and compare
@@ -69,7 +70,8 @@ class CpuBound:
         return self._calls >= self._last
 
     def count(self) -> None:
-        """One more call of the op; those of an evaluation, which have no backward, say nothing."""
+        """One more call of the op; those of an evaluation, which have no backward, say nothing, and those in which new
+        tensors are filled take the host longer."""
         if self._counts():
             self._calls += 1
             self.look()
@@ -82,11 +84,12 @@ class CpuBound:
         return True
 
     def _counts(self) -> bool:
-        return torch.is_grad_enabled() and not is_capturing(self._device)
+        return torch.is_grad_enabled() and not is_capturing(self._device) and not is_filling()
 
     def look(self) -> None:
         """At a call, or at its backward: has the current stream run everything that it was given?"""
-        if self._first < self._calls <= self._last and not self._is_closed and not is_capturing(self._device):
+        is_over = self._is_closed or is_capturing(self._device) or is_filling()
+        if self._first < self._calls <= self._last and not is_over:
             self._looks += 1
             self._looked_at_s = time.monotonic()
             self._late += int(torch.cuda.current_stream(self._device).query())

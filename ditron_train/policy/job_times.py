@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditron_train.policy.uninitialized import is_filling
 from ditron_train.symm.exchange import exchange
 
 _WARM_UP = 4  # calls: of each path two, which load kernels
@@ -49,7 +50,7 @@ class JobTimes:
         """Of the next call, which all ranks make; the paths alternate."""
         self._calls += 1
         call = TimedCall(rows, self._calls % 2 == 0, has_backward)
-        if self._calls > _WARM_UP:
+        if self._calls > _WARM_UP and not is_filling():
             self._open.append(call)
         return call
 

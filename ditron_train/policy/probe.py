@@ -6,13 +6,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ditron_train.policy.uninitialized import torch_fill
 from ditron_train.runtime.device_hold import DeviceHold
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.values import have_same_bits
@@ -28,6 +29,7 @@ _LONG_US = 20_000.0  # of a call; a round is 24 of them
 _LARGEST_BY_CHANCE = {4: 5.841, 5: 4.604, 6: 4.032, 8: 3.499, 10: 3.250, 12: 3.106}
 
 _on_cpu = False
+_is_timed_without_fill = False
 
 
 @contextmanager
@@ -45,6 +47,12 @@ def comparing_on_cpu() -> Iterator[None]:
 def compares(device: torch.device) -> bool:
     """Whether a probe compares and times there."""
     return device.type == "cuda" or _on_cpu
+
+
+def time_without_fill(is_on: bool) -> None:
+    """Whether PyTorch's fill of new tensors is off while paths are timed, as it will be in the job's steps."""
+    global _is_timed_without_fill
+    _is_timed_without_fill = is_on
 
 
 @dataclass(frozen=True)
@@ -268,9 +276,10 @@ def probe(
         [_compare(*pair, device) for pair in ((native, fused), *extra_cases)]
     )  # all of them: they are collective
     if timed:
-        observation = Observation(*_compared_us(native, fused, device, group, equal, needs_bits, True))
-        if host_counts and observation.is_faster and (observation.bits_equal or not needs_bits):
-            observation = Observation(*_compared_us(native, fused, device, group, equal, needs_bits, False))
+        with torch_fill(False) if _is_timed_without_fill else nullcontext():
+            observation = Observation(*_compared_us(native, fused, device, group, equal, needs_bits, True))
+            if host_counts and observation.is_faster and (observation.bits_equal or not needs_bits):
+                observation = Observation(*_compared_us(native, fused, device, group, equal, needs_bits, False))
         if host_counts:
             observation = replace(observation, host_longer_us=0.0)
     else:

@@ -252,6 +252,15 @@ SETTINGS: tuple[Setting, ...] = (
         "`wgrad` provide the module that Megatron asks for. off: Megatron raises its error.",
     ),
     Setting(
+        "det",
+        "DITRON_DET",
+        _one_of("on", "off"),
+        "on",
+        "on, off",
+        "PyTorch's fill of new tensors in Megatron's deterministic mode. on: with any feature it is switched off once "
+        "the first step has shown that no bit depends on it. off: it stays.",
+    ),
+    Setting(
         "batch_numbers",
         "DITRON_BATCH_NUMBERS",
         _one_of("host", "gpu"),
@@ -303,6 +312,7 @@ class Settings:
     audit: int
     tuning: str | None
     wgrad: str
+    det: str
     batch_numbers: str
     postmortem: str | None
     versions: str

@@ -25,6 +25,7 @@ FEATURES: dict[str, str] = {
     "ep": "mixture-of-experts dispatch, expert GEMMs and combine",
     "pp": "pipeline sends and receives",
     "muon": "the Muon optimizer",
+    "det": "Megatron's deterministic mode, without PyTorch's fill of new tensors",
     "wgrad": "gradient accumulation fusion without apex",
 }
 
@@ -46,11 +47,15 @@ FEATURE_MODULES = {
     "ep": "ditron_train.megatron.ep.layer",
     "pp": "ditron_train.megatron.pp.communicator",
     "muon": "ditron_train.megatron.muon.optimizer",
+    "det": "ditron_train.megatron.det.first_step",
     "wgrad": "ditron_train.megatron.wgrad.stand_in",
 }
 
-#: The one feature that overlaps nothing: it is on with the others, too, and Megatron's own path may have it.
+#: Stock Megatron may have this feature, too.
 WGRAD = "wgrad"
+#: This one and ``wgrad`` overlap nothing: they are on with the others, too.
+DET = "det"
+WITH_OTHERS = (DET, WGRAD)
 
 #: Megatron's argument that says how many ranks a feature's groups have.
 SIZE_ARGUMENTS = {
@@ -102,7 +107,7 @@ class Options:
     @property
     def overlapping(self) -> tuple[str, ...]:
         """The features that replace a part of Megatron's step."""
-        return tuple(name for name in self.features if name != WGRAD)
+        return tuple(name for name in self.features if name not in WITH_OTHERS)
 
     @property
     def deciding_sizes(self) -> dict[str, int]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ditron_train.megatron.plugin import failures, lifecycle, patching
 from ditron_train.megatron.plugin.arguments import (
+    DET,
     FEATURE_MODULES,
     WGRAD,
     Options,
@@ -74,8 +75,8 @@ def apply(
         policy: Sets ``DITRON_POLICY`` (``strict``, ``fast``, ``bits`` or ``force``) until `restore`.
         plan: Sets ``DITRON_PLAN``, the file of decisions, until `restore`.
 
-    Where Megatron's gradient accumulation fusion lacks apex's module, ``wgrad`` provides one with any feature
-    (``DITRON_WGRAD``).
+    With any feature, ``wgrad`` provides the module of Megatron's gradient accumulation fusion where apex's is missing
+    (``DITRON_WGRAD``), and in deterministic mode ``det`` switches PyTorch's fill of new tensors off (``DITRON_DET``).
 
     Calling it again adds features and changes nothing for those already on. Only where NVSHMEM will be needed (several
     nodes, or it is asked for) a call behind ``initialize_model_parallel`` is one of all ranks of the job.
@@ -105,6 +106,8 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     if not options.overlapping:
         if options.features or options.fuses_wgrad:
             _start(FEATURE_MODULES[WGRAD])
+        if DET in options.features:
+            _start(FEATURE_MODULES[DET])
         return spec
     try:
         check_versions()
@@ -124,6 +127,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
         log_once(f"unknown {name}", f"nothing reads the environment variable {name}", level=logging.WARNING)
     modules = {name: module for name in options.overlapping if (module := _feature(name)) is not None}
     _start(FEATURE_MODULES[WGRAD])  # only a job that Megatron would refuse sees a difference
+    _start(FEATURE_MODULES[DET])  # only a job in deterministic mode does
     failures.start()
     lifecycle.start()
     _start("ditron_train.megatron.plugin.job_start").announce(tuple(modules))

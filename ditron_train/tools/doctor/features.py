@@ -49,6 +49,7 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
     "ep": (_on_gpus,),
     "pp": (_on_gpus, _copy_engines),
     "muon": (),
+    "det": (),
     "wgrad": (),
 }
 
@@ -98,6 +99,8 @@ def _judge(name: str, about: str, facts: Facts) -> FeatureState:
         obstacle = need(facts)
         if obstacle is not None:
             return FeatureState(name, about, "native", *obstacle)
+    if name == "det":
+        return FeatureState(name, about, "fused", "in deterministic mode, where no bit depends on the fill")
     if name == "wgrad":
         return FeatureState(name, about, "fused", "where apex's module is missing and fusion is asked for")
     if name == "muon":

@@ -29,7 +29,7 @@ from ditron_train.megatron.ep.coverage import (
     unsupported_reason_tensors,
 )
 from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, unsupported_reason_fused
-from ditron_train.megatron.plugin.arguments import WGRAD, Options, fuses_mlp
+from ditron_train.megatron.plugin.arguments import FEATURES, WITH_OTHERS, Options, fuses_mlp
 from ditron_train.megatron.pp.communicator import unsupported_reason_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
 from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
@@ -123,15 +123,15 @@ def parts_of(job: Job, features: tuple[str, ...]) -> tuple[list[Part], list[str]
         "pp": config.pipeline_model_parallel_size,
     }
     options = Options(
-        tuple(name for name in features if name != WGRAD),
+        tuple(name for name in features if name not in WITH_OTHERS),
         sizes={name: size for name, size in sizes.items() if name in features},
         expert_slices=config.expert_tensor_parallel_size,
         gathers_tokens=config.moe_token_dispatcher_type == "allgather",
         optimizer=config.optimizer,
     )
     idle = list(options.idle())
-    if features == (WGRAD,):
-        idle.append(f"{WGRAD}: gradient accumulation fusion works without apex; nothing is overlapped")
+    if not options.overlapping:
+        idle += [f"{name}: {FEATURES[name]}; nothing is overlapped" for name in features]
     named = {"tp": _linears, "sp": _attention, "ep": _experts, "pp": _pipeline, "muon": _optimizer}
     parts: list[Part] = []
     for feature in options.overlapping:

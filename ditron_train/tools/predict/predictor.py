@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ditron_train.megatron.plugin.arguments import WGRAD, available_features
+from ditron_train.megatron.plugin.arguments import WITH_OTHERS, available_features
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.profiles import network_named, profile_named, shipped_profiles
 from ditron_train.tools.job import Job, read_job
@@ -82,7 +82,7 @@ def predict(job: Job, cluster: Cluster, features: Sequence[str], step_ms: float 
     from ditron_train.tools.job.parts import parts_of
 
     estimates = estimate_step(job, cluster)
-    found, idle = parts_of(job, tuple(name for name in features if name != WGRAD))
+    found, idle = parts_of(job, tuple(name for name in features if name not in WITH_OTHERS))
     parts, native = {}, {}
     for part in found:
         times = estimates.get(part.name)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ditron_train.megatron.tp.linear_call import LinearCall
 from ditron_train.megatron.tp.routing import op_of, unsupported_reason_kind
 from ditron_train.policy import fused_results, gate, native_results
+from ditron_train.policy.uninitialized import FillNewTensors
 from ditron_train.tools.cases import RunEnvironment, Shape
 from ditron_train.tools.cases.tp_linear import LinearCase
 from ditron_train.tools.session import BenchSession, same_result
@@ -21,7 +22,8 @@ _BUFFERS = ("tp.gathered", "tp.partials")
 
 
 def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, timed: bool) -> Outcome:
-    """Compares ``case`` as often as ``stress`` says (collective).
+    """Compares ``case`` as often as ``stress`` says, and if ``timed`` twice with new tensors filled, with NaN and with
+    finite values (collective).
 
     Raises:
         SettingError: The shape does not divide over the ranks.
@@ -43,6 +45,10 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
         native = native_results(op, call)
         _disturb(session, context, stress, late)
         different += _differences(fused_results(op, call, context), native)
+        for is_finite in (False, True) if timed and turn == 0 else ():
+            with FillNewTensors(is_finite=is_finite):  # what it does not write is not read either
+                filled = fused_results(op, call, context)
+            different += _differences(filled, native)
     context.synchronize()  # raises what an op recorded
     num_different = dict(zip(RESULTS, different.tolist()))
     if not timed:
