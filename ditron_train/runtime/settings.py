@@ -252,6 +252,15 @@ SETTINGS: tuple[Setting, ...] = (
         "`wgrad` provide the module that Megatron asks for. off: Megatron raises its error.",
     ),
     Setting(
+        "loss",
+        "DITRON_LOSS",
+        _one_of("on", "off"),
+        "on",
+        "on, off",
+        "Megatron's unfused cross entropy. on: with any feature it is computed in fewer passes where that is bitwise "
+        "identical and faster. off: by Megatron.",
+    ),
+    Setting(
         "det",
         "DITRON_DET",
         _one_of("on", "off"),
@@ -312,6 +321,7 @@ class Settings:
     audit: int
     tuning: str | None
     wgrad: str
+    loss: str
     det: str
     batch_numbers: str
     postmortem: str | None

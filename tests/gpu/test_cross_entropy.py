@@ -74,11 +74,11 @@ def test_every_exponential_is_torchs(device):
 
 
 def test_the_gate_takes_it_where_it_is_faster(tensor_parallel, own_gpus, monkeypatch):  # noqa: F811
-    from ditron_train.megatron.det.cross_entropy import CROSS_ENTROPY, LossCall
+    from ditron_train.megatron.loss.cross_entropy import CROSS_ENTROPY, LossCall
     from ditron_train.policy import gate
 
     monkeypatch.setenv("DITRON_POLICY", "strict")
-    gate.forget("det")
+    gate.forget("loss")
     logits, target, _ = _inputs((4096, 1, 32768), 2.0)
     assert gate.is_fused(CROSS_ENTROPY, LossCall(logits, target, dist.group.WORLD))
-    gate.forget("det")
+    gate.forget("loss")

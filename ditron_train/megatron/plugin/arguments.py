@@ -25,6 +25,7 @@ FEATURES: dict[str, str] = {
     "ep": "mixture-of-experts dispatch, expert GEMMs and combine",
     "pp": "pipeline sends and receives",
     "muon": "the Muon optimizer",
+    "loss": "the cross entropy of language models, unless Megatron fuses it",
     "det": "Megatron's deterministic mode, without PyTorch's fill of new tensors",
     "wgrad": "gradient accumulation fusion without apex",
 }
@@ -47,15 +48,16 @@ FEATURE_MODULES = {
     "ep": "ditron_train.megatron.ep.layer",
     "pp": "ditron_train.megatron.pp.communicator",
     "muon": "ditron_train.megatron.muon.optimizer",
+    "loss": "ditron_train.megatron.loss.cross_entropy",
     "det": "ditron_train.megatron.det.first_step",
     "wgrad": "ditron_train.megatron.wgrad.stand_in",
 }
 
 #: Stock Megatron may have this feature, too.
 WGRAD = "wgrad"
-#: This one and ``wgrad`` overlap nothing: they are on with the others, too.
-DET = "det"
-WITH_OTHERS = (DET, WGRAD)
+#: These and ``wgrad`` overlap nothing: they are on with the others, too.
+LOSS, DET = "loss", "det"
+WITH_OTHERS = (LOSS, DET, WGRAD)
 
 #: Megatron's argument that says how many ranks a feature's groups have.
 SIZE_ARGUMENTS = {

@@ -26,6 +26,7 @@ from ditron_train.megatron.plugin import failures, lifecycle, patching
 from ditron_train.megatron.plugin.arguments import (
     DET,
     FEATURE_MODULES,
+    LOSS,
     WGRAD,
     Options,
     options_of,
@@ -76,7 +77,8 @@ def apply(
         plan: Sets ``DITRON_PLAN``, the file of decisions, until `restore`.
 
     With any feature, ``wgrad`` provides the module of Megatron's gradient accumulation fusion where apex's is missing
-    (``DITRON_WGRAD``), and in deterministic mode ``det`` switches PyTorch's fill of new tensors off (``DITRON_DET``).
+    (``DITRON_WGRAD``), ``loss`` takes the place of Megatron's unfused cross entropy where it is faster
+    (``DITRON_LOSS``), and in deterministic mode ``det`` switches PyTorch's fill of new tensors off (``DITRON_DET``).
 
     Calling it again adds features and changes nothing for those already on. Only where NVSHMEM will be needed (several
     nodes, or it is asked for) a call behind ``initialize_model_parallel`` is one of all ranks of the job.
@@ -108,6 +110,8 @@ def apply_options(options: Options, spec: Any = None) -> Any:
             _start(FEATURE_MODULES[WGRAD])
         if DET in options.features:
             _start(FEATURE_MODULES[DET])
+        if DET in options.features or LOSS in options.features:
+            _feature(LOSS)
         return spec
     try:
         check_versions()
@@ -128,6 +132,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
     modules = {name: module for name in options.overlapping if (module := _feature(name)) is not None}
     _start(FEATURE_MODULES[WGRAD])  # only a job that Megatron would refuse sees a difference
     _start(FEATURE_MODULES[DET])  # only a job in deterministic mode does
+    _feature(LOSS)
     failures.start()
     lifecycle.start()
     _start("ditron_train.megatron.plugin.job_start").announce(tuple(modules))

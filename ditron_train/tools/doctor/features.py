@@ -49,6 +49,7 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
     "ep": (_on_gpus,),
     "pp": (_on_gpus, _copy_engines),
     "muon": (),
+    "loss": (),
     "det": (),
     "wgrad": (),
 }
@@ -99,6 +100,8 @@ def _judge(name: str, about: str, facts: Facts) -> FeatureState:
         obstacle = need(facts)
         if obstacle is not None:
             return FeatureState(name, about, "native", *obstacle)
+    if name == "loss":
+        return FeatureState(name, about, "fused", "every GPU, for logits in bf16 or fp16")
     if name == "det":
         return FeatureState(name, about, "fused", "in deterministic mode, where no bit depends on the fill")
     if name == "wgrad":

@@ -23,6 +23,8 @@ from ditron_train.loss import cross_entropy
 from ditron_train.policy import Function, Op, Trial, gate
 from ditron_train.policy.answer import Answer
 from ditron_train.policy.op import make_trial
+from ditron_train.runtime.logs import log_once
+from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.values import normal_values
 
 _MOST_BYTES = 256 << 20  # of the logits that both paths are timed on
@@ -52,7 +54,7 @@ class CrossEntropyOp(Op[LossCall, None]):
     """Cross entropy over a vocabulary that is divided over the ranks: three passes over the logits against some
     ten."""
 
-    name = "det cross entropy"
+    name = "loss cross entropy"
 
     def key(self, call: LossCall) -> tuple[Hashable, ...]:
         """Both paths add up by the same operator of torch, at any number of tokens, so a decision holds for all that
@@ -62,6 +64,8 @@ class CrossEntropyOp(Op[LossCall, None]):
 
     def unsupported_reason(self, call: LossCall) -> str | None:
         logits, target = call.logits, call.target
+        if logits.device.type != "cuda":
+            return "there is no GPU"
         if logits.dtype not in (torch.bfloat16, torch.float16):
             return f"the logits are {logits.dtype}"
         if not logits.is_contiguous() or target.shape != logits.shape[:-1] or target.dtype != torch.int64:
@@ -133,8 +137,16 @@ def _fused(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 _native = LanguageModule.compute_language_model_loss
 
 
+def class_map() -> dict[type, type]:
+    """No class is replaced."""
+    return {}
+
+
 def start() -> None:
     """Language models take their loss from here."""
+    if get_settings().loss == "off":
+        log_once("loss off", "loss: off by DITRON_LOSS")
+        return
     LanguageModule.compute_language_model_loss = _fused(_native)
 
 
