@@ -105,28 +105,27 @@ def dispatch(
     load: Load, experts: Experts, span: Span, rates: MachineRates, *, deterministic: bool = False
 ) -> Estimate:
     """Tokens to the rows of their experts; ``deterministic``: PyTorch fills what it allocates before it is written."""
-    exchange_us = _copies_us(load, experts, span, rates)
     layout_us = _LAYOUT_US * experts.count
-    native_us = layout_us + exchange_us + sum(_passes_us(load, experts, rates))
+    native_us = layout_us + _copies_us(load, experts, span, rates) + sum(_passes_us(load, experts, rates))
     native_us += pass_us(load.sent * experts.row_bytes, rates) if deterministic else 0.0
     if span.network is not None:
-        return Estimate(native_us, native_us, 0.0, exchange_us)
+        return Estimate.alike(native_us)
     # Rows leave before the layout is known and arrive once; after it they are written out for each expert of the rank.
     placed_us = layout_us + pass_us(sum(load.rows) * experts.row_bytes, rates, reorders=True)
     fused_us = beside_us(placed_us, load.distinct * experts.row_bytes / (rates.link_gbps * 1e3), _PLACE_SHARE)
-    return Estimate(native_us, fused_us, 0.0, exchange_us)
+    return Estimate(native_us, fused_us)
 
 
 def combine(load: Load, experts: Experts, span: Span, rates: MachineRates, *, deterministic: bool = False) -> Estimate:
     """Rows of the experts back to their tokens, and their sums; ``deterministic`` as PyTorch's mode."""
-    exchange_us = _copies_us(load, experts, span, rates)
     sums_us, sorted_us = _passes_us(load, experts, rates)
-    native_us = exchange_us + sorted_us + sums_us * (_DETERMINISTIC_SUM if deterministic else 1.0)
+    passes = _DETERMINISTIC_SUM if deterministic else 1.0
+    native_us = _copies_us(load, experts, span, rates) + sorted_us + passes * sums_us
     if span.network is not None:
-        return Estimate(native_us, native_us, 0.0, exchange_us)
+        return Estimate.alike(native_us)
     fused_us = _RETURN_US + load.copies * experts.row_bytes / (rates.link_gbps * 1e3)
     fused_us += pass_us((load.sent + experts.tokens) * experts.row_bytes, rates)
-    return Estimate(native_us, fused_us, 0.0, exchange_us)
+    return Estimate(native_us, fused_us)
 
 
 def expert_product(

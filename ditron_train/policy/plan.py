@@ -91,7 +91,7 @@ def fingerprint() -> dict[str, Any]:
         found["device"] = platform.machine()
     found.update({name: os.environ[name] for name in _VARIABLES if name in os.environ})
     settings, table = get_settings(), named_table()
-    own = ((setting, getattr(settings, setting.field)) for setting in SETTINGS if setting.field in _OWN)
+    own = ((setting, getattr(settings, name)) for name, setting in SETTINGS.items() if name in _OWN)
     found.update({setting.variable: str(value) for setting, value in own if value != setting.default})
     return found if table is None else {**found, "DITRON_TUNING": table}
 
@@ -194,7 +194,7 @@ def load_plan(path: Path, made_with: dict[str, Any] | None = None) -> Plan:
     if not isinstance(content.get("made_with"), dict):
         raise SettingError(f"{path} does not say what it was made with: delete it or name another file")
     here = fingerprint() if made_with is None else made_with
-    former = {setting.former: setting.variable for setting in SETTINGS}
+    former = {setting.former: setting.variable for setting in SETTINGS.values()}
     there = {former.get(name, name): value for name, value in content["made_with"].items()}
     stale = [f"{name} was {there.get(name, 'absent')}, is {here.get(name, 'absent')}"
              for name in sorted({*here, *there}) if there.get(name) != here.get(name)]  # fmt: skip

@@ -81,13 +81,12 @@ def _pushed_us(
 
 def exchange(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) -> Estimate:
     """An exchange that no projection covers takes as long on both paths."""
-    exchange_us = exchanged_us(num_bytes, num_parts, span, rates)
-    return Estimate(exchange_us, exchange_us, 0.0, exchange_us)
+    return Estimate.alike(exchanged_us(num_bytes, num_parts, span, rates))
 
 
 def _of(gemm_us: float, passes_us: float, moved: Estimate, fused_us: float, span: Span) -> Estimate:
     """Fused inside a node; across nodes projections are Megatron's. ``passes_us``: natively around the exchange."""
-    unfused = Estimate(gemm_us + passes_us, gemm_us + passes_us, gemm_us) + moved
+    unfused = Estimate.alike(gemm_us + passes_us) + moved
     return unfused if span.nodes > 1 else replace(unfused, ditron_us=fused_us)
 
 

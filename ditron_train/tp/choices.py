@@ -181,7 +181,7 @@ def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRa
     gemm, comm = _cublas_us(problem, machine, rates), collective_us(problem, rates)
     limit = max(gemm, wire_bytes(problem) / (rates.link_gbps * 1e3))
     fused = {"ag_gemm": _ag_gemm_us, "gemm_rs": _gemm_rs_us, "gemm_ar": _gemm_ar_us}[problem.op]
-    return Estimate(gemm + comm, max(fused(problem, choice, machine, rates), limit), gemm, comm)
+    return Estimate(gemm + comm, max(fused(problem, choice, machine, rates), limit))
 
 
 def is_short(problem: Problem, choice: Choice, machine: Machine) -> bool:

@@ -142,7 +142,7 @@ def _linear(step: _Step, matrix: Matrix, *, backward: bool) -> Estimate:
     if backward or fp8 is not None:  # an all-reduce that the weight gradient covers, or in FP8 stays native
         sum_us = ring_us(2 * step.tokens * (k if backward else n) * _ITEMSIZE, step.group, step.rates)
         exposed_us = max(sum_us - local_us / 2, step.rates.nccl_share * sum_us) if backward else sum_us
-        return Estimate(local_us + exposed_us, local_us + exposed_us, local_us, sum_us)
+        return Estimate.alike(local_us + exposed_us)
     return reduced(step.tokens, n, k, *where)
 
 
@@ -203,7 +203,7 @@ def _messages(step: _Step) -> Iterator[tuple[str, Estimate]]:
         message = Estimate.alike(rail_us(num_bytes, step.cluster.network))
     else:
         native_us = send_us(num_bytes, step.rates, ranks=step.pp, both_ways=True)
-        message = Estimate(native_us, message_us(num_bytes, step.rates), 0.0, native_us)
+        message = Estimate(native_us, message_us(num_bytes, step.rates))
     at_ends = 2 * (step.pp - 1)
     waited = at_ends if step.chunks > 1 and step.config.overlap_p2p_comm else count
     yield "messages between stages", message * waited
