@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.data.rates import MachineRates
 
 #: Of Transformer Engine, by the names of ``--fp8-recipe``.
 Recipe = Literal["tensorwise", "delayed", "blockwise"]

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
+from ditron_train.data.device_profiles import Machine
+from ditron_train.data.rates import MachineRates
 from ditron_train.gemm.configs import HOPPER_SQUARE_RATE, GemmConfig, choose_config
-from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
 
 FP8_TARGETS = ("sm_90", "interpreter")  # where the fused path multiplies operands of FP8
 _SHORT_RATE = 0.97  # with a stage less

@@ -25,8 +25,8 @@ from ditron_train.costs import (
     pass_us,
     product_rates,
 )
-from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.data.device_profiles import Machine
+from ditron_train.data.rates import MachineRates
 
 _ITEMSIZE = 2
 _LAYOUT_US = 1.0  # of each expert: how many rows it gets is counted, exchanged and added up

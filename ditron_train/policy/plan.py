@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from ditron_train import __version__
+from ditron_train.data.tuning_table import named_table
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import locked, parse_json, read_regular, replace_file
 from ditron_train.runtime.logs import log_once
-from ditron_train.runtime.nvidia_driver import driver_version
 from ditron_train.runtime.settings import SETTINGS, get_settings
-from ditron_train.runtime.tuning_table import named_table
-from ditron_train.runtime.versions import find_versions
+from ditron_train.runtime.versions import driver_version, find_versions
 from ditron_train.stream.driver import has_driver
 
 _FORMAT = "ditron_train plan 3"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, num_waves, pass_us
+from ditron_train.data.device_profiles import Machine
+from ditron_train.data.rates import MachineRates
 from ditron_train.gemm.configs import choose_config
-from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
 from ditron_train.sp.transfer_sizes import NUM_PUSH, Pace, receive_programs, weighed_deal
 
 _ITEMSIZE = 2

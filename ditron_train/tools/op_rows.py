@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ditron_train.data.device_profiles import known_rates, machine_of
 from ditron_train.policy import Function, fused_results, native_results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
-from ditron_train.runtime.profiles import known_rates, machine_of
 from ditron_train.tools.arguments import check_sizes, choose_models
 from ditron_train.tools.cases import BenchCase, RunEnvironment, Shape
 from ditron_train.tools.results import Row

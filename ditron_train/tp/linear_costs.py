@@ -24,8 +24,8 @@ from ditron_train.costs import (
     product_rates,
     ring_us,
 )
-from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.data.device_profiles import Machine
+from ditron_train.data.rates import MachineRates
 from ditron_train.tp.choices import Layout, Op, Problem, choose, predict
 
 Kind = Literal["column", "row"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ditron_train.runtime.profiles import network_named, profile_named
+from ditron_train.data.device_profiles import network_named, profile_named
 from ditron_train.tools.fp8.recipes import fp8_format
 from ditron_train.tools.job import read_job
 from ditron_train.tools.predict.estimates import Cluster

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from ditron_train.data.tuning_table import named_table
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import SETTINGS, get_settings
-from ditron_train.runtime.tuning_table import named_table
 from ditron_train.runtime.versions import newer_libraries
 from ditron_train.symm.exchange import exchange
 

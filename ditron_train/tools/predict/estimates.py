@@ -11,10 +11,10 @@ from typing import get_args
 
 from ditron_train.costs import Estimate, Recipe, Span, cublas_us, message_us, product_rates, rail_us, ring_us, send_us
 from ditron_train.costs.fp8 import operands
+from ditron_train.data.device_profiles import Profile
+from ditron_train.data.rates import NetworkRates
 from ditron_train.ep.cost_model import Experts, even_load, moe_layer
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.profiles import Profile
-from ditron_train.runtime.rates import NetworkRates
 from ditron_train.sp.cost_model import (
     AttentionSizes,
     exchange,

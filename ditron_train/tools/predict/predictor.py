@@ -13,9 +13,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from ditron_train.data.device_profiles import network_named, profile_named, shipped_profiles
 from ditron_train.megatron.plugin.arguments import WGRAD, available_features
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.profiles import network_named, profile_named, shipped_profiles
 from ditron_train.tools.job import Job, read_job
 from ditron_train.tools.job.arguments import add_job_options, require_megatron
 from ditron_train.tools.predict.estimates import Cluster, Parts, estimate_step

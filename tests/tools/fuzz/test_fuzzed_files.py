@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ditron_train.data.device_profiles import network_named, profile_named
+from ditron_train.data.tuning_table import parse_table
 from ditron_train.policy.plan import fingerprint, load_plan
 from ditron_train.runtime.errors import DitronError
 from ditron_train.runtime.flight_recorder import CAPACITY, HEADER_BYTES, MAGIC, SLOT
-from ditron_train.runtime.profiles import network_named, profile_named
-from ditron_train.runtime.tuning_table import parse_table
 from ditron_train.symm.plain import from_plain, to_plain
 from ditron_train.tools import job as megatron_job
 from ditron_train.tools.compare.steps import differences, read_job

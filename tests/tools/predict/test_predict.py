@@ -8,8 +8,8 @@ import re
 import pytest
 
 from ditron_train.cli import main
+from ditron_train.data.device_profiles import network_named, profile_named
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.profiles import network_named, profile_named
 from ditron_train.tools.doctor.job import examine_job
 from ditron_train.tools.job import read_job
 from ditron_train.tools.predict.estimates import Cluster, estimate_step

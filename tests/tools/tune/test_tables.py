@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from ditron_train.costs import gemm_us
 from ditron_train.data import load_workloads
-from ditron_train.gemm import GemmConfig
-from ditron_train.runtime import tuning_table as tuning
-from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.profiles import default_rates
-from ditron_train.runtime.tuning_table import (
+from ditron_train.data import tuning_table as tuning
+from ditron_train.data.device_profiles import default_rates
+from ditron_train.data.tuning_table import (
     TuningTable,
     active_table,
     forget_tables,
@@ -27,6 +25,8 @@ from ditron_train.runtime.tuning_table import (
     shape_class,
     shipped_name,
 )
+from ditron_train.gemm import GemmConfig
+from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.cases.tp_gemm import GemmCase, GemmOp
 from ditron_train.tools.tune.rates import Observed, fit_rates
 from ditron_train.tools.tune.search import Result, ShapeClass

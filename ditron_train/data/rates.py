@@ -1,6 +1,6 @@
 """What a machine moves and multiplies in a second: the numbers behind every estimate of a time.
 
-They stand in profiles, one readable JSON file a kind of GPU (`ditron_train.runtime.profiles`).
+They stand in profiles, one readable JSON file a kind of GPU (`ditron_train.data.device_profiles`).
 """
 
 from __future__ import annotations
