@@ -29,7 +29,7 @@ _TOOLS = {
     "verify": ("verify.verifier", "compare every op with native, bit for bit (under torchrun)"),
     "compare": ("compare.comparison", "train twice by your own command, natively and fused"),
     "postmortem": ("postmortem.verdict", "name the first rank that diverged, after a failure"),
-    "trace": ("trace.tracer", "draw what overlaps"),
+    "trace": ("trace.tracer", "record one call of an op: Chrome traces, and where the time went"),
     "predict": ("predict.predictor", "what a job would gain, from Megatron's arguments, without a GPU"),
     "report": ("report.report", "one archive with this machine's facts, for an issue"),
 }

@@ -34,16 +34,13 @@ def draw_pictures() -> None:
     """The pictures of all results."""
     from ditron_train.tools.results import TRAINING, measurement_files, read_results
     from documents.pictures import draw_speedups
-    from documents.results import picture_path, roofline_path
-    from documents.roofline import draw_roofline, has_roofline
+    from documents.results import picture_path
 
     for path in measurement_files(ROOT):
         if path.stem == TRAINING:  # a picture of one bar each says nothing
             continue
         stamp, rows = read_results(path)
         draw_speedups(rows, stamp, ROOT / picture_path(path.relative_to(ROOT)))
-        if has_roofline(rows):
-            draw_roofline(rows, stamp, ROOT / roofline_path(path.relative_to(ROOT)))
 
 
 def main() -> int:

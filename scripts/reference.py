@@ -38,7 +38,7 @@ def settings() -> str:
     from ditron_train.runtime.settings import SETTINGS
 
     lines = ["| variable | value | default | what it does |", "| --- | --- | --- | --- |"]
-    for setting in SETTINGS:
+    for setting in SETTINGS.values():
         default = "unset" if setting.default is None else f"`{setting.default}`"
         lines.append(f"| `{setting.variable}` | {setting.type_name} | {default} | {_cell(setting.help)} |")
     return "\n".join(lines)

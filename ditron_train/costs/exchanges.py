@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ditron_train.runtime.rates import MachineRates, NetworkRates
+from ditron_train.data.rates import MachineRates, NetworkRates
 
 _GBPS = 1e3  # bytes a us
 

@@ -1,4 +1,4 @@
-"""The shapes that every benchmark uses, as package data."""
+"""What ships as data, and what reads it: shapes of benchmarks, profiles of devices, tuning tables."""
 
 from __future__ import annotations
 
@@ -15,4 +15,5 @@ def load_workloads() -> dict[str, Any]:
     Shape fields are global sizes, before they are divided over the ranks; each op's ``about`` says how they are
     divided.
     """
-    return json.loads(resources.files(__name__).joinpath("workloads.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(resources.files(__name__).joinpath("workloads.json").read_text("utf-8"))
+    return content

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ditron_train.data.tuning_table import class_of_size, tuned_count
 from ditron_train.ep.handle import EPHandle, LayoutShape, LayoutSizes, Room
 from ditron_train.runtime.device import device_name, is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache, check_member, unwrapped
 from ditron_train.runtime.launch import KernelLaunch, as_constant, compiled_together
 from ditron_train.runtime.logs import log_once
-from ditron_train.runtime.tuning_table import class_of_size, tuned_count
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.op_context import OpContext
 from ditron_train.symm.arena import SymmetricArena, SymmetricTensor

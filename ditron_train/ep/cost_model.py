@@ -25,8 +25,8 @@ from ditron_train.costs import (
     pass_us,
     product_rates,
 )
-from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.data.device_profiles import Machine
+from ditron_train.data.rates import MachineRates
 
 _ITEMSIZE = 2
 _LAYOUT_US = 1.0  # of each expert: how many rows it gets is counted, exchanged and added up
@@ -35,7 +35,6 @@ _PLACE_SHARE = 0.3  # of the shorter one is what arriving rows and writing them 
 _COMBINE_SHARE = (
     0.45  # of the shorter one is what a product and the return of its rows cost each other: 16 programs send
 )
-_ROUTER_RATE = 1 / 16  # of a bf16 GEMM's rate is that of one in fp32
 # Natively under PyTorch's deterministic mode: a token's rows are added up one by one, in so many of the usual passes.
 _DETERMINISTIC_SUM = 5.3
 
@@ -106,28 +105,27 @@ def dispatch(
     load: Load, experts: Experts, span: Span, rates: MachineRates, *, deterministic: bool = False
 ) -> Estimate:
     """Tokens to the rows of their experts; ``deterministic``: PyTorch fills what it allocates before it is written."""
-    exchange_us = _copies_us(load, experts, span, rates)
     layout_us = _LAYOUT_US * experts.count
-    native_us = layout_us + exchange_us + sum(_passes_us(load, experts, rates))
+    native_us = layout_us + _copies_us(load, experts, span, rates) + sum(_passes_us(load, experts, rates))
     native_us += pass_us(load.sent * experts.row_bytes, rates) if deterministic else 0.0
     if span.network is not None:
-        return Estimate(native_us, native_us, 0.0, exchange_us)
+        return Estimate.alike(native_us)
     # Rows leave before the layout is known and arrive once; after it they are written out for each expert of the rank.
     placed_us = layout_us + pass_us(sum(load.rows) * experts.row_bytes, rates, reorders=True)
     fused_us = beside_us(placed_us, load.distinct * experts.row_bytes / (rates.link_gbps * 1e3), _PLACE_SHARE)
-    return Estimate(native_us, fused_us, 0.0, exchange_us)
+    return Estimate(native_us, fused_us)
 
 
 def combine(load: Load, experts: Experts, span: Span, rates: MachineRates, *, deterministic: bool = False) -> Estimate:
     """Rows of the experts back to their tokens, and their sums; ``deterministic`` as PyTorch's mode."""
-    exchange_us = _copies_us(load, experts, span, rates)
     sums_us, sorted_us = _passes_us(load, experts, rates)
-    native_us = exchange_us + sorted_us + sums_us * (_DETERMINISTIC_SUM if deterministic else 1.0)
+    passes = _DETERMINISTIC_SUM if deterministic else 1.0
+    native_us = _copies_us(load, experts, span, rates) + sorted_us + passes * sums_us
     if span.network is not None:
-        return Estimate(native_us, native_us, 0.0, exchange_us)
+        return Estimate.alike(native_us)
     fused_us = _RETURN_US + load.copies * experts.row_bytes / (rates.link_gbps * 1e3)
     fused_us += pass_us((load.sent + experts.tokens) * experts.row_bytes, rates)
-    return Estimate(native_us, fused_us, 0.0, exchange_us)
+    return Estimate(native_us, fused_us)
 
 
 def expert_product(
@@ -156,15 +154,9 @@ def moe_layer(
     backward: bool,
     fp8: Recipe | None = None,
     deterministic: bool = False,
-) -> tuple[Estimate, Estimate, float]:
-    """Forward or backward of a layer: dispatch and combine, the experts' products, and what both paths run alike
-    besides (router, activation), in us. ``fp8`` is the experts': tokens travel in 16 bits."""
-    (n1, k1), (n2, k2) = experts.products
-    num_rows = sum(load.rows)
-    alike_us = _router_us(experts, rates) * (2 if backward else 1)
-    alike_us += pass_us(num_rows * (n1 + k2) * _ITEMSIZE * (2 if backward else 1), rates)
-    if deterministic:
-        alike_us += pass_us(num_rows * ((k1 + k2) if backward else (n1 + n2)) * _ITEMSIZE, rates)
+) -> tuple[Estimate, Estimate]:
+    """Forward or backward of a layer: dispatch and combine, and the experts' products. ``fp8`` is the experts': tokens
+    travel in 16 bits."""
     returning = combine(load, experts, span, rates, deterministic=deterministic)
     moved = dispatch(load, experts, span, rates, deterministic=deterministic) + returning
     passes: tuple[Product, ...] = ("dgrad", "wgrad") if backward else ("forward",)
@@ -177,10 +169,4 @@ def moe_layer(
     if not backward and span.network is None:  # the second product's rows return while it is computed
         hidden_us = each[1] + returning.ditron_us - beside_us(each[1], returning.ditron_us, _COMBINE_SHARE)
         products = replace(products, ditron_us=products.ditron_us - hidden_us)
-    return moved, products, alike_us
-
-
-def _router_us(experts: Experts, rates: MachineRates) -> float:
-    flops = 2.0 * experts.tokens * experts.hidden * experts.count
-    cast_us = pass_us(3 * experts.tokens * experts.row_bytes, rates)
-    return cast_us + flops / (_ROUTER_RATE * rates.gemm_flop_per_us)
+    return moved, products

@@ -35,6 +35,7 @@ import triton.language as tl
 from torch.utils.dlpack import from_dlpack, to_dlpack
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ditron_train.data.tuning_table import active_table, class_of_size
 from ditron_train.gemm.configs import GemmConfig, choose_config, config_of_entry
 from ditron_train.gemm.operands import make_descriptor
 from ditron_train.gemm.ops import on_device
@@ -42,9 +43,8 @@ from ditron_train.runtime.device import device_name, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.launch import KernelLaunch, as_constant
 from ditron_train.runtime.sizes import next_power_of_2
-from ditron_train.runtime.tuning_table import active_table, class_of_size
 from ditron_train.schedule.tiles import compute_tiles, grouped_tile
-from ditron_train.stream.device_tables import int32_table, int64_table
+from ditron_train.stream.cached_tensors import int32_table, int64_table
 
 
 class GemmSizes(NamedTuple):

@@ -19,7 +19,7 @@ from ditron_train.ep.grouped_gemm import RowTiles, group_launch, row_tiles
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.stream.device_tables import int64_table
+from ditron_train.stream.cached_tensors import int64_table
 
 
 @triton.jit

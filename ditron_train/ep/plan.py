@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ditron_train.ep.grouped_gemm import group_gemm, row_tiles
 from ditron_train.gemm.order_probe import order_probe_matrix
+from ditron_train.gemm.transformer_engine import grouped_gemm
 from ditron_train.runtime.groups import GroupCache
-from ditron_train.runtime.transformer_engine import grouped_gemm
 
 #: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine beside dW1.
 Pair = Literal["gemm_combine", "overlap_wgrad"]

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from ditron_train import __version__
+from ditron_train.data.tuning_table import named_table
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import locked, parse_json, read_regular, replace_file
 from ditron_train.runtime.logs import log_once
-from ditron_train.runtime.nvidia_driver import driver_version
 from ditron_train.runtime.settings import SETTINGS, get_settings
-from ditron_train.runtime.tuning_table import named_table
-from ditron_train.runtime.versions import find_versions
+from ditron_train.runtime.versions import driver_version, find_versions
 from ditron_train.stream.driver import has_driver
 
 _FORMAT = "ditron_train plan 3"
@@ -91,7 +90,7 @@ def fingerprint() -> dict[str, Any]:
         found["device"] = platform.machine()
     found.update({name: os.environ[name] for name in _VARIABLES if name in os.environ})
     settings, table = get_settings(), named_table()
-    own = ((setting, getattr(settings, setting.field)) for setting in SETTINGS if setting.field in _OWN)
+    own = ((setting, getattr(settings, name)) for name, setting in SETTINGS.items() if name in _OWN)
     found.update({setting.variable: str(value) for setting, value in own if value != setting.default})
     return found if table is None else {**found, "DITRON_TUNING": table}
 
@@ -194,7 +193,7 @@ def load_plan(path: Path, made_with: dict[str, Any] | None = None) -> Plan:
     if not isinstance(content.get("made_with"), dict):
         raise SettingError(f"{path} does not say what it was made with: delete it or name another file")
     here = fingerprint() if made_with is None else made_with
-    former = {setting.former: setting.variable for setting in SETTINGS}
+    former = {setting.former: setting.variable for setting in SETTINGS.values()}
     there = {former.get(name, name): value for name, value in content["made_with"].items()}
     stale = [f"{name} was {there.get(name, 'absent')}, is {here.get(name, 'absent')}"
              for name in sorted({*here, *there}) if there.get(name) != here.get(name)]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy.uninitialized import torch_fill
-from ditron_train.runtime.device_hold import DeviceHold
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.values import have_same_bits
 
@@ -27,6 +26,10 @@ _LONG_US = 20_000.0  # of a call; a round is 24 of them
 #: Student's t that one of two hundred series of equal times exceeds, by the number of rounds. It is asked six times,
 #: so one series of fifty looks faster by chance.
 _LARGEST_BY_CHANCE = {4: 5.841, 5: 4.604, 6: 4.032, 8: 3.499, 10: 3.250, 12: 3.106}
+
+_SHORTEST_US = 200.0
+_LONGEST_US = 3000.0  # a first call compiles, and one that waits for the device takes what the hold takes
+_CYCLES_PER_US = 1980  # of an H200; where the clock is slower, the device waits longer
 
 _on_cpu = False
 _is_timed_without_fill = False
@@ -53,6 +56,35 @@ def time_without_fill(is_on: bool) -> None:
     """Whether PyTorch's fill of new tensors is off while paths are timed, as it will be in the job's steps."""
     global _is_timed_without_fill
     _is_timed_without_fill = is_on
+
+
+class DeviceHold:
+    """Has the device wait twice as long as the host takes for the launches of the slowest of several calls.
+
+    In training the host is ahead of the device. A timing in which it is not measures the host
+    (``docs/measurements/runtime.md``).
+    """
+
+    def __init__(self) -> None:
+        self._launches_us: dict[Hashable, float] = {}
+
+    @property
+    def length_us(self) -> float:
+        """How long the device waits, in us: as long for each call, since a device that rested is quicker
+        afterwards."""
+        return min(_LONGEST_US, max(_SHORTEST_US, 2 * max(self._launches_us.values(), default=0.0)))
+
+    def wait(self) -> None:
+        """Has the device wait, on the current stream."""
+        torch.cuda._sleep(round(self.length_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def launching(self, name: Hashable = None) -> Iterator[None]:
+        """Around the launches of the call ``name``; the quickest of them counts, as the first one may compile."""
+        start_s = time.perf_counter()
+        yield
+        launches_us = (time.perf_counter() - start_s) * 1e6
+        self._launches_us[name] = min(launches_us, self._launches_us.get(name, math.inf))
 
 
 @dataclass(frozen=True)

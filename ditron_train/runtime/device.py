@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import platform
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from ditron_train.runtime.errors import NotSupportedError
 
 #: Of ``kernel_target``: GPUs with TMA and tensor cores that take operands from shared memory.
 HOPPER_AND_NEWER = ("sm_90", "sm_100")
+_SM_CLOCK = 1  # NVML_CLOCK_SM
 
 
 def is_interpreter() -> bool:
@@ -111,3 +113,35 @@ def device_name(device: torch.device) -> str:
     """Returns the GPU's name, such as ``NVIDIA H200``, or ``CPU x86_64``."""
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+
+
+@cache
+def _nvml(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """The driver's library and its handle of torch's device; None where there is no such library, or it does not know
+    it."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle, uuid = ctypes.c_void_p(), f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
+        return None
+    return library, handle
+
+
+def _told_by_driver(function: str, answer: ctypes.c_uint | ctypes.c_ulonglong, *options: int) -> int | None:
+    found = _nvml(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    if found is None:
+        return None
+    library, handle = found
+    return None if getattr(library, function)(handle, *options, ctypes.byref(answer)) else answer.value
+
+
+def sm_clock_mhz() -> int | None:
+    """The clock of the current device's multiprocessors in MHz at this moment; None where nothing tells it."""
+    return _told_by_driver("nvmlDeviceGetClockInfo", ctypes.c_uint(), _SM_CLOCK)
+
+
+def energy_mj() -> int | None:
+    """What the current device has taken since its driver was loaded, in millijoules; None where nothing tells it."""
+    return _told_by_driver("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong())

@@ -12,8 +12,11 @@ import logging
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -106,6 +109,16 @@ def _megatron_version() -> str | None:
             candidate = re.search(r"^PRE_RELEASE = ['\"]([\w.]*)['\"]", text, re.MULTILINE)
             return f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}{candidate[1] if candidate else ''}"
     return None
+
+
+@cache
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, None without one."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return lines[0] if lines else None
 
 
 def find_versions() -> dict[str, str | None]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from ditron_train.data.tuning_table import active_table, class_of_size, shape_class, tuned_count
 from ditron_train.gemm.configs import (
     GemmConfig,
     as_count,
@@ -21,7 +22,6 @@ from ditron_train.gemm.configs import (
 )
 from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.tuning_table import active_table, class_of_size, shape_class, tuned_count
 from ditron_train.sp.context import SPContext
 from ditron_train.sp.transfer_sizes import EXCHANGE_PROGRAMS, NUM_PUSH, PULL_GROUP_M, receive_programs
 
@@ -46,7 +46,7 @@ class Product:
 
     @property
     def shape_class(self) -> str:
-        """See ``runtime.tuning_table``."""
+        """See ``data.tuning_table``."""
         return shape_class(self.m, self.n, self.k)
 
 

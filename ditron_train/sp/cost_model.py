@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, num_waves, pass_us
+from ditron_train.data.device_profiles import Machine
+from ditron_train.data.rates import MachineRates
 from ditron_train.gemm.configs import choose_config
-from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
 from ditron_train.sp.transfer_sizes import NUM_PUSH, Pace, receive_programs, weighed_deal
 
 _ITEMSIZE = 2
@@ -81,13 +81,12 @@ def _pushed_us(
 
 def exchange(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) -> Estimate:
     """An exchange that no projection covers takes as long on both paths."""
-    exchange_us = exchanged_us(num_bytes, num_parts, span, rates)
-    return Estimate(exchange_us, exchange_us, 0.0, exchange_us)
+    return Estimate.alike(exchanged_us(num_bytes, num_parts, span, rates))
 
 
 def _of(gemm_us: float, passes_us: float, moved: Estimate, fused_us: float, span: Span) -> Estimate:
     """Fused inside a node; across nodes projections are Megatron's. ``passes_us``: natively around the exchange."""
-    unfused = Estimate(gemm_us + passes_us, gemm_us + passes_us, gemm_us) + moved
+    unfused = Estimate.alike(gemm_us + passes_us) + moved
     return unfused if span.nodes > 1 else replace(unfused, ditron_us=fused_us)
 
 

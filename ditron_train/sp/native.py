@@ -15,7 +15,7 @@ from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.groups import GroupCache, unwrapped
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp.layouts import HeadsLayout
-from ditron_train.stream.cached_tensor import CachedTensor
+from ditron_train.stream.cached_tensors import CachedTensor
 
 Reorder = Callable[[torch.Tensor], torch.Tensor]
 

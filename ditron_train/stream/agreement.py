@@ -20,12 +20,7 @@ _POLL_S = 0.001
 
 
 def agree(
-    context: OpContext,
-    channel: Channel,
-    values: Sequence[int | torch.dtype],
-    *,
-    num_roles: int = 2,
-    buffer: tuple[str, int] = ("", 0),
+    context: OpContext, channel: Channel, values: Sequence[int | torch.dtype], *, buffer: tuple[str, int] = ("", 0)
 ) -> torch.Tensor:
     """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
 
@@ -43,7 +38,7 @@ def agree(
         return signature
     if context.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotSupportedError(f"{channel.op_name}: run this shape once before a CUDA graph is captured: {key[1:]}")
-    _announce(context, channel, signature, num_roles, verify=True)
+    _announce(context, channel, signature, verify=True)
     channel.synchronize()
     if len(context.agreed) >= MAX_KNOWN_SHAPES and not context.arena.graph_captured:
         context.forget_shapes()
@@ -52,13 +47,7 @@ def agree(
 
 
 def _announce(
-    context: OpContext,
-    channel: Channel,
-    signature: torch.Tensor,
-    num_roles: int,
-    *,
-    verify: bool,
-    sets_flag: bool = False,
+    context: OpContext, channel: Channel, signature: torch.Tensor, *, verify: bool, sets_flag: bool = False
 ) -> None:
     agree_kernel[(1,)](
         channel.ready.addresses,
@@ -67,7 +56,7 @@ def _announce(
         channel.tickets,
         channel.control,
         channel.signals.addresses,
-        NUM_ROLES=num_roles,
+        NUM_ROLES=2,
         WORLD_SIZE=context.world_size,
         TARGET=context.target,
         VERIFY=verify,
@@ -97,7 +86,7 @@ def agree_on_nothing(
         return
     for channel in channels:
         signature = channel.signature([values.get(name, 0) for name in channel.signature_fields])
-        _announce(context, channel, signature, 2, verify=False, sets_flag=channel is flagged)
+        _announce(context, channel, signature, verify=False, sets_flag=channel is flagged)
     compare_calls({channel: channel.epoch for channel in channels}, context.rank)
 
 
@@ -150,7 +139,7 @@ def agree_on_rows(context: OpContext, rows: int, flags: torch.Tensor) -> list[bo
     if context.rows_channel is None:
         context.rows_channel = context.add_channel("rows", 1, ("rows", "decisions"))
     channel = context.rows_channel
-    _announce(context, channel, channel.signature((rows, flags.numel())), 2, verify=True)
+    _announce(context, channel, channel.signature((rows, flags.numel())), verify=True)
     channel.synchronize()
     channel.forget_signatures()
     dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=context.group)

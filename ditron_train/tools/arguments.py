@@ -4,7 +4,6 @@ launched."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ditron_train.runtime.errors import NotSupportedError, SettingError
-from ditron_train.runtime.versions import pip_command
+from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.results import RESULTS
 
 _LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "divide": 1, "warmup": 0}
@@ -83,16 +81,6 @@ def check_folder(folder: Path) -> None:
         raise SettingError(f"cannot write into {folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise SettingError(f"cannot write into {folder}")
-
-
-def check_matplotlib() -> None:
-    """Refuses a picture that cannot be drawn, before what it shows is run.
-
-    Raises:
-        NotSupportedError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise NotSupportedError(f"pictures need matplotlib: {pip_command('matplotlib')}")
 
 
 def check_sizes(option: str, shapes: Iterable[Sequence[float]] | None) -> None:

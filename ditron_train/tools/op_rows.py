@@ -4,21 +4,21 @@ path."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ditron_train.data.device_profiles import known_rates, machine_of
 from ditron_train.policy import Function, fused_results, native_results
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
-from ditron_train.runtime.profiles import known_rates, machine_of
 from ditron_train.tools.arguments import check_sizes, choose_models
 from ditron_train.tools.cases import BenchCase, RunEnvironment, Shape
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
-from ditron_train.tools.timing import Contender, Timing
+from ditron_train.tools.timing import Contender
 
 _COMPARED = 2  # sets of inputs
 
@@ -35,17 +35,9 @@ class OpCalls:
         context: Of the fused path.
     """
 
-    def __init__(
-        self,
-        session: BenchSession,
-        case: BenchCase[Any, Any],
-        shape: Shape,
-        *,
-        dtype: torch.dtype | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, session: BenchSession, case: BenchCase[Any, Any], shape: Shape) -> None:
         world: Any = dist.group.WORLD
-        environment = RunEnvironment(group or world, session.device, dtype or session.dtype)
+        environment = RunEnvironment(world, session.device, session.dtype)
         first = case.sample(shape, environment, 0)
         count = case.num_sets or session.num_input_sets(sum(tensor.nbytes for tensor in case.op.inputs(first)))
         self.no_row_reason = case.no_row_reason(first)
@@ -134,38 +126,23 @@ def parts_of(cases: Iterable[BenchCase[Any, Any]]) -> dict[str, list[BenchCase[A
     return parts
 
 
-def add_row(session: BenchSession, case: BenchCase[Any, Any], shape: Shape, **options: Any) -> None:
+def add_row(session: BenchSession, case: BenchCase[Any, Any], shape: Shape, *, with_peers: bool = True) -> None:
     """Compares and times one op at one shape, and adds the row (collective); one log line where it is not measured.
 
     Args:
-        options: As of ``_op_row``.
-    """
-    with case.surroundings(shape):
-        row = _op_row(session, case, shape, **options)
-    if row is not None:
-        session.add(row)
-
-
-def _op_row(
-    session: BenchSession,
-    case: BenchCase[Any, Any],
-    shape: Shape,
-    *,
-    dtype: torch.dtype | None = None,
-    with_peers: bool = True,
-    more: Callable[[OpCalls, Mapping[str, Timing]], Mapping[str, Any]] = lambda calls, timings: {},
-) -> Row | None:
-    """Compares and times one op at one shape in its surroundings (collective); None where it is not measured.
-
-    Args:
-        dtype: Of activations, where it is not the session's.
         with_peers: Whether other implementations are timed, too.
-        more: More fields of the row.
 
     Raises:
         SettingError: The shape does not divide over the ranks.
     """
-    calls = OpCalls(session, case, shape, dtype=dtype)
+    with case.surroundings(shape):
+        row = _op_row(session, case, shape, with_peers)
+    if row is not None:
+        session.add(row)
+
+
+def _op_row(session: BenchSession, case: BenchCase[Any, Any], shape: Shape, with_peers: bool) -> Row | None:
+    calls = OpCalls(session, case, shape)
     if calls.no_row_reason is not None:
         sizes = "x".join(map(str, shape.sizes.values()))
         get_logger("bench").info("%s, %s %s is not measured: %s", shape.model, case.row, sizes, calls.no_row_reason)
@@ -185,7 +162,6 @@ def _op_row(
         get_logger("bench").info("%s: %.0f us", name, times[name])
     peer = min(peers, key=times.__getitem__, default=None)
     fields: dict[str, Any] = dict(
-        dtype=dtype,
         comm_sms=case.comm_sms(calls.calls[0], calls.context),
         gemm_us=times.get("gemm"),
         comm_us=times.get("comm"),
@@ -195,7 +171,7 @@ def _op_row(
         wire_gbps=None if cost is None else cost.wire_bytes / times["fused"] / 1e3,
         logical_gbps=None if cost is None or cost.logical_bytes is None else cost.logical_bytes / times["fused"] / 1e3,
     )
-    fields.update({**case.columns(calls.calls[0], calls.context, times), **more(calls, timings)})
+    fields.update(case.columns(calls.calls[0], calls.context, timings))
     fields = {name: value for name, value in fields.items() if value is not None}
     return session.row(case.row, case.measured, shape.model, dict(shape.sizes), timings, equal, **fields)
 
@@ -222,7 +198,7 @@ def shapes_for(
     check_sizes("--shape", asked_for)
     published, known = list(case.shapes(world_size, on_gpu)), list(case.shapes(world_size, True))
     names = dict.fromkeys([*models, *(shape.model for shape in (*known, *published))])
-    wanted = choose_models([name for name in getattr(arguments, "model", None) or () if name], names)
+    wanted = choose_models(getattr(arguments, "model", None), names)
     if asked_for:
         model_of = {tuple(shape.sizes.values()): shape.model for shape in known if names_known}
         sizes = published[0].sizes

@@ -48,8 +48,6 @@ class Row:
         logical_gbps: Bytes in the convention of the field's tables, where it differs from ``wire_gbps``.
         tflops: Operations of the whole algorithm (products that the fused path computes by half count whole), per
             second of the fused path (10^12).
-        model_native_us: The cost model's prediction of ``native_us``.
-        model_us: The cost model's prediction of ``ditron_us``.
         spread: Largest relative difference between the two measurements of one of the columns.
         commit: Of the working tree, where it is not the stamp's.
         stamp: What else of its own stamp is not the file's, by the names of `Stamp`; of ``settings`` those alone that
@@ -95,8 +93,6 @@ class Row:
     wire_gbps: float | None = None
     logical_gbps: float | None = None
     tflops: float | None = None
-    model_native_us: float | None = None
-    model_us: float | None = None
     spread: float | None = None
     commit: str | None = None
     stamp: dict[str, Any] | None = None
@@ -155,16 +151,6 @@ class Row:
     def peer_speedup(self) -> float | None:
         """The peer's time over the fused one's; above 1 means that the fused path is faster."""
         return None if self.peer_us is None else self.peer_us / self.ditron_us
-
-    @property
-    def model_error(self) -> float | None:
-        """By how much of the measured time the prediction is too long (below 0: too short)."""
-        return None if self.model_us is None else self.model_us / self.ditron_us - 1
-
-    @property
-    def model_native_error(self) -> float | None:
-        """The same of native's."""
-        return None if self.model_native_us is None else self.model_native_us / self.native_us - 1
 
     def to_json(self) -> dict[str, Any]:
         """Returns the flat form of the file: ``pass``, the shape's fields, derived ratios, nothing that is unknown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ditron_train.runtime.provenance import collect_provenance
+from ditron_train.data.provenance import collect_provenance
 from ditron_train.tools.results import Stamp
 
 

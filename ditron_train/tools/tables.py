@@ -24,10 +24,6 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f} %"
 
 
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:+.0f} %"
-
-
 def _sizes(row: Row) -> str:
     return "x".join(str(size) for size in row.shape.values())
 
@@ -49,10 +45,6 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("against peer", lambda row: _ratio(row.peer_speedup)),
     ("GB/s", lambda row: "" if row.wire_gbps is None else f"{row.wire_gbps:.0f}"),
     ("TFLOP/s", lambda row: "" if row.tflops is None else f"{row.tflops:.0f}"),
-    ("model native ms", lambda row: _ms(row.model_native_us)),
-    ("error", lambda row: _signed(row.model_native_error)),
-    ("model fused ms", lambda row: _ms(row.model_us)),
-    ("error ", lambda row: _signed(row.model_error)),
     ("SMs", lambda row: str(row.comm_sms)),
     ("spread", lambda row: _percent(row.spread)),
 )

@@ -6,7 +6,7 @@ collective found a rested GPU and looked up to 7 % quicker than it is.)
 
 All ranks call ``measure`` with the same names in the same order: in front of every repetition stands a barrier of the
 group on the device, so the ranks start together and a repetition lasts until the slowest rank is done. On CUDA the
-device waits in front of that barrier (runtime/device_hold.py), so that the host is ahead and its cost is not measured.
+device waits before that barrier (`policy.probe.DeviceHold`), so that the host is ahead and its cost is not measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ditron_train.runtime.device_hold import DeviceHold
+from ditron_train.policy.probe import DeviceHold
 
 Contender = Callable[[int], object]
 """Runs once on the current stream; its argument counts up, and chooses the set of inputs."""

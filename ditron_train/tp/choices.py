@@ -31,6 +31,9 @@ import numpy as np
 import torch
 
 from ditron_train.costs import Estimate, cublas_us, num_waves, one_node, ring_us, throttled_us, tile_us
+from ditron_train.data.device_profiles import Machine, known_rates
+from ditron_train.data.rates import MachineRates
+from ditron_train.data.tuning_table import active_table, shape_class
 from ditron_train.gemm.configs import (
     HOPPER_SQUARE_RATE,
     GemmConfig,
@@ -43,9 +46,6 @@ from ditron_train.gemm.configs import (
 )
 from ditron_train.gemm.operands import FP8_DTYPES, result_dtype
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.profiles import Machine, known_rates
-from ditron_train.runtime.rates import MachineRates
-from ditron_train.runtime.tuning_table import active_table, shape_class
 
 Op = Literal["ag_gemm", "gemm_rs", "gemm_ar"]
 #: Of a result: so much of it a GEMM-AR can exchange by stores.
@@ -181,7 +181,7 @@ def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRa
     gemm, comm = _cublas_us(problem, machine, rates), collective_us(problem, rates)
     limit = max(gemm, wire_bytes(problem) / (rates.link_gbps * 1e3))
     fused = {"ag_gemm": _ag_gemm_us, "gemm_rs": _gemm_rs_us, "gemm_ar": _gemm_ar_us}[problem.op]
-    return Estimate(gemm + comm, max(fused(problem, choice, machine, rates), limit), gemm, comm)
+    return Estimate(gemm + comm, max(fused(problem, choice, machine, rates), limit))
 
 
 def is_short(problem: Problem, choice: Choice, machine: Machine) -> bool:

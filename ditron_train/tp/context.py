@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ditron_train.data.device_profiles import Machine
 from ditron_train.gemm.fp8 import check_fp8_operands
 from ditron_train.gemm.operands import FP8_DTYPES, Operand
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.profiles import Machine
 from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.sizes import top_of_range
 from ditron_train.runtime.values import to_device

@@ -24,8 +24,8 @@ from ditron_train.costs import (
     product_rates,
     ring_us,
 )
-from ditron_train.runtime.profiles import Machine
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.data.device_profiles import Machine
+from ditron_train.data.rates import MachineRates
 from ditron_train.tp.choices import Layout, Op, Problem, choose, predict
 
 Kind = Literal["column", "row"]
@@ -59,8 +59,7 @@ def _op(
         return op_estimate(problem, machine, rates)
     passes = 2 if op == "gemm_ar" else 1  # scattered, then gathered
     num_bytes = m * k * dtype.itemsize if op == "ag_gemm" else passes * m * n * _ITEMSIZE
-    exchange_us = ring_us(num_bytes, span, rates)
-    return Estimate(gemm_us + exchange_us, gemm_us + exchange_us, gemm_us, exchange_us)
+    return Estimate.alike(gemm_us + ring_us(num_bytes, span, rates))
 
 
 def linear_forward(
@@ -88,8 +87,8 @@ def linear_backward(
         wgrad_us = cublas_us(n, k // ranks, m, machine, of_wgrad, dtype)
         # with scales of blocks the transpose travels, too: its scales are others
         again_us = ring_us(m * n, span, rates) if fp8 == "blockwise" else 0.0
-        rest = Estimate(wgrad_us + again_us, wgrad_us + again_us, wgrad_us, again_us)
-        return _op("ag_gemm", m, k // ranks, n, "nn", span, machine, rates, fp8, "dgrad") + rest
+        dgrad = _op("ag_gemm", m, k // ranks, n, "nn", span, machine, rates, fp8, "dgrad")
+        return dgrad + Estimate.alike(wgrad_us + again_us)
     dgrad_us = cublas_us(m, k, n // ranks, machine, product_rates(rates, fp8, "dgrad"), dtype)
     wgrad_us = cublas_us(n // ranks, k, m, machine, of_wgrad, dtype)
     if ranks == 1:
@@ -97,10 +96,9 @@ def linear_backward(
     gathered, summed = m * k * dtype.itemsize, m * k * _ITEMSIZE
     gather_us, scatter_us = ring_us(gathered, span, rates), ring_us(summed, span, rates)
     native_us = beside_us(dgrad_us, gather_us, rates.nccl_share) + beside_us(wgrad_us, scatter_us, rates.nccl_share)
-    estimate = Estimate(native_us, native_us, dgrad_us + wgrad_us, gather_us + scatter_us)
     if span.network is not None or (fp8 is not None and machine.target not in FP8_TARGETS):
-        return estimate
+        return Estimate.alike(native_us)
     reduce_us = pass_us((ranks + 1) * m // ranks * k * _ITEMSIZE, rates)
     first_us = beside_us(dgrad_us, copied_us(gathered, ranks, rates), rates.copy_share)
     fused_us = first_us + beside_us(wgrad_us, copied_us(summed, ranks, rates), rates.copy_share) + reduce_us
-    return Estimate(native_us, fused_us, dgrad_us + wgrad_us, gather_us + scatter_us)
+    return Estimate(native_us, fused_us)

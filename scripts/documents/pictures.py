@@ -49,10 +49,5 @@ def _draw_panel(axis: Any, rows: Sequence[Row]) -> None:
     limits = [(x, row.native_us / row.limit_us) for x, row in zip(places, rows) if row.limit_us]
     if limits:
         axis.scatter(*zip(*limits), marker="_", s=300, color="#c0392b", label="limit", zorder=3)
-    predicted = [
-        (x, row.model_native_us / row.model_us) for x, row in zip(places, rows) if row.model_us and row.model_native_us
-    ]
-    if predicted:
-        axis.scatter(*zip(*predicted), marker="x", s=30, color="black", label="cost model", zorder=3)
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xticks(list(places), [row.model for row in rows], rotation=30, ha="right", fontsize="small")

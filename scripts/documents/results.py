@@ -41,11 +41,6 @@ def picture_path(result: Path) -> Path:
     return PICTURES / f"{result.parent.name}-{result.stem}.png"
 
 
-def roofline_path(result: Path) -> Path:
-    """Likewise for the roofline of results that have one."""
-    return PICTURES / f"{result.parent.name}-{result.stem}-roofline.png"
-
-
 def render(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
     """Returns the document ``text`` with each of its generated ``parts`` made anew.
 
@@ -215,10 +210,9 @@ def _section(path: Path, root: Path) -> str:
         words = "; ".join(f"{own}: {', '.join(dict.fromkeys(titles))}" for own, titles in older.items())
         lines += [f"What stands above holds of the newest rows. Rows of other commits: {words}.", ""]
     lines += [_summary(rows), "", markdown_table(rows)]
-    for words, picture in (("speed over native", picture_path), ("roofline", roofline_path)):
-        name = picture(path.relative_to(root))
-        if (root / name).exists():
-            lines += ["", f"![{words}]({name.relative_to(RESULTS_PAGE.parent).as_posix()})"]
+    picture = picture_path(path.relative_to(root))
+    if (root / picture).exists():
+        lines += ["", f"![speed over native]({picture.relative_to(RESULTS_PAGE.parent).as_posix()})"]
     return "\n".join(lines)
 
 

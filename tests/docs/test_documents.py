@@ -111,7 +111,7 @@ ELSEWHERE = {"pretrain_gpt.py", "pretrain.py", "train.py", "SCRIPT.py", "verl.tr
 
 
 def unknown_variables(text: str) -> set[str]:
-    known = {name for setting in SETTINGS for name in (setting.variable, setting.former)} | REMOVED_VARIABLES
+    known = {name for setting in SETTINGS.values() for name in (setting.variable, setting.former)} | REMOVED_VARIABLES
     return set(re.findall(r"\bDITRON_[A-Z_]+[A-Z]\b", text)) - known
 
 
@@ -308,7 +308,7 @@ def test_the_table_of_settings_is_complete() -> None:
     logged = [(name, values.strip(), default.strip()) for name, values, default in rows]
     assert logged == [
         (setting.variable, setting.type_name, "unset" if setting.default is None else f"`{setting.default}`")
-        for setting in SETTINGS
+        for setting in SETTINGS.values()
     ]
 
 

@@ -114,7 +114,7 @@ def test_weight_gradients_into_main_grad_have_transformer_engines_bits(dtype, ac
     """At weights that fill a wave of tiles, with experts of few, odd and no rows. Sums that are added to 16 bits have
     other bits (weights 4096 x 7168), and the pair is not taken there."""
     from ditron_train.gemm.order_probe import order_probe_matrix
-    from ditron_train.runtime.transformer_engine import grouped_gemm
+    from ditron_train.gemm.transformer_engine import grouped_gemm
 
     pytest.importorskip("transformer_engine.pytorch")
     for n, k in ((4096, 7168), (7168, 2048)):

@@ -16,7 +16,7 @@ from ditron_train.ep.combine import begin_combine
 from ditron_train.pp import PipelineContext, exchange
 from ditron_train.pp.messages import FORWARD, Header
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.stream.cached_tensor import CachedTensor
+from ditron_train.stream.cached_tensors import CachedTensor
 from ditron_train.tp import TPContext, ag_gemm, gemm_rs, start_all_gather, start_reduce_scatter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")

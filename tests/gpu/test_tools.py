@@ -53,8 +53,7 @@ def test_verify_of_a_room(folder, monkeypatch, room):
     "op", ["ag_gemm", "gemm_a2a", "send_recv", "layer", "layer_ar", "attention_layer", "moe_layer"]
 )
 def test_trace(folder, op):
-    """Native's communication is found (the fused path may be inside its kernels), the head start is not; lanes are
-    named by the multiprocessors that kernels take."""
+    """Native's communication is found (the fused path may be inside its kernels), the head start is not."""
     from ditron_train.tools.trace.record import record_op
     from ditron_train.tools.trace.timeline import read_chrome_trace
 
@@ -62,12 +61,10 @@ def test_trace(folder, op):
         pytest.importorskip("transformer_engine")
     assert record_op(op, None, folder) == 0
     if dist.get_rank() == 0:
-        assert (folder / f"{op}.png").exists()
         for name in ("native", "fused"):
             intervals = read_chrome_trace(folder / f"{op}-{name}.json")
             assert intervals[0].start_us == 0.0 and not any("spin_kernel" in interval.name for interval in intervals)
             assert max(interval.end_us for interval in intervals) < 200_000
-            assert any("SM" in interval.lane for interval in intervals) or (op, name) == ("send_recv", "fused")
             assert name == "fused" or any(interval.kind == "communication" for interval in intervals)
 
 

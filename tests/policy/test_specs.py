@@ -163,7 +163,7 @@ def test_trace_records_it(tmp_path: Path) -> None:
     words = ("--op", "doubled_gather", "--output", str(tmp_path))
     assert run_workers(2, run_tool, "trace.tracer", *words) == [0, 0]
     files = sorted(path.name for path in tmp_path.iterdir())
-    assert files == [f"doubled_gather{end}" for end in ("-fused.json", "-native.json", ".png")]
+    assert files == [f"doubled_gather{end}" for end in ("-fused.json", "-native.json")]
 
 
 def test_doctor_names_it() -> None:

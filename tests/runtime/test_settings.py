@@ -12,13 +12,13 @@ from ditron_train.runtime.settings import SETTINGS, get_settings, unknown_variab
 
 
 def test_unset_and_empty_variables_are_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    for index, setting in enumerate(SETTINGS):
+    for index, setting in enumerate(SETTINGS.values()):
         if index % 2:
             monkeypatch.setenv(setting.variable, "")
         else:
             monkeypatch.delenv(setting.variable, raising=False)
     settings = get_settings()
-    assert {s.field: getattr(settings, s.field) for s in SETTINGS} == {s.field: s.default for s in SETTINGS}
+    assert {name: getattr(settings, name) for name in SETTINGS} == {name: s.default for name, s in SETTINGS.items()}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_bad_values_are_refused_by_name(variable: str, texts: list[str], monkeyp
             get_settings()
 
 
-@pytest.mark.parametrize("variable", [setting.variable for setting in SETTINGS if setting.parse is not str])
+@pytest.mark.parametrize("variable", [setting.variable for setting in SETTINGS.values() if setting.parse is not str])
 @pytest.mark.parametrize("text", ["\N{COLLISION SYMBOL}", "-1", "nan", "1e400", "9" * 5000, " ", "[/bold]"])
 def test_no_setting_takes_what_it_cannot_be(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that name files say so where they are read."""

@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 
+from ditron_train.data.device_profiles import Machine
 from ditron_train.runtime import device as device_module
-from ditron_train.runtime.profiles import Machine
 from ditron_train.stream import driver, events
 from ditron_train.stream import recorder as recorder_module
 from tests.support.call_recorder import CallRecorder

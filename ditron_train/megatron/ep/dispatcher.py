@@ -47,6 +47,7 @@ from ditron_train.megatron.ep.experts import TEGemm, unsupported_reason_called, 
 from ditron_train.megatron.ep.gather import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, min_rows_of_layer, with_limit
 from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_min_rows
+from ditron_train.megatron.shared.freed_memory import awaiting_freed_memory
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.interfaces import unsupported_reason_otherwise
 from ditron_train.policy import gate, log_native
@@ -54,7 +55,6 @@ from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.policy.probe import compares
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
-from ditron_train.runtime.freed_memory import awaiting_freed_memory
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings, under_policy

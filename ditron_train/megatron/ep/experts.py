@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from ditron_train.ep.dispatcher import ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.grouped_gemm import RowTiles, group_wgrad_into
+from ditron_train.gemm.transformer_engine import grouped_gemm
 from ditron_train.megatron.compat import activate_experts, unsupported_reason_experts
 from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, given_up_on_error, linear_scatter
 from ditron_train.megatron.shared.forward_override import calling, unsupported_reason_stand_in
@@ -33,7 +34,6 @@ from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.runtime.transformer_engine import grouped_gemm
 from ditron_train.symm.exchange import exchange
 
 _LATE_HOOKS = (

@@ -11,13 +11,13 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 
 from ditron_train.ep.plan import giving_memory_back
+from ditron_train.gemm.transformer_engine import grouped_gemm
 from ditron_train.megatron.ep.coverage import unsupported_reason_fp8_rows
 from ditron_train.megatron.ep.te_quantise import RowsKind, new_quantizer, quantise, unsupported_reason_quantizers
 from ditron_train.megatron.shared.devices import unsupported_reason_fp8_on_device
 from ditron_train.policy import Function, Op, Trial
 from ditron_train.policy.probe import Run, same_bits
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.transformer_engine import grouped_gemm
 from ditron_train.runtime.values import normal_values
 from ditron_train.symm.exchange import exchange
 

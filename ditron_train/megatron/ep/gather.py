@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 
+from ditron_train.data.device_profiles import known_rates
 from ditron_train.ep.combine import SumOrder
 from ditron_train.ep.dispatcher import Gemm, Wgrad
 from ditron_train.ep.gather import RowLayout, SlicedLayout, place, sum_to_tokens
@@ -41,7 +42,6 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives, rows_to_
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.runtime.profiles import known_rates
 from ditron_train.schedule import arrival_order, chunk_order, groups_in_sequence
 from ditron_train.tp.context import TPContext, get_tp_context
 from ditron_train.tp.gather import PendingGather, start_all_gather

@@ -192,10 +192,6 @@ def _checked_trace_request(text: str) -> str:
     return text
 
 
-def _argparse_setting(variable: str) -> Callable[[str], Any]:
-    return _for_argparse(next(setting.parse for setting in SETTINGS if setting.variable == variable), "{!r}: ")
-
-
 def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the group ``ditron`` to `parser` and returns it; usable as Megatron's ``extra_args_provider``.
     Idempotent."""
@@ -211,20 +207,14 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Overlap communication with computation in these parts of the model, without changing a bit of the "
         f"result. {listed}. What is not covered runs natively, with one log line saying why.",
     )
-    for name, metavar, text in (
-        ("transport", "{auto,torch,nvshmem,shm}", "Where symmetric memory comes from."),
-        ("timeout-s", "SECONDS", "Deadline of every wait on a peer; past it an error is raised on every rank."),
-        (
-            "policy",
-            "{strict,fast,bits,force}",
-            "When the fused path runs instead of native. strict (the default): where its bits equal native's and its "
-            "time is lower, on this machine at this shape; fast: where its time is lower; bits: where its bits equal "
-            "native's; force: wherever it can.",
-        ),
-    ):
-        variable = f"DITRON_{name.upper().replace('-', '_')}"
-        parse, text = _argparse_setting(variable), f"{text} Overrides {variable}."
-        group.add_argument(f"--ditron-{name}", type=parse, metavar=metavar, help=text)
+    for name in ("transport", "timeout_s", "policy"):
+        setting = SETTINGS[name]
+        group.add_argument(
+            f"--ditron-{name.replace('_', '-')}",
+            type=_for_argparse(setting.parse, "{!r}: "),
+            metavar=f"{{{setting.type_name.replace(' ', '')}}}" if "," in setting.type_name else "SECONDS",
+            help=f"{setting.help} Overrides {setting.variable}.",
+        )
     group.add_argument(
         "--ditron-plan",
         metavar="FILE",

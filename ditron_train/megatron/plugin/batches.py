@@ -28,10 +28,10 @@ from megatron.core import parallel_state
 
 from ditron_train.megatron.plugin import patching
 from ditron_train.megatron.shared.devices import current_device
+from ditron_train.megatron.shared.freed_memory import await_freed_memory
 from ditron_train.megatron.shared.other_names import called, rebind_globals
 from ditron_train.policy import log_native
 from ditron_train.runtime.errors import ArenaError, PeerTimeoutError
-from ditron_train.runtime.freed_memory import await_freed_memory
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from ditron_train.data.tuning_table import named_table
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import SETTINGS, get_settings
-from ditron_train.runtime.tuning_table import named_table
 from ditron_train.runtime.versions import newer_libraries
 from ditron_train.symm.exchange import exchange
 
@@ -26,15 +26,15 @@ def _told(features: Iterable[str]) -> dict[str, str]:
     """Name of each setting, and of what decides beside them: its value on this rank, in words."""
     settings, announced = get_settings(), {_FEATURES: ",".join(sorted(features)) or "none"}
     announced["libraries that are other than what was tried"] = ", ".join(newer_libraries()) or "none"
-    for setting in SETTINGS:
-        value = getattr(settings, setting.field)
-        if setting.field == "tuning":
+    for name, setting in SETTINGS.items():
+        value = getattr(settings, name)
+        if name == "tuning":
             value = named_table()  # by content: a rank decides by its table alone
-        elif setting.field == "plan" and value is not None:
+        elif name == "plan" and value is not None:
             value = (
                 "a file"  # copies may be in other places; whoever takes a decision from one asks what the others' say
             )
-        if setting.field not in _OWN:
+        if name not in _OWN:
             announced[setting.variable] = "unset" if value is None else str(value)
     return announced
 

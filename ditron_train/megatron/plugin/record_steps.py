@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditron_train.data.provenance import collect_provenance
 from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
 from ditron_train.megatron.plugin.record_trace import StepTracer, TraceRequest, trace_path
-from ditron_train.runtime.device_hold import energy_mj, sm_clock_mhz
+from ditron_train.runtime.device import energy_mj, sm_clock_mhz
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import decisions, log_once
-from ditron_train.runtime.provenance import collect_provenance
 from ditron_train.symm.arena import peak_bytes
 
 _LOOP = "megatron.training.training"

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from ditron_train.data.tuning_table import check_table
 from ditron_train.megatron.plugin import failures, lifecycle, patching
 from ditron_train.megatron.plugin.arguments import (
     DET,
@@ -41,7 +42,6 @@ from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.errors import SettingError, VersionError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings, unknown_variables
-from ditron_train.runtime.tuning_table import check_table
 from ditron_train.runtime.versions import check_versions
 
 _started: dict[str, ModuleType] = {}

@@ -15,7 +15,7 @@ from ditron_train.megatron.sp.attention_exchange import config_of_one_rank, exch
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-from ditron_train.stream.cached_tensor import CachedTensor
+from ditron_train.stream.cached_tensors import CachedTensor
 
 
 def _causal_mask(length: int, device: torch.device) -> torch.Tensor:

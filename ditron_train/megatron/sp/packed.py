@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ditron_train.runtime.device import is_capturing
 from ditron_train.sp import packed_rows
-from ditron_train.stream.cached_tensor import CachedTensor
+from ditron_train.stream.cached_tensors import CachedTensor
 
 
 class OneRank:

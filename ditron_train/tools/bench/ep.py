@@ -24,8 +24,6 @@ from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.op_rows import add_row, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
 
-_MOST_ZIPF = 8.0  # above, all tokens go to the same experts
-
 
 def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
     """Ops by ``--part``: the experts' GEMMs are one part, and a layer is no op."""
@@ -47,23 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("TOKENS", "HIDDEN", "FFN", "EXPERTS", "TOPK"),
         help="instead of workloads.json's: tokens of each rank, experts of all (may be repeated)",
     )
-    parser.add_argument(
-        "--no-deterministic",
-        action="store_true",
-        help="leave PyTorch's deterministic mode out, tried at the first model",
-    )
     add_fp8_argument(parser, "the layer with its experts in this recipe, beside the rows in bf16 of the same file")
-    parser.add_argument(
-        "--zipf", type=float, default=1.0, metavar="S", help="exponent of the skewed routing (default %(default)s)"
-    )
 
 
 def _layers(arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
     """What the command line asks for, with every routing."""
     world_size = session.world_size
     check_sizes("--shape", arguments.shape)
-    if not 0 <= arguments.zipf <= _MOST_ZIPF:
-        raise SettingError(f"--zipf has to be from 0 to {_MOST_ZIPF}")
     layers = [moe_layer("custom", *sizes) for sizes in arguments.shape or ()]
     for layer in layers:
         why = unsupported_layer(layer, world_size)
@@ -72,8 +60,7 @@ def _layers(arguments: argparse.Namespace, session: BenchSession) -> list[Shape]
     layers = layers or moe_layers(world_size, session.device.type == "cuda")
     models = [layer.model for layer in layers]
     chosen = [layer for model in choose_models(arguments.model, models) for layer in layers if layer.model == model]
-    deterministic = [] if arguments.no_deterministic else models[:1]
-    return with_routings(chosen, zipf=arguments.zipf, deterministic=deterministic)
+    return with_routings(chosen, deterministic=models[:1])
 
 
 def run(arguments: argparse.Namespace) -> int:

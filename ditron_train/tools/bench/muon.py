@@ -10,16 +10,14 @@ not count.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from typing import Any
 
 from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
 from ditron_train.tools.cases import BenchCase, Shape
 from ditron_train.tools.cases.muon import MUON_STEP, ORTHOGONALIZE, matrix_shape, step_shape
 from ditron_train.tools.catalog import cases_of
-from ditron_train.tools.op_rows import OpCalls, add_row, parts_of
+from ditron_train.tools.op_rows import add_row, parts_of
 from ditron_train.tools.session import BenchSession, bench_session
-from ditron_train.tools.timing import Timing
 
 
 def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
@@ -41,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=int, metavar="N", help="layers of a model (default: 8, with experts 2; times scale with it)"
     )
-    parser.add_argument(
-        "--no-peer", action="store_true", help="leave torch.compile out, which takes a while to compile"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         choose_models(arguments.model, [shape.model.split()[0] for shape in known])
         for case in cases:
             for shape in _shapes(case, arguments, session):
-                add_row(session, case, shape, with_peers=not arguments.no_peer, more=_spread_of_paths)
+                add_row(session, case, shape)
                 session.save()
         return session.finish()
 
@@ -85,8 +80,3 @@ def _shapes(case: BenchCase[Any, Any], arguments: argparse.Namespace, session: B
         for shape in shapes
         if not arguments.model or shape.model in free or shape.model.split()[0] in arguments.model
     ]
-
-
-def _spread_of_paths(calls: OpCalls, timings: Mapping[str, Timing]) -> dict[str, float]:
-    """Without that of a compiler's code."""
-    return {"spread": max(timings["native"].spread, timings["fused"].spread)}

@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MB",
         help="message size in 10^6 bytes (may be repeated; default 8 KiB and 1 to 256)",
     )
-    parser.add_argument("--no-limited", action="store_true", help="leave NCCL limited to 1, 2, 4, 8 blocks out")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,17 +65,16 @@ def run(arguments: argparse.Namespace) -> int:
         check_sizes("--mb", [[mb] for mb in arguments.mb or ()])
         parts = arguments.part or [*_parts()]
         on_gpu = session.device.type == "cuda"
-        with_limited = on_gpu and not arguments.no_limited
         world: Any = dist.group.WORLD
         ops = [case for name, cases in _parts().items() if name in parts for case in cases]
         planned = {case.op.name: _shapes(case, arguments, session) for case in ops}
         rings = [shape for shape in _shapes(MESSAGES, arguments, session) if shape.model == "ring"]
         if "gemm_beside_transfer" in parts or MESSAGES.op.name in planned:
-            limited = limited_groups(world, session.device) if with_limited else {}
+            limited = limited_groups(world, session.device) if on_gpu else {}
             get_pipeline_context(world, session.device).reserve(max(shape.sizes["num_bytes"] for shape in rings))
         for case in ops:
             for shape in planned[case.op.name]:
-                add_row(session, case, shape, with_peers=with_limited)
+                add_row(session, case, shape)
             session.save()
         if "gemm_beside_transfer" in parts:
             for shape in [ring for ring in rings if ring.sizes["num_bytes"] >= 8 * _MB] or rings[-1:]:

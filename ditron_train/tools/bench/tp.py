@@ -11,19 +11,14 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import add_common_arguments, add_shape_argument
 from ditron_train.tools.cases import BenchCase, Shape
-from ditron_train.tools.cases.tp_gemm import GemmCase, linear_shapes
+from ditron_train.tools.cases.tp_gemm import linear_shapes
 from ditron_train.tools.catalog import cases_of
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
-from ditron_train.tools.op_rows import OpCalls, add_row, parts_of, shapes_for
+from ditron_train.tools.op_rows import add_row, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
-from ditron_train.tools.timing import Timing
-from ditron_train.tp.choices import choose, predict, rates_of
 
 #: Transformer layers by ``--part``: whether they have sequence parallelism.
 _LAYERS = {"layer": True, "layer_ar": False}
@@ -40,21 +35,11 @@ def _parts(fp8: str | None = None) -> dict[str, list[BenchCase[Any, Any]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench tp``."""
-    add_common_arguments(parser, model_option=False)
-    parser.add_argument(
-        "--model",
-        nargs="?",
-        action="append",
-        metavar="NAME",
-        help="alone: show what the cost model predicts beside what was measured; with a name: only "
-        "this model's shapes "
-        "(may be repeated)",
-    )
+    add_common_arguments(parser)
     parser.add_argument("--part", action="append", choices=list(_parts()), help="only this part (may be repeated)")
     add_shape_argument(
         parser, "global sizes instead of workloads.json's (may be repeated; default without a GPU: 256 256 256)"
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, CPU: float32")
     add_fp8_argument(
         parser, "rows of Transformer Engine's layers in this recipe, beside those in bf16 of the same file"
     )
@@ -64,13 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for; returns 1 where bits differ.
 
     Raises:
-        SettingError: No shape is left, one does not divide over the ranks, or --dtype beside --fp8.
+        SettingError: No shape is left, or one does not divide over the ranks.
         NotSupportedError: FP8 without Transformer Engine.
     """
     fp8: str | None = arguments.fp8
     check_fp8(fp8, "bench tp")
-    if fp8 is not None and arguments.dtype:
-        raise SettingError("--dtype is of rows without --fp8")
     with bench_session("tp", arguments) as session:
         known = _parts(fp8)
         for name in set(arguments.part or ()) - known.keys():
@@ -85,39 +68,23 @@ def run(arguments: argparse.Namespace) -> int:
         }
         for name, cases in parts.items():
             if name in _LAYERS or any(case.groups is not None for case in cases):
-                _megatron_rows(session, cases, planned, arguments, layer=_LAYERS.get(name) if on_gpu else None)
+                _megatron_rows(session, cases, planned, arguments.fp8, layer=_LAYERS.get(name) if on_gpu else None)
             else:
-                _rows(session, cases, planned, arguments)
+                _rows(session, cases, planned)
         return session.finish()
 
 
-def _rows(
-    session: BenchSession,
-    cases: list[BenchCase[Any, Any]],
-    planned: Mapping[str, list[Shape]],
-    arguments: argparse.Namespace,
-) -> None:
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else session.dtype
-    predicts = None in (arguments.model or ())
+def _rows(session: BenchSession, cases: list[BenchCase[Any, Any]], planned: Mapping[str, list[Shape]]) -> None:
     for case in cases:
         for shape in planned[case.op.name]:
-            add_row(session, case, shape, dtype=dtype, more=_predicted if predicts else lambda *seen: {})
-
-
-def _predicted(calls: OpCalls, timings: Mapping[str, Timing]) -> dict[str, float]:
-    """What the cost model says of both paths; nothing of an op that it does not know."""
-    if not isinstance(calls.case, GemmCase):
-        return {}
-    problem, machine = calls.case.op.problem(calls.calls[0]), calls.context.machine
-    predicted = predict(problem, choose(problem, machine), machine, rates_of(machine))
-    return {"model_native_us": predicted.native_us, "model_us": predicted.ditron_us}
+            add_row(session, case, shape)
 
 
 def _megatron_rows(
     session: BenchSession,
     cases: list[BenchCase[Any, Any]],
     planned: Mapping[str, list[Shape]],
-    arguments: argparse.Namespace,
+    fp8: str | None,
     *,
     layer: bool | None,
 ) -> None:
@@ -131,7 +98,7 @@ def _megatron_rows(
     from ditron_train.tools.bench.megatron_tp import layer_rows, megatron_world
 
     with megatron_world(session):
-        _rows(session, cases, planned, arguments)
+        _rows(session, cases, planned)
         is_alone = layer is False and session.world_size == 1  # nothing is added up
-        for row in () if layer is None or is_alone else layer_rows(session, arguments.fp8, is_split=layer):
+        for row in () if layer is None or is_alone else layer_rows(session, fp8, is_split=layer):
             session.add(row)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ditron_train.policy import Function, Op
 from ditron_train.policy.op import Call, Context
+from ditron_train.tools.timing import Timing
 
 Pass = Literal["forward", "backward", "forward_backward"]
 MegatronGroups = Literal["tensor", "expert"]
@@ -173,8 +174,8 @@ class BenchCase(ABC, Generic[Call, Context]):
         """Bytes and operations of the measured pass, for its limit."""
         return None
 
-    def columns(self, call: Call, context: Context, times_us: Mapping[str, float]) -> Mapping[str, Any]:
-        """Fields of a row that replace those from ``cost``; ``times_us``: medians by name."""
+    def columns(self, call: Call, context: Context, timings: Mapping[str, Timing]) -> Mapping[str, Any]:
+        """Fields of a row that replace those from ``cost``; ``timings``: by name."""
         return {}
 
     def parts(self, call: Call, context: Context) -> Mapping[str, Callable[[], object]]:

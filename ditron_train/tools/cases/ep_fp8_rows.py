@@ -12,6 +12,7 @@ from ditron_train.megatron.ep.te_quantise import RowsKind
 from ditron_train.runtime.values import normal_values
 from ditron_train.tools.cases.case import BenchCase, RunEnvironment, Shape
 from ditron_train.tools.cases.ep_layers import MoeCase
+from ditron_train.tools.timing import Timing
 
 
 class Fp8RowsCase(MoeCase[Fp8RowsCall, None]):
@@ -45,7 +46,7 @@ class Fp8RowsCase(MoeCase[Fp8RowsCall, None]):
     def no_row_reason(self, call: Fp8RowsCall) -> str | None:
         return self.op.unsupported_reason(call)
 
-    def columns(self, call: Fp8RowsCall, context: None, times_us: Mapping[str, float]) -> Mapping[str, Any]:
+    def columns(self, call: Fp8RowsCall, context: None, timings: Mapping[str, Timing]) -> Mapping[str, Any]:
         return {"dtype": "fp8_tensorwise"}
 
 

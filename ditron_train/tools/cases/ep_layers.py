@@ -22,13 +22,13 @@ def moe_layer(model: str, tokens: int, hidden: int, ffn_hidden: int, num_experts
     return Shape(model, sizes, {"zipf": 0.0, "deterministic": False})
 
 
-def with_routings(layers: Sequence[Shape], *, zipf: float = _SKEWED, deterministic: Sequence[str] = ()) -> list[Shape]:
+def with_routings(layers: Sequence[Shape], *, deterministic: Sequence[str] = ()) -> list[Shape]:
     """Every layer evenly routed and with experts chosen by Zipf's law of this exponent; then those of the models
     ``deterministic`` without fused permutation in PyTorch's deterministic mode, whatever is installed."""
     routed = [
         Shape(layer.model + (f", Zipf {one:g}" if one else ""), layer.sizes, {**layer.options, "zipf": one})
         for layer in layers
-        for one in (0.0, zipf)
+        for one in (0.0, _SKEWED)
     ]
     alone = [layer for layer in layers if layer.model in deterministic]
     return routed + [

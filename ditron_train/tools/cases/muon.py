@@ -25,6 +25,7 @@ from ditron_train.policy import Function, Op
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.values import normal_values
 from ditron_train.tools.cases.case import BenchCase, ModelSizes, RunEnvironment, Shape
+from ditron_train.tools.timing import Timing
 
 _RATIOS = {"square": 1.0, "8:3": 8 / 3, "4:1": 4.0}
 _SIZES = (1024, 2048, 4096, 8192, 16384)
@@ -128,12 +129,13 @@ class OrthogonalizeCase(BenchCase[MatrixCall, None]):
     def most_repetitions(self, shape: Shape, world_size: int) -> int:
         return _most(newton_schulz_flops(shape.sizes["m"], shape.sizes["n"]))
 
-    def columns(self, call: MatrixCall, context: None, times_us: Mapping[str, float]) -> dict[str, Any]:
+    def columns(self, call: MatrixCall, context: None, timings: Mapping[str, Timing]) -> dict[str, Any]:
         rows, columns = call.matrix.shape
         return {
             "dtype": torch.bfloat16,
-            "limit_us": times_us["native"] / symmetry_ceiling(rows, columns),
-            "tflops": newton_schulz_flops(rows, columns) / times_us["fused"] / 1e6,
+            "limit_us": timings["native"].median_us / symmetry_ceiling(rows, columns),
+            "tflops": newton_schulz_flops(rows, columns) / timings["fused"].median_us / 1e6,
+            "spread": max(timings["native"].spread, timings["fused"].spread),  # not that of the peer
         }
 
     def peers(self, call: MatrixCall, context: None) -> Mapping[str, Callable[[], object]]:
@@ -266,8 +268,8 @@ class MuonStepCase(BenchCase[StepCall, Muon]):
     def most_repetitions(self, shape: Shape, world_size: int) -> int:
         return _most(_step_flops(shape) / world_size)
 
-    def columns(self, call: StepCall, context: Muon, times_us: Mapping[str, float]) -> dict[str, Any]:
-        return {"dtype": torch.float32, "tflops": _step_flops(call.shape) / times_us["fused"] / 1e6}
+    def columns(self, call: StepCall, context: Muon, timings: Mapping[str, Timing]) -> dict[str, Any]:
+        return {"dtype": torch.float32, "tflops": _step_flops(call.shape) / timings["fused"].median_us / 1e6}
 
 
 ORTHOGONALIZE, MUON_STEP = OrthogonalizeCase(OrthogonalizeOp()), MuonStepCase(MuonStepOp())

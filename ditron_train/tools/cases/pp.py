@@ -14,6 +14,7 @@ from ditron_train.pp.spec import MESSAGE, MessageCall, by_nccl
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.values import make_values
 from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, RunEnvironment, Shape
+from ditron_train.tools.timing import Timing
 
 _ENGINE_GBPS = 390.0  # one copy engine's pushes over NVLink on an H200
 _CTAS = (1, 2, 4, 8)
@@ -87,7 +88,7 @@ class MessageCase(BenchCase[MessageCall, PipelineContext]):
     def cost(self, call: MessageCall, context: PipelineContext) -> Cost:
         return Cost(call.num_bytes, 0.0)
 
-    def columns(self, call: MessageCall, context: PipelineContext, times_us: Mapping[str, float]) -> dict[str, Any]:
+    def columns(self, call: MessageCall, context: PipelineContext, timings: Mapping[str, Timing]) -> dict[str, Any]:
         """The limit is a copy engine's."""
         is_cuda = context.device.type == "cuda"
         return {"dtype": torch.bfloat16, "limit_us": call.num_bytes / _ENGINE_GBPS / 1e3 if is_cuda else None}

@@ -11,6 +11,7 @@ from ditron_train.tools.cases.case import Shape
 from ditron_train.tools.cases.tp_gemm import GemmCase, GemmShapedCase
 from ditron_train.tools.fp8.recipes import unsupported_reason_aligned
 from ditron_train.tools.results import FP8_PREFIX
+from ditron_train.tools.timing import Timing
 
 
 class RecipeCase(GemmShapedCase[Call]):
@@ -33,5 +34,5 @@ class RecipeCase(GemmShapedCase[Call]):
         reason = super().unsupported_shape(shape, world_size)
         return reason or unsupported_reason_aligned(self.gemm.op.kind, shape, world_size, self.recipe)
 
-    def columns(self, call: Call, context: Any, times_us: Mapping[str, float]) -> Mapping[str, Any]:
+    def columns(self, call: Call, context: Any, timings: Mapping[str, Timing]) -> Mapping[str, Any]:
         return {"dtype": FP8_PREFIX + self.recipe}

@@ -328,8 +328,8 @@ def _settings(facts: Facts) -> list[Finding]:
     try:
         get_settings()
         if all(facts.versions.get(name) is not None for name in ("torch", "triton")):
+            from ditron_train.data.tuning_table import check_table
             from ditron_train.policy import check_plan
-            from ditron_train.runtime.tuning_table import check_table
 
             check_table()
             check_plan()

@@ -14,8 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ditron_train.runtime.nvidia_driver import driver_version
-from ditron_train.runtime.versions import find_versions
+from ditron_train.runtime.versions import driver_version, find_versions
 
 __all__ = ["Facts", "Gpu", "collect_facts", "island_words", "parse_topology"]
 
@@ -133,7 +132,7 @@ def _imports(module: str) -> bool:
 def _facts_of_torch() -> dict[str, Any]:
     import torch
 
-    from ditron_train.runtime.provenance import nccl_version
+    from ditron_train.data.provenance import nccl_version
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {

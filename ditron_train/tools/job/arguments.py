@@ -82,9 +82,9 @@ def _parser(*, any_choice: bool = False) -> _Parser:
     return add_ditron_args(parser)  # type: ignore[return-value]
 
 
-def nearest(name: str, among: Sequence[str] | None = None) -> str | None:
-    """The argument (of Megatron's, or ``among`` others) whose name is most like ``name``, or None."""
-    found = difflib.get_close_matches(name, among or list(_parser()._option_string_actions), 1, 0.75)
+def nearest(name: str) -> str | None:
+    """Megatron's argument whose name is most like ``name``, or None."""
+    found = difflib.get_close_matches(name, list(_parser()._option_string_actions), 1, 0.75)
     return found[0] if found else None
 
 
@@ -125,11 +125,6 @@ class Job:
     def without_effect(self) -> list[str]:
         """The given arguments that nothing has looked at."""
         return [name for name, target in self.given.items() if target not in self.config.fields_read]
-
-    @property
-    def fp8_recipe_name(self) -> str | None:
-        """The value of ``--fp8-recipe`` of layers in FP8, or None."""
-        return self.config.fp8_recipe if self.config.fp8 else None
 
     @property
     def vocabulary(self) -> int | None:

@@ -1,1 +1,1 @@
-"""Tool: shows what overlaps. ``record``: of a run; ``schedule``: the order of tiles and chunks, without a GPU."""
+"""Tool: records what one call of an op overlaps, natively and fused."""

@@ -1,4 +1,4 @@
-"""Records one call of an op, or of a layer, natively and fused: Chrome traces and a picture.
+"""Records one call of an op, or of a layer, natively and fused: Chrome traces.
 
 The host is ahead of the device, as in training, and the ranks begin together: the device waits a little in front of
 the call, then for all ranks. Neither is shown.
@@ -30,8 +30,7 @@ from ditron_train.tools.op_rows import OpCalls, parts_of, shapes_for
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.tables import terminal
 from ditron_train.tools.trace.phases import at_best, show_phases
-from ditron_train.tools.trace.show_timeline import draw_timelines, summary
-from ditron_train.tools.trace.timeline import computation_us, read_chrome_trace
+from ditron_train.tools.trace.timeline import read_chrome_trace
 
 _WARMUP = 3
 _HEAD_START_CYCLES = 40_000_000  # about 20 ms of the GPU's clock: what a layer's launches take while they are recorded
@@ -42,7 +41,7 @@ Contenders = Mapping[str, Callable[[int], list[torch.Tensor]]]
 def record_op(
     op: str, shape: tuple[int, int, int] | None, folder: Path, fp8: str | None = None, model: str | None = None
 ) -> int:
-    """Writes ``<op>-native.json``, ``<op>-fused.json`` (Perfetto and chrome://tracing read them) and ``<op>.png``.
+    """Writes ``<op>-native.json``, ``<op>-fused.json``, which Perfetto and chrome://tracing read.
 
     Rank 0 is recorded while all ranks run. Collective; returns the exit status. A recipe ``fp8`` and a ``model``, at
     whose shape the op is recorded, are part of the files' names.
@@ -187,14 +186,11 @@ def _record(
         if session.rank == 0:
             timelines[name] = read_chrome_trace(path)
     if session.rank == 0:
-        draw_timelines(f"{title}, {session.world_size} ranks", timelines, folder / f"{stem}.png")
-        computation = computation_us(timelines["native"])
-        for name, intervals in timelines.items():
-            terminal().print(summary(name, intervals, computation))
+        terminal().print(f"{title}, {session.world_size} ranks", highlight=False)
         if all(timelines.values()):
             show_phases("rank 0", timelines["native"], timelines["fused"], "the call")
             terminal().print(at_best(timelines["native"], timelines["fused"]), highlight=False)
-        terminal().print(f"written: {folder / stem}.png, {stem}-native.json, {stem}-fused.json")
+        terminal().print(f"written: {folder / stem}-native.json, {stem}-fused.json")
     return 0
 
 

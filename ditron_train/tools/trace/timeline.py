@@ -36,8 +36,7 @@ _CPU_COMPUTE = re.compile(r"^(aten::(mm|addmm|bmm|baddbmm)|ditron_train)\b")
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that ran on one lane, in microseconds from the start of the trace; a kernel on ``sms``
-    multiprocessors.
+    """Something that ran on one lane, in microseconds from the start of the trace.
 
     ``launched_us``: when the host had handed it to the device; None where the trace does not tell.
     """
@@ -47,7 +46,6 @@ class Interval:
     name: str
     start_us: float
     end_us: float
-    sms: int | None = None
     launched_us: float | None = None
 
 
@@ -76,13 +74,9 @@ def _intervals(events: Sequence[dict[str, Any]]) -> list[Interval]:
     if not intervals:
         return []
     origin = min(interval.start_us for interval in intervals)
-    most: dict[str, int] = {}
-    for interval in intervals:
-        if interval.kind == "compute" and interval.sms is not None:
-            most[interval.lane] = max(most.get(interval.lane, 0), interval.sms)
     moved = [
         replace(
-            i, lane=_lane_with_sms(i, most), start_us=i.start_us - origin, end_us=i.end_us - origin,
+            i, start_us=i.start_us - origin, end_us=i.end_us - origin,
             launched_us=None if i.launched_us is None else i.launched_us - origin,
         )
         for i in intervals
@@ -101,16 +95,6 @@ def _without_device_hold(intervals: list[Interval]) -> list[Interval]:
     return [interval for interval in in_order if interval.start_us >= begin_us]
 
 
-def _lane_with_sms(interval: Interval, most: dict[str, int]) -> str:
-    if interval.kind == "communication":
-        return (
-            interval.lane
-            if interval.sms is None
-            else f"{interval.lane}, {interval.sms} SM{'s' if interval.sms > 1 else ''}"
-        )
-    return f"{interval.lane}, up to {most[interval.lane]} SMs" if interval.lane in most else interval.lane
-
-
 def _correlation(event: dict) -> int | None:
     return event.get("args", {}).get("correlation")
 
@@ -125,16 +109,7 @@ def _gpu_interval(event: dict, calls: dict[int | None, dict]) -> Interval:
     # A copy's call may return when the copy is done.
     if call is not None and launched is not None and event["cat"] != "gpu_memcpy":
         launched += float(call["dur"])
-    return Interval(lane, kind, name, start, start + float(event["dur"]), _sms(event.get("args", {})), launched)
-
-
-def _sms(details: dict) -> int | None:
-    """How many multiprocessors a kernel takes at most: one a block, as far as there are any."""
-    grid, blocks_per_sm = details.get("grid"), details.get("blocks per SM")
-    if not grid or not blocks_per_sm:
-        return None
-    blocks = math.prod(grid)
-    return min(blocks, round(blocks / blocks_per_sm))
+    return Interval(lane, kind, name, start, start + float(event["dur"]), launched)
 
 
 def _cpu_interval(event: dict) -> Interval | None:
@@ -207,11 +182,6 @@ def length_us(intervals: Sequence[Interval]) -> float:
 def total_us(spans: Iterable[tuple[float, float]]) -> float:
     """Length of spans that do not overlap."""
     return sum(end - start for start, end in spans)
-
-
-def computation_us(intervals: Sequence[Interval]) -> float:
-    """Time in which something was computed, communication beside it or not."""
-    return total_us(union(i for i in intervals if i.kind == "compute"))
 
 
 def is_gemm(interval: Interval) -> bool:

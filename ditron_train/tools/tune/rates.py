@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ditron_train.costs import gemm_us
-from ditron_train.runtime.profiles import known_rates
-from ditron_train.runtime.rates import MachineRates
+from ditron_train.data.device_profiles import known_rates
+from ditron_train.data.rates import MachineRates
 from ditron_train.tp.choices import Machine, Problem, default_choice, wire_bytes
 
 _RANKS_OF_A_NODE = 8

@@ -22,14 +22,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import ditron_train
+from ditron_train.data.provenance import nccl_version
+from ditron_train.data.rates import MachineRates
+from ditron_train.data.tuning_table import TuningTable, parse_table, read_table
 from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
-from ditron_train.runtime.nvidia_driver import driver_version
-from ditron_train.runtime.provenance import nccl_version
-from ditron_train.runtime.rates import MachineRates
-from ditron_train.runtime.tuning_table import TuningTable, parse_table, read_table
-from ditron_train.runtime.versions import find_versions
+from ditron_train.runtime.versions import driver_version, find_versions
 from ditron_train.symm.exchange import exchange
 from ditron_train.tools.arguments import add_count, add_shape_argument
 from ditron_train.tools.cases import Shape

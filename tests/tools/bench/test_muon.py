@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ditron_train.tools.bench import muon
 from ditron_train.tools.cases.muon import newton_schulz_flops, symmetry_ceiling
-from ditron_train.tools.results import Row, Stamp, read_results
-from documents.roofline import draw_roofline, has_roofline
+from ditron_train.tools.results import read_results
 from tests.support.processes import run_workers
 
 
@@ -37,31 +35,6 @@ def test_rows_of_both_parts(world_size: int, tmp_path: Path) -> None:
         rows[-1].shape == {"num_layers": 1, "num_matrices": 1 if world_size == 1 else 4}
         and rows[-1].world_size == world_size
     )
-
-
-def test_the_roofline_is_drawn_from_rows(tmp_path: Path) -> None:
-    row = Row(
-        op="newton_schulz",
-        direction="forward",
-        model="square",
-        world_size=1,
-        dtype="bfloat16",
-        shape={"m": 4096, "n": 4096},
-        native_us=3000.0,
-        ditron_us=2000.0,
-        bitwise_equal=True,
-        comm_sms=0,
-        tflops=newton_schulz_flops(4096, 4096) / 2e9,
-    )
-    assert row.tflops == pytest.approx(1030.8, abs=0.1)
-    stamp = Stamp(
-        device="NVIDIA H200", count=1, driver=None, torch="2", triton="3", nccl=None, nvshmem=None, megatron_core=None,
-        transformer_engine=None, ditron_train="0.1.0", commit=None, date="2026-11-21",
-    )  # fmt: skip
-    assert has_roofline([row]) and not has_roofline([replace(row, tflops=None)])
-    for device in ("NVIDIA H200", "CPU"):
-        draw_roofline([row], replace(stamp, device=device), tmp_path / f"{device}.png")
-        assert (tmp_path / f"{device}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_ceiling_of_symmetry() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ditron_train.costs import cublas_us, one_node, product_rates
+from ditron_train.data.device_profiles import profile_named
 from ditron_train.ep.cost_model import expert_product
-from ditron_train.runtime.profiles import profile_named
 from ditron_train.tools.results import read_results
 from ditron_train.tp.choices import Problem
 from ditron_train.tp.linear_costs import linear_backward, linear_forward, op_estimate

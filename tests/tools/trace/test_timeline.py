@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.tools.trace.record import record_op
-from ditron_train.tools.trace.show_timeline import draw_timelines, summary
 from ditron_train.tools.trace.timeline import (
     Interval,
-    computation_us,
     exposed,
     idle,
     is_gemm,
@@ -57,35 +55,19 @@ def test_gpu_trace(tmp_path: Path) -> None:
         ("stream 22", "communication", 210.0, 260.0),
     ]
     assert exposed(intervals) == [(0.0, 50.0), (150.0, 170.0)]
-    assert summary("native", intervals) == "native: 300 us, of which 70 us are communication that is not hidden"
-    assert computation_us(intervals) == 200.0
-    assert summary("fused", intervals, 200.0).endswith("; 100 us above the 200 us of native's computation")
-    draw_timelines("title", {"native": intervals, "fused": []}, tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_lanes_are_named_by_their_multiprocessors_and_the_device_hold_is_left_out(tmp_path: Path) -> None:
-    def kernel(name: str, start: float, length: float, stream: int, blocks: int) -> dict:
-        event = gpu_event(name, start, length, stream)
-        event["args"].update({"grid": [blocks, 1, 1], "blocks per SM": blocks / 132})
-        return event
-
+def test_the_device_hold_is_left_out(tmp_path: Path) -> None:
     events = [
-        kernel("ncclDevKernel_AllReduce_Sum_f32", 0.0, 5.0, 7, 1),
-        kernel("spin_kernel(long)", 10.0, 100.0, 7, 1),
-        kernel("ncclDevKernel_AllReduce_Sum_f32", 110.0, 20.0, 7, 1),
-        kernel("gemm", 150.0, 50.0, 7, 264),
-        kernel("add", 200.0, 10.0, 7, 24),
-        kernel("push_shard_kernel", 150.0, 20.0, 9, 8),
-        kernel("ncclDevKernel_AllReduce_Sum_f32", 210.0, 5.0, 7, 1),
+        gpu_event("ncclDevKernel_AllReduce_Sum_f32", 0.0, 5.0, 7),
+        gpu_event("spin_kernel(long)", 10.0, 100.0, 7),
+        gpu_event("ncclDevKernel_AllReduce_Sum_f32", 110.0, 20.0, 7),
+        gpu_event("gemm", 150.0, 50.0, 7),
+        gpu_event("push_shard_kernel", 150.0, 20.0, 9),
+        gpu_event("ncclDevKernel_AllReduce_Sum_f32", 210.0, 5.0, 7),
     ]
     intervals = read_chrome_trace(write(tmp_path / "t.json", events))
-    assert [(i.lane, i.start_us) for i in intervals] == [
-        ("stream 7, up to 132 SMs", 0.0),
-        ("stream 9, 8 SMs", 0.0),
-        ("stream 7, up to 132 SMs", 50.0),
-        ("stream 7, 1 SM", 60.0),
-    ]
+    assert [(i.lane, i.start_us) for i in intervals] == [("stream 7", 0.0), ("stream 9", 0.0), ("stream 7", 60.0)]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"events": []}', "not json"])
@@ -208,11 +190,7 @@ def _refused(op: str, shape: tuple[int, int, int] | None, folder: str, model: st
 
 def test_record_on_cpu_processes(tmp_path: Path) -> None:
     assert run_workers(2, _record, str(tmp_path)) == [0, 0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "ag_gemm-fused.json",
-        "ag_gemm-native.json",
-        "ag_gemm.png",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ag_gemm-fused.json", "ag_gemm-native.json"]
     kinds = {interval.kind for interval in read_chrome_trace(tmp_path / "ag_gemm-native.json")}
     assert kinds == {"compute", "communication"}
     assert any("ditron_train" in interval.name for interval in read_chrome_trace(tmp_path / "ag_gemm-fused.json"))
@@ -221,12 +199,12 @@ def test_record_on_cpu_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", ["gemm_a2a", "moe_layer", "send_recv"])
 def test_ops_of_the_other_packages(tmp_path: Path, op: str) -> None:
     assert run_workers(2, _record_other, op, str(tmp_path)) == [0, 0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{op}-fused.json", f"{op}-native.json", f"{op}.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{op}-fused.json", f"{op}-native.json"]
 
 
 def test_an_op_at_the_shape_of_a_model(tmp_path: Path) -> None:
     assert run_workers(2, _record_model, "send_recv", "ring", str(tmp_path)) == [0, 0]
-    assert (tmp_path / "send_recv-ring-fused.json").exists() and (tmp_path / "send_recv-ring.png").exists()
+    assert (tmp_path / "send_recv-ring-fused.json").exists()
     refused = {("send_recv", None, "nobody's"), ("ag_gemm", (64, 64, 64), "LLaMA3.1-70B"), ("moe_layer", None, "x")}
     words = {op: run_workers(2, _refused, op, shape, str(tmp_path), model) for op, shape, model in refused}
     assert len(set(words["send_recv"])) == 1 and "nobody's" in words["send_recv"][0]

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from ditron_train.data.tuning_table import forget_tables
 from ditron_train.ep import get_ep_context
 from ditron_train.ep.grouped_gemm import choose_group_config
 from ditron_train.policy import fused_results, native_results
 from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.tuning_table import forget_tables
 from ditron_train.sp import choices as sp_choices
 from ditron_train.tools.cases import RunEnvironment
 from ditron_train.tools.cases.tp_gemm import GemmCall

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ditron_train.data import load_workloads
-from ditron_train.runtime.tuning_table import active_table, forget_tables, shape_class, shipped_name
+from ditron_train.data.tuning_table import active_table, forget_tables, shape_class, shipped_name
 from ditron_train.tp.choices import Machine, Problem, choose, predict, rates_of
 
 _FOLDER = resources.files("ditron_train.data").joinpath("tuning")  # not there as long as no table ships

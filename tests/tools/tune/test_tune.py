@@ -11,8 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from bodies_tune import tune_once, tune_with_simulated_times, tune_with_wrong_bits, use_choices, use_counts, use_table  # noqa: E402
 
+from ditron_train.data.tuning_table import read_table  # noqa: E402
 from ditron_train.runtime.errors import SettingError  # noqa: E402
-from ditron_train.runtime.tuning_table import read_table  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 SHAPE = ("--shape", "64", "64", "64")

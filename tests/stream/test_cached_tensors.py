@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ditron_train.stream import cached_tensor as kept
-from ditron_train.stream.cached_tensor import CachedTensor
+from ditron_train.stream import cached_tensors as kept
+from ditron_train.stream.cached_tensors import CachedTensor
 
 
 class _Stream:

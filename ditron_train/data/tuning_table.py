@@ -20,9 +20,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ditron_train.data.rates import RETIRED_RATES, MachineRates
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json, read_regular, save_text
-from ditron_train.runtime.rates import RETIRED_RATES, MachineRates
 from ditron_train.runtime.settings import get_settings
 
 _FORMAT = "ditron_train tuning 1"

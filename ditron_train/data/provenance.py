@@ -13,8 +13,7 @@ import torch
 
 import ditron_train
 from ditron_train.runtime.device import device_name
-from ditron_train.runtime.nvidia_driver import driver_version
-from ditron_train.runtime.versions import find_versions
+from ditron_train.runtime.versions import driver_version, find_versions
 
 _PREFIXES = ("DITRON_", "NCCL_", "NVTE_", "NVSHMEM_", "TORCH_NCCL_")
 _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF")

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from ditron_train.runtime.transformer_engine import grouped_gemm
+from ditron_train.gemm.transformer_engine import grouped_gemm
 
 
 def _of_2_10(A, B, out, out_dtype, layout="TN", m_splits=None, grad=False, accumulate=False):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ditron_train.runtime import device_hold as device_hold
-from ditron_train.runtime.device_hold import DeviceHold
+from ditron_train.policy import probe as device_hold
+from ditron_train.policy.probe import DeviceHold
 
 
 def _launch(start: DeviceHold, name: str, launches_us: float, monkeypatch: pytest.MonkeyPatch) -> None:

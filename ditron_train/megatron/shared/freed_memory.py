@@ -51,5 +51,5 @@ class _AwaitFreedMemory(torch.autograd.Function):
 def awaiting_freed_memory(x: torch.Tensor) -> torch.Tensor:
     """``x``, whose backward first calls ``await_freed_memory``: for the input of layers with many weights, whose
     gradients have been added up to their parameters by then."""
-    awaiting: torch.Tensor = _AwaitFreedMemory.apply(x)  # type: ignore[no-untyped-call]
+    awaiting: torch.Tensor = _AwaitFreedMemory.apply(x)
     return awaiting

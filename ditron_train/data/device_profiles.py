@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from ditron_train.data.rates import MachineRates, NetworkRates
+from ditron_train.data.tuning_table import shipped_name
 from ditron_train.runtime.device import device_name, kernel_target, num_sms
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import parse_json
-from ditron_train.runtime.rates import MachineRates, NetworkRates
-from ditron_train.runtime.tuning_table import shipped_name
 
 _NETWORKS = "networks.json"
 #: Whose rates stand for a kind of device that no profile was made on.

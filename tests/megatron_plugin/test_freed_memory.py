@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ditron_train.runtime import freed_memory
+from ditron_train.megatron.shared import freed_memory
 
 DEVICE = torch.device("cuda", 0)
 
