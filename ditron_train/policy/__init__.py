@@ -10,8 +10,8 @@ from ditron_train.policy.cpu_bound import CpuBound
 from ditron_train.policy.decide import Decision, check_plan, decide, forget_plans
 from ditron_train.policy.gate import Gate, gate
 from ditron_train.policy.op import Function, Op, Trial, fused_results, native_results
+from ditron_train.policy.plan import add_switch, switches
 from ditron_train.policy.probe import Run
-from ditron_train.policy.switches import add_switch, switches
 
 __all__ = [
     "Answer",

@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from ditron_train.policy.all_reduce_order import forget_all_reduce_orders
 from ditron_train.policy.order import ReductionOrder, forget_orders, reduction_order
-from ditron_train.policy.plan import Entry, Plan, load_plan, op_of
+from ditron_train.policy.plan import Entry, Plan, load_plan, op_of, switches
 from ditron_train.policy.probe import Observation, Run, probe
-from ditron_train.policy.switches import switches
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once

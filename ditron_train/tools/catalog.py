@@ -24,6 +24,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "ep": (f"{_CASES}.ep_moves", f"{_CASES}.ep_gemm", f"{_CASES}.ep_gathered"),
     "pp": (f"{_CASES}.pp",),
     "muon": (f"{_CASES}.muon",),
+    "loss": (f"{_CASES}.loss",),
 }
 #: Modules whose ``fp8_cases`` of a recipe are the ops that tools measure in it; they need Transformer Engine.
 FP8_PACKAGES: dict[str, tuple[str, ...]] = {
@@ -42,6 +43,7 @@ _ASKED: dict[str, tuple[str, ...]] = {
     ),
     "pp": ("ditron_train.pp.spec",),
     "muon": ("ditron_train.optim.plans",),
+    "loss": ("ditron_train.megatron.loss.cross_entropy",),
 }
 #: Modules whose ``SPACES`` are the choices of ops.
 _SPACES: dict[str, tuple[str, ...]] = {

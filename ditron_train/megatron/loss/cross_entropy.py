@@ -112,6 +112,7 @@ def _rows(logits: torch.Tensor) -> int:
 
 
 CROSS_ENTROPY = CrossEntropyOp()
+OPS: Sequence[Op[Any, Any]] = (CROSS_ENTROPY,)
 
 
 def route_loss(module: Any, logits: torch.Tensor, target: torch.Tensor) -> Answer:

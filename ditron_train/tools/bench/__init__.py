@@ -16,6 +16,7 @@ PACKAGES = {
     "ep": "mixture of experts: dispatch, grouped GEMMs, combine",
     "gemm": "the tile GEMM alone against cuBLAS, at one rank's share of the layers",
     "muon": "optimizer: Newton-Schulz steps",
+    "loss": "cross entropy of language models",
 }
 
 

@@ -15,8 +15,7 @@ from ditron_train.policy import Function, Op
 from ditron_train.runtime.settings import under_policy
 from ditron_train.runtime.values import make_values
 from ditron_train.tools.cases.case import BenchCase, RunEnvironment, Shape
-from ditron_train.tools.cases.tp_fp8 import RecipeCase
-from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS, local_shapes
+from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS, RecipeCase, local_shapes
 from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
 from ditron_train.tools.results import FP8_PREFIX
 

@@ -18,8 +18,7 @@ from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatte
 from ditron_train.policy import Function, Op
 from ditron_train.runtime.values import make_values
 from ditron_train.tools.cases.case import BenchCase, Cost, RunEnvironment, Shape
-from ditron_train.tools.cases.tp_fp8 import RecipeCase
-from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS, GemmCase, local_shapes
+from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS, GemmCase, RecipeCase, local_shapes
 from ditron_train.tools.fp8.recipes import unsupported_reason_aligned, unsupported_reason_native
 from ditron_train.tools.results import FP8_PREFIX
 from ditron_train.tp import TPContext, get_tp_context

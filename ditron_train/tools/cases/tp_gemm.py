@@ -14,6 +14,9 @@ from ditron_train.policy.op import Call, make_trial
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
 from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, RunEnvironment, Shape
+from ditron_train.tools.fp8.recipes import unsupported_reason_aligned
+from ditron_train.tools.results import FP8_PREFIX
+from ditron_train.tools.timing import Timing
 from ditron_train.tp.ag_gemm import ag_gemm
 from ditron_train.tp.choices import Layout, Problem, choose, wire_bytes
 from ditron_train.tp.choices import Op as Kind
@@ -236,6 +239,30 @@ class GemmShapedCase(BenchCase[Call, Any]):
 
     def unsupported_shape(self, shape: Shape, world_size: int) -> str | None:
         return self.gemm.unsupported_shape(shape, world_size)
+
+
+class RecipeCase(GemmShapedCase[Call]):
+    """An op in a recipe, at the shapes of AG-GEMM or GEMM-RS that the recipe takes.
+
+    Args:
+        op, row, gemm: As of `GemmShapedCase`.
+        recipe: By Megatron's name.
+    """
+
+    def __init__(self, op: Op[Call, Any], row: str, gemm: GemmCase, recipe: str) -> None:
+        super().__init__(op, row, gemm)
+        self.recipe = recipe
+
+    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
+        shapes = super().shapes(world_size, on_gpu)
+        return [shape for shape in shapes if self.unsupported_shape(shape, world_size) is None]
+
+    def unsupported_shape(self, shape: Shape, world_size: int) -> str | None:
+        reason = super().unsupported_shape(shape, world_size)
+        return reason or unsupported_reason_aligned(self.gemm.op.kind, shape, world_size, self.recipe)
+
+    def columns(self, call: Call, context: Any, timings: Mapping[str, Timing]) -> Mapping[str, Any]:
+        return {"dtype": FP8_PREFIX + self.recipe}
 
 
 AG_GEMM, GEMM_RS, GEMM_AR = (GemmCase(kind, "nt") for kind in ("ag_gemm", "gemm_rs", "gemm_ar"))
