@@ -231,3 +231,20 @@ def without_the_fill(kind: str, case: jobs.Case) -> tuple[list[str], bool, list[
 
     with replaced(sys.modules[__name__], "deterministic", mode), replaced(first_step, "_first_step", None):
         return compared(case)
+
+
+def counted_steps(case: jobs.Case) -> dict[str, int]:
+    """What ``compare`` is told of the training steps with ``det``."""
+    from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
+
+    FUSED_CALLS.install(("det",))
+    FUSED_CALLS.take()
+    assert compared(case)[:2] == ([], False)
+    return FUSED_CALLS.take()
+
+
+def without_iterator(case: jobs.Case) -> tuple[list[str], bool, list[str]]:
+    """``compared`` where this rank is handed no batches: its forward step makes them."""
+    batch, step = next(jobs._batches(case, 1, 1)), jobs._forward_step
+    with replaced(jobs, "_forward_step", lambda iterator, model: step(iter([batch]), model)):
+        return compared(case, wrap=lambda iterator: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 import det_workers as workers  # noqa: E402
 
+from ditron_train.megatron.det.step_state import unsupported_reason  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 Case = workers.jobs.Case
@@ -123,3 +125,47 @@ def test_the_setting_switches_it_off():
 def test_nothing_is_done_without_the_fill(kind):
     ((different, is_filled, lines),) = run_workers(1, workers.without_the_fill, kind, SMALL)
     assert different == [] and lines == [] and is_filled == (kind == "not deterministic")
+
+
+def test_steps_without_the_fill_are_counted():
+    assert run_workers(1, workers.counted_steps, SMALL) == [{"det": 3}]
+
+
+class _Model(torch.nn.Linear):
+    def __init__(self, **options):
+        super().__init__(2, 2)
+        self.config = SimpleNamespace(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "FP8 by a recipe with a history"),
+        ({"fp8": "e4m3", "fp8_recipe": "custom"}, "FP8 by a recipe with a history"),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise", "cuda_graph_impl": "none", "fp4": None}, None),
+        ({"fp4": "e2m1"}, "FP4"),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
+        ({"enable_cuda_graph": True}, "CUDA graphs"),
+        ({"fine_grained_activation_offloading": True}, "offloaded"),
+        ({"cpu_offloading": True}, "offloaded"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_configurations_whose_steps_cannot_run_again(options, words):
+    reason = unsupported_reason([_Model(**options)], [None, iter([])])
+    assert reason is None if words is None else words in reason
+
+
+def test_other_wrappers_of_gradients():
+    wrapped = _Model()
+    assert unsupported_reason(wrapped, [1, 2]) == "the data come from something that is no iterator"
+    wrapped.weight.grad = torch.ones(2, 2)
+    assert unsupported_reason(wrapped, None) == "there are gradients already"
+    wrapped.weight.to_local = None
+    assert unsupported_reason(wrapped, None) == "parameters are split over ranks (FSDP)"
+
+
+def test_a_rank_without_batches():
+    ((different, is_filled, _),) = run_workers(1, workers.without_iterator, SMALL)
+    assert different == [] and not is_filled
