@@ -38,7 +38,7 @@ def test_tables_that_launches_read_are_kept_for_good():
 
 
 def test_tables_of_experts_are_kept_where_a_capture_has_met_them_else_the_last(captured, monkeypatch):
-    from ditron_train.stream import device_tables as module
+    from ditron_train.stream import cached_tensors as module
 
     monkeypatch.setattr(module, "_MOST_TABLES", 4)
     tables = module.DeviceTables(torch.int32)

@@ -31,12 +31,13 @@ jobs = _script()
 
 
 def _values(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Name of each option, with underscores: its value, True where it has none; no option stands twice."""
+    """Name of each option, with underscores: its value, True where it has none; but for the vocabulary, whose second
+    size replaces the common one, no option stands twice."""
     values: dict[str, Any] = {}
     for word in arguments:
         if word.startswith("--"):
             last = word[2:].replace("-", "_")
-            assert last not in values, f"{word} stands twice"
+            assert last not in values or last == "vocab_size", f"{word} stands twice"
             values[last] = True
         else:
             assert values[last] is True, f"a second value of {last}"
@@ -75,10 +76,11 @@ def test_its_shapes_are_what_it_claims(name: str) -> None:
         "transformer_engine" if name.endswith("te") else "local" if "graphs" in name else None
     )
     sizes = {feature: values.get(SIZE_ARGUMENTS[feature], 1) for feature in SIZE_ARGUMENTS}
-    assert {feature for feature, size in sizes.items() if size > 1} == set(features) - {"muon"}
+    assert {feature for feature, size in sizes.items() if size > 1} == set(features) - {"muon", "det"}
     assert ("muon" in features) == (values.get("optimizer") == "dist_muon")
+    assert ("det" in features) == ("deterministic_mode" in values) == (job.gpus == 1)
     model_ranks = sizes["tp"] * sizes["sp"] * sizes["pp"]
-    assert job.gpus in (2, 4) and job.gpus % model_ranks == 0 and job.gpus % sizes["ep"] == 0
+    assert job.gpus in (1, 2, 4) and job.gpus % model_ranks == 0 and job.gpus % sizes["ep"] == 0
     assert values["num_layers"] % sizes["pp"] == 0
     assert values["global_batch_size"] % (values["micro_batch_size"] * job.gpus // model_ranks) == 0
     assert ("sequence_parallel" in values) == (sizes["tp"] > 1) and (values.get("cp_comm_type") == "a2a") == (
@@ -134,7 +136,7 @@ def test_simulated_jobs_keep_their_kind() -> None:
 
 def test_the_list_says_what_runs_where() -> None:
     whole = {num: {line.split()[0] for line in jobs.list_of(num).splitlines() if "whole" in line} for num in (1, 2, 4)}
-    assert not whole[1] and whole[4] == set(jobs.job_names())
+    assert whole[1] == {"dense-70b-det"} and whole[4] == set(jobs.job_names())
     assert whole[4] - whole[2] == {"dense-70b-tp-pp", "dense-70b-tp-pp-muon", "ulysses-32k-tp-sp"}
     assert "simulated, 4 ranks, bits alone" in jobs.list_of(2)
 
