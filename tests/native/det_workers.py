@@ -245,6 +245,6 @@ def counted_steps(case: jobs.Case) -> dict[str, int]:
 
 def without_iterator(case: jobs.Case) -> tuple[list[str], bool, list[str]]:
     """``compared`` where this rank is handed no batches: its forward step makes them."""
-    batch, step = next(jobs._batches(case, 1, 1)), jobs._forward_step
-    with replaced(jobs, "_forward_step", lambda iterator, model: step(iter([batch]), model)):
+    batches, step = jobs._batches, jobs._forward_step
+    with replaced(jobs, "_forward_step", lambda iterator, model: step(batches(case, 1, 1), model)):
         return compared(case, wrap=lambda iterator: None)
