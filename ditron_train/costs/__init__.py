@@ -1,4 +1,4 @@
-"""What parts of a step take, from the rates of a machine: GEMMs, passes over memory, exchanges.
+"""What parts of a step take, from the rates of a machine: GEMMs, attention, passes over memory, exchanges.
 
 The cost models of the parallelisms put them together; choices of ways to run an op, and ``predict``, use them.
 """
@@ -15,9 +15,10 @@ from ditron_train.costs.exchanges import (
     ring_us,
     send_us,
 )
-from ditron_train.costs.fp8 import Product, Recipe, operands, product_rates
+from ditron_train.costs.fp8 import CAST_BYTES, Product, Recipe, cast_us, operands, product_rates, quantised_us
 from ditron_train.costs.products import (
     FP8_TARGETS,
+    attention_us,
     cublas_us,
     gemm_us,
     grouped_us,
@@ -28,13 +29,16 @@ from ditron_train.costs.products import (
 )
 
 __all__ = [
+    "CAST_BYTES",
     "FP8_TARGETS",
     "Estimate",
     "Product",
     "Recipe",
     "Span",
     "all_to_all_us",
+    "attention_us",
     "beside_us",
+    "cast_us",
     "copied_us",
     "cublas_us",
     "gemm_us",
@@ -45,6 +49,7 @@ __all__ = [
     "operands",
     "pass_us",
     "product_rates",
+    "quantised_us",
     "rail_us",
     "ring_us",
     "send_us",

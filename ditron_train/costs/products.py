@@ -19,6 +19,7 @@ FP8_TARGETS = ("sm_90", "interpreter")  # where the fused path multiplies operan
 _SHORT_RATE = 0.97  # with a stage less
 _WIDE_COLUMNS = 256
 _DEEP_STAGES = 4
+_BACKWARD_FLOPS = 2.5  # of the attention's forward: it is computed anew, and four products stand behind two
 
 
 def gemm_us(m: int, n: int, k: int, config: GemmConfig, num_programs: int, num_sms: int, rates: MachineRates) -> float:
@@ -79,6 +80,16 @@ def grouped_us(
         return 0.0
     memory_us = elements * dtype.itemsize / (rates.memory_gbps * 1e3)
     return rates.launch_us + throttled_us(tiles / machine.num_sms, rates) + rates.memory_share * memory_us
+
+
+def attention_us(
+    num_tokens: int, num_heads: float, channels: int, rates: MachineRates, *, batch: int = 1, backward: bool = False
+) -> float:
+    """Causal attention over sequences of ``num_tokens``, without scores in memory."""
+    flops = 2.0 * num_tokens**2 * num_heads * channels * batch
+    if backward:
+        return rates.launch_us + _BACKWARD_FLOPS * flops / (rates.attention_backward_tflops * 1e6)
+    return rates.launch_us + flops / (rates.attention_tflops * 1e6)
 
 
 def pass_us(num_bytes: float, rates: MachineRates, *, reorders: bool = False) -> float:

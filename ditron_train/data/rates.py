@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 #: Rates that tables of earlier versions hold, and that nothing reads any more.
 RETIRED_RATES = frozenset(
-    {"gemm_power", "attention_tflops", "attention_backward_tflops", "attention_deterministic", "cast_gbps"}
+    {"gemm_power"}
     | {f"host_{name}_us" for name in "moe expert microbatch layer grouped collective graph step".split()}
 )
 
@@ -46,9 +46,13 @@ class MachineRates:
         pull_sm_gbps: Of one multiprocessor of a GEMM that reads from peers.
         gemm_push_sm_gbps: Of one multiprocessor of a GEMM that stores to peers.
         reorder_gbps: Of device memory where rows or heads change places, reads and writes together.
+        attention_tflops: Of causal attention forward, counting half of the square.
+        attention_backward_tflops: The same backward, at two and a half times the operations.
         memory_share: What grouped GEMMs lose to memory, of the time that their operands take there.
         p2p_large_gbps: Of NCCL's send of ``p2p_large_bytes`` and more, for which it takes more channels.
         p2p_large_bytes: From which size on.
+        attention_deterministic: What the deterministic backward of the attention takes, the other being 1.
+        cast_gbps: Of device memory where values are cast to FP8, or transposed in it, reads and writes together.
         fp8_speed: Of a product of FP8 operands, as a multiple of one of 16 bits: one scale a tensor, added up fast.
         fp8_split_share: Of that speed where sums are added up in parts, as the gradients' are.
         fp8_block_share: Of that speed with scales of blocks.
@@ -81,9 +85,13 @@ class MachineRates:
     pull_sm_gbps: float = 20.0
     gemm_push_sm_gbps: float = 17.0
     reorder_gbps: float = 1700.0
+    attention_tflops: float = 540.0
+    attention_backward_tflops: float = 470.0
     memory_share: float = 0.5
     p2p_large_gbps: float = 325.0
     p2p_large_bytes: float = 2e8
+    attention_deterministic: float = 1.2
+    cast_gbps: float = 3000.0
     fp8_speed: float = 1.9
     fp8_split_share: float = 0.93
     fp8_block_share: float = 0.87

@@ -35,6 +35,7 @@ _PLACE_SHARE = 0.3  # of the shorter one is what arriving rows and writing them 
 _COMBINE_SHARE = (
     0.45  # of the shorter one is what a product and the return of its rows cost each other: 16 programs send
 )
+_ROUTER_RATE = 1 / 16  # of a bf16 GEMM's rate is that of one in fp32
 # Natively under PyTorch's deterministic mode: a token's rows are added up one by one, in so many of the usual passes.
 _DETERMINISTIC_SUM = 5.3
 
@@ -154,9 +155,15 @@ def moe_layer(
     backward: bool,
     fp8: Recipe | None = None,
     deterministic: bool = False,
-) -> tuple[Estimate, Estimate]:
-    """Forward or backward of a layer: dispatch and combine, and the experts' products. ``fp8`` is the experts': tokens
-    travel in 16 bits."""
+) -> tuple[Estimate, Estimate, float]:
+    """Forward or backward of a layer: dispatch and combine, the experts' products, and what both paths run alike
+    besides (router, activation), in us. ``fp8`` is the experts': tokens travel in 16 bits."""
+    (n1, k1), (n2, k2) = experts.products
+    num_rows = sum(load.rows)
+    alike_us = _router_us(experts, rates) * (2 if backward else 1)
+    alike_us += pass_us(num_rows * (n1 + k2) * _ITEMSIZE * (2 if backward else 1), rates)
+    if deterministic:
+        alike_us += pass_us(num_rows * ((k1 + k2) if backward else (n1 + n2)) * _ITEMSIZE, rates)
     returning = combine(load, experts, span, rates, deterministic=deterministic)
     moved = dispatch(load, experts, span, rates, deterministic=deterministic) + returning
     passes: tuple[Product, ...] = ("dgrad", "wgrad") if backward else ("forward",)
@@ -169,4 +176,10 @@ def moe_layer(
     if not backward and span.network is None:  # the second product's rows return while it is computed
         hidden_us = each[1] + returning.ditron_us - beside_us(each[1], returning.ditron_us, _COMBINE_SHARE)
         products = replace(products, ditron_us=products.ditron_us - hidden_us)
-    return moved, products
+    return moved, products, alike_us
+
+
+def _router_us(experts: Experts, rates: MachineRates) -> float:
+    flops = 2.0 * experts.tokens * experts.hidden * experts.count
+    cast_us = pass_us(3 * experts.tokens * experts.row_bytes, rates)
+    return cast_us + flops / (_ROUTER_RATE * rates.gemm_flop_per_us)

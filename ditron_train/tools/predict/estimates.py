@@ -1,19 +1,35 @@
 """What the parts of a job's step take on both paths: op costs times the calls that the job makes.
 
-Parts have the names that ``tools.job.parts`` gives them; what both paths run alike is not estimated.
+Parts have the names that ``tools.job.parts`` gives them. Parts that both paths run alike (attention, passes over
+memory, gradients, optimizer) are those of the rough step, which is used where the user states no step time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
-from ditron_train.costs import Estimate, Recipe, Span, cublas_us, message_us, product_rates, rail_us, ring_us, send_us
+from ditron_train.costs import (
+    Estimate,
+    Recipe,
+    Span,
+    attention_us,
+    cublas_us,
+    message_us,
+    pass_us,
+    product_rates,
+    quantised_us,
+    rail_us,
+    ring_us,
+    send_us,
+)
 from ditron_train.costs.fp8 import operands
 from ditron_train.data.device_profiles import Profile
 from ditron_train.data.rates import NetworkRates
 from ditron_train.ep.cost_model import Experts, even_load, moe_layer
+from ditron_train.optim.cost_model import muon_step
 from ditron_train.runtime.errors import SettingError
 from ditron_train.sp.cost_model import (
     AttentionSizes,
@@ -30,6 +46,15 @@ from ditron_train.tp.linear_costs import linear_backward, linear_forward, reduce
 __all__ = ["Cluster", "estimate_step"]
 
 _ITEMSIZE = 2
+_DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Bytes, in units of 2, that a value of a token's hidden vector costs a layer forward: two norms, two residual sums, a
+# dropout's mask or a cast that a fusion did not take.
+_VECTOR_PASSES = 11
+_ROPE_PASSES = 8  # of q and k: split, two products, their sum, and the copies around them
+_LOSS_BYTES = 34  # of each logit, forward and backward: its fp32 copy, the largest, the sum, the gradient
+# Bytes of memory traffic that a parameter costs a step of fp32 Adam: the gradient copied, its norm and scale, Adam's
+# four reads and three writes, the bf16 weight, the gradient set to zero; and the same without Adam itself.
+_ADAM_BYTES, _CLIP_BYTES = 60, 32
 
 #: Estimates of a whole step by part, in us.
 Parts = dict[str, Estimate]
@@ -98,9 +123,13 @@ class _Step:
         """Of a step: ``count`` layers of the model, as far as the stage has them."""
         return (forward * self.forwards + backward) * (count * self.share * self.slots)
 
+    def alike(self, us: float, count: float = 1.0) -> Estimate:
+        """Of a step, what both paths run alike: forward and backward together, of ``count`` layers."""
+        return Estimate.alike(us * count * self.share * self.slots)
+
 
 def estimate_step(job: Job, cluster: Cluster) -> Parts:
-    """Every part of a step by the stage whose parts take longest: the last, or the one that has most layers.
+    """Every part of a step by the stage that takes longest: the last, or the one that has most layers.
 
     Raises:
         SettingError: The sizes do not divide.
@@ -111,7 +140,8 @@ def estimate_step(job: Job, cluster: Cluster) -> Parts:
 def _of_stage(step: _Step) -> Parts:
     return dict(
         [
-            *_linears(step), *_attention(step), *_experts(step), *_messages(step),
+            *_linears(step), *_attention(step), *_experts(step), *_passes(step), *_messages(step),
+            *_gradients(step), *_optimizer(step),
         ]
     )  # fmt: skip
 
@@ -149,11 +179,23 @@ def _linear(step: _Step, matrix: Matrix, *, backward: bool) -> Estimate:
 def _attention(step: _Step) -> Iterator[tuple[str, Estimate]]:
     config, model, rates = step.config, step.model, step.rates
     count = layer_counts(step.job)["*"]
-    if not count or step.cp == 1:
+    if not count:
         return
     mla = config.multi_latent_attention
     value_dim = config.v_head_dim if mla else model.channels
     q_dim = config.qk_head_dim + config.qk_pos_emb_head_dim if mla else model.channels
+    forward_us, backward_us = (
+        attention_us(
+            model.seq_length, model.heads / (step.tp * step.cp), (q_dim + value_dim) // 2, rates,
+            batch=model.micro_batch_size, backward=backward,
+        )
+        for backward in (False, True)
+    )  # fmt: skip
+    backward_us *= rates.attention_deterministic if config.deterministic_mode else 1.0
+    again = step.forwards + (config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules)
+    yield "attention itself", step.alike(again * forward_us + backward_us, count)
+    if step.cp == 1:
+        return
     span = step.cluster.span(step.cp, step.tp)
     kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
     if step.fused_heads and not mla:
@@ -167,6 +209,10 @@ def _attention(step: _Step) -> Iterator[tuple[str, Estimate]]:
         width = (model.heads * (q_dim + 2 * value_dim) + 2 * model.groups * q_dim) / step.tp
         moved = exchange(step.tokens * width * _ITEMSIZE, 4, span, rates)
         yield "attention: exchanges", step.whole(moved, moved, count)
+    elif "all_gather" in kinds:
+        num_bytes = 2 * step.model.tokens * model.groups * value_dim / step.tp * _ITEMSIZE
+        moved_us = ring_us(num_bytes, span, rates)
+        yield "gathers of keys and values", step.alike(3 * moved_us, count)
 
 
 def _experts(step: _Step) -> Iterator[tuple[str, Estimate]]:
@@ -179,7 +225,7 @@ def _experts(step: _Step) -> Iterator[tuple[str, Estimate]]:
         tokens * slices, model.hidden, model.expert_ffn // slices, model.experts, model.topk, model.swiglu
     )
     span, load = step.cluster.span(step.ep, slices), even_load(experts, step.ep)
-    (moved, products), (moved_back, products_back) = (
+    (moved, products, us), (moved_back, products_back, us_back) = (
         moe_layer(
             load, experts, span, step.machine, step.rates,
             backward=backward, fp8=step.recipe, deterministic=config.deterministic_mode,
@@ -190,6 +236,29 @@ def _experts(step: _Step) -> Iterator[tuple[str, Estimate]]:
         moved, moved_back, products = (one.natively() for one in (moved, moved_back, products))
     yield "experts: dispatch and combine", step.whole(moved, moved_back, count)
     yield "experts: GEMMs in one kernel with them", step.whole(products, products_back, count)
+    yield "router and activation of experts", step.alike(step.forwards * us + us_back, count)
+
+
+def _passes(step: _Step) -> Iterator[tuple[str, Estimate]]:
+    """Norms, residual sums, rotation, activation, loss and casts to FP8: passes over memory."""
+    model, rates, counts = step.model, step.rates, layer_counts(step.job)
+    shared = step.tp if step.config.sequence_parallel else 1
+    vectors = pass_us(_VECTOR_PASSES * step.tokens / shared * model.hidden * _ITEMSIZE, rates)
+    layers = counts["*"] or sum(counts.values())
+    us = vectors * (step.forwards + 2) * layers
+    if step.config.position_embedding_type == "rope":
+        width = (model.heads + model.groups) * model.channels / step.tp
+        us += 2 * counts["*"] * pass_us(_ROPE_PASSES * step.tokens * width * _ITEMSIZE, rates)
+    columns = (3 if model.swiglu else 2) * model.ffn / step.tp
+    us += 3 * counts["-"] * pass_us(step.tokens * columns * _ITEMSIZE, rates)
+    if step.recipe is not None:
+        elements = sum(m.layers * (m.k + m.n) / step.tp for m in matrices_of(step.job) if m.name != "output_layer")
+        us += quantised_us(step.tokens * elements, step.recipe, rates)
+    whole = step.alike(us)
+    loss_us = (
+        pass_us(_LOSS_BYTES * step.tokens * (step.job.vocabulary or 0) / step.tp, rates) * step.slots * step.is_last
+    )
+    yield "norms, activations and other passes over memory", whole + Estimate.alike(loss_us)
 
 
 def _messages(step: _Step) -> Iterator[tuple[str, Estimate]]:
@@ -209,6 +278,69 @@ def _messages(step: _Step) -> Iterator[tuple[str, Estimate]]:
     yield "messages between stages", message * waited
 
 
+def _num_parameters(step: _Step) -> tuple[float, float]:
+    """On a rank of the longest stage: dense ones, and those of experts."""
+    counts, model = layer_counts(step.job), step.model
+    dense = sum(m.n * m.k * (m.layers * step.share if m.name != "output_layer" else 1) for m in matrices_of(step.job))
+    experts = 0.0
+    if model.experts:
+        each = (3 if model.swiglu else 2) * model.hidden * model.expert_ffn
+        experts = each * model.experts * counts["E"] * step.share
+        experts /= step.ep * step.config.expert_tensor_parallel_size
+    return dense / step.tp, experts
+
+
+def _gradients(step: _Step) -> Iterator[tuple[str, Estimate]]:
+    """Sums of gradients over replicas, and gathers of weights: exposed unless Megatron overlaps them."""
+    config, replicas = step.config, step.replicas * step.cp
+    dense, experts = _num_parameters(step)
+    itemsize = 2 if config.grad_reduce_in_bf16 else _DTYPE_BYTES.get(config.main_grads_dtype, 4)
+    expert_replicas = max(replicas * step.tp // (step.ep * config.expert_tensor_parallel_size), 1)
+    us = 0.0
+    for number, ranks, stride in ((dense, replicas, step.tp), (experts, expert_replicas, step.ep)):
+        if ranks > 1 and number:
+            us += ring_us((itemsize + 2) * number, step.cluster.span(ranks, stride), step.rates)
+    if us:
+        yield (
+            "gradients over replicas",
+            Estimate.alike(us * (step.rates.nccl_share if config.overlap_grad_reduce else 1)),
+        )
+
+
+def _optimizer(step: _Step) -> Iterator[tuple[str, Estimate]]:
+    config, rates, replicas = step.config, step.rates, step.replicas * step.cp
+    dense, experts = _num_parameters(step)
+    if "muon" not in config.optimizer:
+        if config.use_distributed_optimizer:
+            dense, experts = dense / replicas, experts / max(replicas * step.tp // step.ep, 1)
+        yield "optimizer", Estimate.alike(pass_us(_ADAM_BYTES * (dense + experts), rates))
+        return
+    is_shared = config.optimizer == "dist_muon" or config.use_distributed_optimizer
+    span = step.cluster.span(replicas if is_shared else 1, step.tp)
+    matrices = _muon_matrices(step)
+    if matrices:
+        yield "Newton-Schulz steps of matrices", muon_step(matrices, span, step.machine, rates)
+    table = (step.job.vocabulary or 0) * step.model.hidden / step.tp
+    yield "optimizer", Estimate.alike(pass_us(_CLIP_BYTES * (dense + experts) + _ADAM_BYTES * table, rates))
+
+
+def _muon_matrices(step: _Step) -> list[tuple[int, int]]:
+    """A rank's matrices of the longest stage."""
+    found: list[tuple[int, int]] = []
+    for matrix in matrices_of(step.job):
+        if matrix.name != "output_layer":
+            n, k = matrix.n, matrix.k
+            local = (n // step.tp, k) if matrix.kind == "column" else (n, k // step.tp)
+            found += [local] * math.ceil(matrix.layers * step.share)
+    model: Any = step.model
+    if model.experts:
+        layers = math.ceil(layer_counts(step.job)["E"] * step.share)
+        columns = model.expert_ffn * (2 if model.swiglu else 1)
+        each = [(columns, model.hidden), (model.hidden, model.expert_ffn)]
+        found += each * (model.experts // step.ep * layers)
+    return found
+
+
 def natively(parts: Parts) -> float:
-    """All parts by the native path, in us."""
+    """The rough step, in us: all parts by the native path."""
     return sum(part.native_us for part in parts.values())
