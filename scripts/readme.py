@@ -1,4 +1,4 @@
-"""Makes the generated parts of the documents, the page of results and its pictures anew.
+"""Makes the generated parts of the documents, the pages of results and their pictures anew.
 
 ``--check`` only says whether they are current; ``--no-pictures`` leaves the pictures as they are.
 """
@@ -16,18 +16,18 @@ sys.path.insert(0, str(ROOT))
 def wanted_documents() -> dict[Path, str]:
     """Every document with a generated part, as it should be."""
 
-    from documents.results import RESULTS_PAGE, render, render_results, result_parts
+    from documents.results import KINDS, render, result_pages, result_parts
     from documents.validation import document_part
     from reference import PARTS
 
     results = result_parts(ROOT)
-    of_readme = {name: results[name] for name in ("gains", "trained")}
-    parts = {"README.md": of_readme, "docs/measurements/index.md": {"steps": results["steps"]}}
-    parts["docs/guides/predict.md"] = {"validation": lambda: document_part(ROOT)}
-    for page, made in PARTS.items():
-        parts[page] = {**parts.get(page, {}), **made}
-    wanted = {ROOT / page: render((ROOT / page).read_text(encoding="utf-8"), made) for page, made in parts.items()}
-    return {**wanted, ROOT / RESULTS_PAGE: render_results(ROOT)}
+    parts = {"README.md": {name: results[name] for name in ("typical", "gains", "trained")}}
+    parts |= {f"docs/measurements/{kind}.md": {kind: results[kind]} for kind in KINDS}
+    parts["docs/measurements/index.md"] = {"steps": results["steps"]}
+    parts["docs/measurements/predict.md"] = {"validation": lambda: document_part(ROOT)}
+    pages = (parts | PARTS).items()
+    wanted = {ROOT / page: render((ROOT / page).read_text(encoding="utf-8"), made) for page, made in pages}
+    return {**wanted, **{ROOT / page: text for page, text in result_pages(ROOT).items()}}
 
 
 def draw_pictures() -> None:

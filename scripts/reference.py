@@ -1,4 +1,4 @@
-"""The generated parts of ``docs/``: settings, versions, command lines, public names, pages of measurements.
+"""The generated parts of ``docs/``: settings, versions, command lines, public names, reasons to run natively.
 
 ``python scripts/readme.py`` puts them between their marks.
 """
@@ -126,16 +126,6 @@ def _first_sentence(text: str | None) -> str:
     return found.group(1) if found else paragraph
 
 
-def measurement_pages() -> str:
-    """The pages beside the index of measurements, by title."""
-    folder = ROOT / "docs" / "measurements"
-    pages = sorted(path for path in folder.glob("*.md") if path.name != "index.md")
-    titles = [(path.name, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")) for path in pages]
-    return (
-        "\n".join(f"- [{title}]({name})" for name, title in titles) or "There are no pages of single subpackages yet."
-    )
-
-
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
@@ -145,27 +135,28 @@ _ASKED = (
     "unsupported_reason",
     "unsupported_reason_hidden",
 )  # in the names of functions that give a reason
+_FEATURES = ("all", "tp", "sp", "ep", "pp", "muon")
 _ASKING = ("megatron", "optim/newton_schulz.py", "optim/options.py", "optim/plans.py")
 
 
 def reasons() -> str:
-    """The table of all reasons to run natively, as the code gives them."""
-    lines = ["| of | the log says | asked by |", "| --- | --- | --- |"]
-    package = ROOT / "ditron_train"
+    """All reasons to run natively, as the code gives them: a table a feature."""
+    package, found = ROOT / "ditron_train", {name: set() for name in _FEATURES}
     files = [
-        path
-        for part in _ASKING
-        for path in ([package / part] if part.endswith(".py") else (package / part).rglob("*.py"))
+        path for part in _ASKING for path in ([package / part] if ".py" in part else (package / part).rglob("*.py"))
     ]
-    for path in sorted(files):
+    for path in files:
         feature = path.relative_to(package / "megatron").parts[0] if "megatron" in path.parts else "muon"
-        feature = feature if feature in ("tp", "sp", "ep", "pp", "muon") else "all"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and any(word in node.name for word in _ASKED):
-                gathered = dict.fromkeys(text for found in _answers(node) for text in _texts(found))
-                where = f"`{path.stem}.{node.name.lstrip('_')}`"
-                lines += [f"| {feature} | {_cell(text)} | {where} |" for text in gathered]
-    return "\n".join([*lines[:2], *sorted(dict.fromkeys(lines[2:]))])
+                texts = (text for answer in _answers(node) for text in _texts(answer))
+                found[feature if feature in found else "all"].update(map(_cell, texts))
+    return "\n\n".join(
+        "\n".join(
+            [f"## `{name}`", "", "| the log says |", "| --- |", *(f"| {text} |" for text in sorted(found[name]))]
+        )
+        for name in _FEATURES
+    )
 
 
 def _answers(function: ast.FunctionDef) -> Iterator[ast.expr]:
@@ -192,9 +183,8 @@ def _texts(answer: ast.expr) -> Iterator[str]:
 #: Document: its generated parts.
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/reference/settings.md": {"settings": settings},
-    "docs/reference/limits.md": {"reasons": reasons},
+    "docs/reference/reasons.md": {"reasons": reasons},
     "docs/reference/versions.md": {"versions": versions},
     "docs/reference/command-line.md": {"commands": commands},
     "docs/reference/api.md": {"api": api},
-    "docs/measurements/index.md": {"pages": measurement_pages},
 }

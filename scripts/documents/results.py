@@ -1,21 +1,39 @@
-"""Writes the parts of documents that are made from results (gains, training steps) and, whole, the page with the means
-and tables of all results. ``python scripts/readme.py`` calls this.
+"""Writes the parts of documents that are made from results (gains, training steps, means) and, whole, the pages of
+results: a list of all files, and of each machine a page with its rows. ``python scripts/readme.py`` calls this.
 
 A part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean, median
 
-from ditron_train.tools.results import FP8_PREFIX, TRAINING, TRAINING_STEP, Row, Stamp, measurement_files, read_results
+from ditron_train.tools.results import (
+    FP8_PREFIX,
+    RESULTS,
+    TRAINING,
+    TRAINING_STEP,
+    Row,
+    Stamp,
+    measurement_files,
+    read_results,
+)
 from ditron_train.tools.tables import cells_of
 
 PICTURES = Path("benchmarks") / "pictures"
 RESULTS_PAGE = Path("benchmarks") / "README.md"
+#: Results of what have a page in docs/measurements.
+KINDS = ("tp", "sp", "ep", "pp", "muon", "fp8")
+#: A job's steps are not shown in README if two native runs of it differ by more than this share.
+_LARGEST_SPREAD = 0.1
+_MADE = "Made by `python scripts/readme.py` from the JSON files in `benchmarks/results`."
+_HOW = "[Measurements](../docs/measurements/index.md) says how it is measured, and has the means of each op."
+_PAGES = {"gemm": "tp"}
+_PASSES = {"forward": "", "forward_backward": " with backward"}
 
 _TP = (("ag_gemm", "forward"), ("gemm_rs", "forward"), ("transformer_layer", "forward_backward"))
 _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -31,6 +49,8 @@ _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "pp": (("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
     "muon": (("newton_schulz", "forward"), ("muon_step", "forward")),
+    "loss": (("cross_entropy", "forward_backward"),),
+    "det": (),
 }
 """What the table of gains shows of each benchmark, in bf16 or in a recipe: op and pass."""
 
@@ -61,59 +81,106 @@ def render(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
 
 
 def result_parts(root: Path) -> dict[str, Callable[[], str]]:
-    """The parts that are made from the repository's ``benchmarks/results``: ``gains``, ``steps``, and ``trained``,
-    those steps whose rows tell all."""
+    """The parts that are made from the repository's ``benchmarks/results``.
+
+    ``typical``, ``trained`` and ``gains`` are README's: training steps that can be measured again, and ops. ``steps``
+    is every training step; the others, named by `KINDS`, are the means of every op of a page in docs/measurements.
+    """
     return {
+        "typical": lambda: _typical(_shown_steps(root)),
+        "trained": lambda: _job_table(_shown_steps(root)),
         "gains": lambda: _gains(root),
-        "steps": lambda: _steps(root),
-        "trained": lambda: _steps(root, only_telling=True),
+        "steps": lambda: _step_table(_steps(root)),
+        **{kind: lambda kind=kind: _means(root, kind) for kind in KINDS},
     }
 
 
+@dataclass(frozen=True)
+class _Op:
+    """The rows of one op and pass in one file of results."""
+
+    path: Path
+    stamp: Stamp
+    rows: Sequence[Row]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.rows[0].title, self.rows[0].direction
+
+    @property
+    def bits(self) -> str:
+        return "equal" if all(row.bitwise_equal for row in self.rows) else "**DIFFER**"
+
+
+def _ops(root: Path) -> list[_Op]:
+    """Every op of every file but those of training steps and of ``verify``, whose calls are few; most GPUs last."""
+    found = []
+    for path in measurement_files(root):
+        stamp, rows = read_results(path)
+        for key in dict.fromkeys((row.title, row.direction) for row in rows if path.stem not in ("verify", TRAINING)):
+            found.append(_Op(path, stamp, [row for row in rows if (row.title, row.direction) == key]))
+    return sorted(found, key=lambda op: op.stamp.count)
+
+
 def _gains(root: Path) -> str:
-    """One line a parallelism; of an op that several machines measured, the rows of the most GPUs. Those of ``verify``
-    were timed shortly and do not count."""
-    measured = (read_results(path) for path in measurement_files(root) if path.stem != "verify")
-    results = sorted(measured, key=lambda result: result[0].count)
-    lines = [
-        "| `--ditron` | speedup over stock Megatron (min-max across shapes) | bits | measured on |",
-        "| --- | --- | --- | --- |",
-    ]
+    """One line a parallelism; of an op that several machines measured, the rows of the most GPUs."""
+    lines = table_header("`--ditron`", "speedup over stock Megatron (min-max across shapes)", "bits", "measured on")
+    newest = {op.key: op for op in _ops(root)}
     for bench, headlines in _HEADLINES.items():
         feature, _, recipe = bench.partition(" ")
+        keys = [(f"{name} {recipe}".strip(), direction) for name, direction in headlines]
+        ops = [newest[key] for key in keys if key in newest]
         name = f"`{feature}`" + (f" in FP8, {recipe.removeprefix(FP8_PREFIX)}" if recipe else "")
-        shown, machines, equal = [], [], True
-        for op, direction in headlines:
-            title = f"{op} {recipe}".strip()
-            found = [
-                (stamp, [row for row in rows if (row.title, row.direction) == (title, direction)])
-                for stamp, rows in results
-            ]
-            found = [(stamp, rows) for stamp, rows in found if rows]
-            if not found:
-                continue
-            stamp, rows = found[-1]
-            span = _span([row.speedup for row in rows])
-            shown.append(f"{_op_words(op, direction)} {span}")
-            machines.append(_machine(stamp))
-            equal = equal and all(row.bitwise_equal for row in rows)
-        if shown:
-            bits = "equal" if equal else "**DIFFER**"
-            lines.append(f"| {name} | {', '.join(shown)} | {bits} | {', '.join(dict.fromkeys(machines))} |")
-    return "\n".join(lines) if len(lines) > 2 else "No results of a GPU machine are committed yet."
+        speeds = ", ".join(f"`{op.rows[0].op}`{_PASSES[op.key[1]]} {_span(op.rows)}" for op in ops)
+        machines = dict.fromkeys(_machine(op.stamp) for op in ops)
+        if ops:
+            bits = " and ".join(dict.fromkeys(op.bits for op in ops))
+            lines.append(f"| {name} | {speeds} | {bits} | {', '.join(machines)} |")
+    return "\n".join(lines)
 
 
-def _steps(root: Path, only_telling: bool = False) -> str:
-    """Every training that ``compare`` ran, by feature and number of GPUs; ``only_telling``: of each the newest whose
-    row has its command, plan, versions and trace."""
+def _means(root: Path, kind: str) -> str:
+    """Geometric mean and range of each op of a kind, on each machine, for a page in docs/measurements."""
+    lines = table_header("op", "on", "shapes", "over native: geometric mean (range)", "over a peer", "bits")
+    ops = [op for op in _ops(root) if kind == ("fp8" if op.rows[0].fp8 else _PAGES.get(op.path.stem, op.path.stem))]
+    for op in sorted(ops, key=lambda op: (op.key[0], op.key[1] != "forward")):
+        peers = [row.peer_speedup for row in op.rows if row.peer_speedup]
+        peer = f"{geometric_mean(peers):.2f}x {op.rows[0].peer}" if peers else ""
+        where = f"[{_machine(op.stamp)}](../../benchmarks/{_device_page(op.path)}#bench-{op.path.stem})"
+        mean = f"{geometric_mean([row.speedup for row in op.rows]):.2f}x"
+        speed = f"{mean} ({_span(op.rows)})" if len(op.rows) > 1 else mean
+        name = f"`{op.key[0]}` {op.key[1].replace('_', ' + ')}"
+        lines.append(f"| {name} | {where} | {len(op.rows)} | {speed} | {peer} | {op.bits} |")
+    return "\n".join(lines)
+
+
+def table_header(*names: str) -> list[str]:
+    """The first two lines of a table."""
+    return ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+
+
+def _steps(root: Path) -> list[tuple[Stamp, Row]]:
+    """Every training that ``compare`` ran."""
     results = (read_results(path) for path in measurement_files(root) if path.stem == TRAINING)
-    steps = [(stamp, row) for stamp, rows in results for row in rows if row.tells_all or not only_telling]
-    if only_telling:
-        newest_last = sorted(steps, key=lambda step: (step[1].stamp or {}).get("date", step[0].date))
-        steps = list({(row.op, row.model, row.fp8, stamp.count): (stamp, row) for stamp, row in newest_last}.values())
-    what = "with its command, plan and trace" if only_telling else "of a GPU machine"
-    missing = f"No training step {what} is committed yet."
-    return (_job_table(steps) if only_telling else _step_table(steps)) if steps else missing
+    return [(stamp, row) for stamp, rows in results for row in rows]
+
+
+def _shown_steps(root: Path) -> list[tuple[Stamp, Row]]:
+    """Those on several GPUs whose row has its command, plan, versions and trace; no job whose own native runs are far
+    apart."""
+    steps = [(stamp, row) for stamp, row in _steps(root) if row.tells_all and stamp.count > 1]
+    runs = [(row.model, (row.jobs_ms or {}).get("native", [1.0])) for _, row in steps]
+    unsteady = {model for model, times in runs if max(times) > (1 + _LARGEST_SPREAD) * min(times)}
+    return [step for step in steps if step[1].model not in unsteady]
+
+
+def _typical(steps: Sequence[tuple[Stamp, Row]]) -> str:
+    if not steps:
+        return "No training step of a GPU machine is committed yet."
+    gains = [row.speedup for _, row in steps]
+    machines = sorted({_machine(stamp) for stamp, _ in steps})
+    middle = f"**Median of {len(gains)} measured training steps: {median(gains):.2f}x**"
+    return f"{middle} ({min(gains):.3f}x to {max(gains):.3f}x), on {', '.join(machines)}, one machine each."
 
 
 def _by_feature(steps: Sequence[tuple[Stamp, Row]]) -> list[tuple[str, Stamp, Row]]:
@@ -129,39 +196,33 @@ def _step_model(row: Row) -> str:
 def _job_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
     """A line a job, with a column for each number of GPUs."""
     counts = sorted({stamp.count for stamp, _ in steps})
-    jobs: dict[tuple[str, str], dict[int, str]] = {}
+    jobs: dict[tuple[str, str], dict[int, list[str]]] = {}
     for features, stamp, row in _by_feature(steps):
-        words = (
-            f"{row.speedup:.3f}x of {row.native_us / 1e3:.0f} ms ({stamp.device.removeprefix('NVIDIA ').split()[0]})"
-        )
-        words += "" if row.bitwise_equal else f", {row.bits_words}"
-        jobs.setdefault((features, _step_model(row)), {})[stamp.count] = words
-    lines = [
-        f"| `--ditron` | trained | {' | '.join(f'{count} GPUs' for count in counts)} |",
-        f"| --- | --- |{' --- |' * len(counts)}",
-    ]
+        words = f"{row.speedup:.3f}x{_runs_mark(row)} {_machine(stamp).split()[-1]}"
+        words += "" if row.bitwise_equal else f" ({row.bits_words})"
+        jobs.setdefault((features, _step_model(row)), {}).setdefault(stamp.count, []).append(words)
+    lines = table_header("`--ditron`", "trained", *(f"{count} GPUs" for count in counts))
     for (features, model), found in jobs.items():
-        lines.append(f"| `{features}` | {model} | {' | '.join(found.get(count, '') for count in counts)} |")
+        cells = (", ".join(found.get(count, [])) for count in counts)
+        lines.append(f"| `{features}` | {model} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _runs_mark(row: Row) -> str:
+    """``*`` if each path ran once, ``~`` if the times of both paths' runs overlap."""
+    times = row.jobs_ms
+    if times is None or len(times["native"]) < 2:
+        return "\\*"
+    return "" if max(times["ditron"]) < min(times["native"]) else "\\~"
 
 
 def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
-    lines = [
-        "| `--ditron` | trained | on | Megatron | fused | speed | peak memory | symmetric | bits |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = table_header("`--ditron`", "trained", "on", "native", "fused", "speedup", "bits")
     for features, stamp, row in _by_feature(steps):
-        times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x"
+        times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x{_runs_mark(row)}"
         trained = f"{_step_model(row)}: {model_words(row)}"
-        memory = _memory_words(row)
-        lines.append(f"| `{features}` | {trained} | {_machine(stamp)} | {times} | {memory} | {row.bits_words} |")
+        lines.append(f"| `{features}` | {trained} | {_machine(stamp)} | {times} | {row.bits_words} |")
     return "\n".join(lines)
-
-
-def _memory_words(row: Row) -> str:
-    """Two cells: peak reserved memory natively and fused, and symmetric memory; a dash for rows without them."""
-    words = "{native:.1f}, {ditron:.1f} GiB | {ditron_symmetric:.2f} GiB" if row.memory_gib else "- | -"
-    return words.format(**row.memory_gib or {})
 
 
 def _machine(stamp: Stamp) -> str:
@@ -169,50 +230,50 @@ def _machine(stamp: Stamp) -> str:
     return f"{stamp.count} x {stamp.device.removeprefix('NVIDIA ').split()[0]}"
 
 
-def _op_words(op: str, direction: str) -> str:
-    return f"`{op}`" if direction == "forward" else f"`{op}` with backward"
+def _device_page(path: Path) -> str:
+    """The page of a file of results, relative to the folder of benchmarks."""
+    return f"{RESULTS.name}/{path.parent.name}/README.md"
 
 
-def render_results(root: Path) -> str:
-    """The page with every committed result: conditions, means, tables and pictures."""
-    sections = [_section(path, root) for path in measurement_files(root)]
-    how = "How it is measured: [measurements](../docs/measurements/index.md)."
-    intro = f"# Results\n\nMade by `python scripts/readme.py` from `results/`. {how}"
-    return "\n\n".join([intro, *sections]) + "\n"
+def result_pages(root: Path) -> dict[Path, str]:
+    """By their paths relative to ``root``: the list of all committed results, and of each machine a page with its
+    rows, conditions and pictures."""
+    files = [(path, *read_results(path)) for path in measurement_files(root)]
+    index = table_header("machine", "file", "date", "commit", "rows")
+    pages: dict[str, list[str]] = {}
+    for path, stamp, rows in files:
+        title, page = _title(path), _device_page(path)
+        link = f"[`{title}`]({page}#{title.replace(' ', '-').replace('.', '')})"
+        index.append(
+            f"| {stamp.count} x {stamp.device} | {link} | {stamp.date} | `{stamp.commit[:13]}` | {len(rows)} |"
+        )
+        sections = pages.setdefault(page, [f"# {stamp.count} x {stamp.device}\n\n{_MADE}"])
+        sections.append(f"## `{title}`\n\n{_section(path, stamp, rows, root)}")
+    texts = {RESULTS_PAGE.parent / page: "\n\n".join(parts) + "\n" for page, parts in pages.items()}
+    marked = "\n".join(["<!-- begin files -->", *index, "<!-- end files -->"])
+    return {RESULTS_PAGE: f"# Results\n\n{_MADE} {_HOW}\n\n{marked}\n", **texts}
 
 
-def _title(path: Path, stamp: Stamp) -> str:
-    command = {"verify": "verify", TRAINING: "compare", "lengths": "tests.lengths"}.get(
-        path.stem, f"bench {path.stem}"
-    )
-    return f"{stamp.count} x {stamp.device}: `{command}`"
+def _title(path: Path) -> str:
+    return {"verify": "verify", TRAINING: "compare", "lengths": "tests.lengths"}.get(path.stem, f"bench {path.stem}")
 
 
-def _section(path: Path, root: Path) -> str:
-    stamp, rows = read_results(path)
-    lines = [f"## {_title(path, stamp)}", "", _conditions(stamp), ""]
+def _section(path: Path, stamp: Stamp, rows: Sequence[Row], root: Path) -> str:
+    lines = [_conditions(stamp), ""]
     if "summary" in stamp.settings:
         lines += [stamp.settings["summary"] + ".", ""]
-    if path.stem == TRAINING:
-        own = [
-            f"`{row.op.removeprefix(TRAINING_STEP)}` {row.model}: commit {_own_words(stamp, row)}."
-            for row in rows
-            if row.commit or row.stamp
-        ]
-        return "\n".join(
-            [*lines, *(line for words in own for line in (words, "")), _step_table([(stamp, row) for row in rows])]
-        )
     older: dict[str, list[str]] = {}
     for row in rows:
         if row.commit or row.stamp:
-            older.setdefault(_own_words(stamp, row), []).append(row.title)
+            name = f"`{row.op.removeprefix(TRAINING_STEP)}` {row.model}" if path.stem == TRAINING else row.title
+            older.setdefault(_own_words(stamp, row), []).append(name)
     if older:
-        words = "; ".join(f"{own}: {', '.join(dict.fromkeys(titles))}" for own, titles in older.items())
-        lines += [f"What stands above holds of the newest rows. Rows of other commits: {words}.", ""]
-    lines += [_summary(rows), "", markdown_table(rows)]
+        words = "; ".join(f"{own}: {', '.join(dict.fromkeys(names))}" for own, names in older.items())
+        lines += [f"These are the conditions of the newest rows. Rows of other commits: {words}.", ""]
+    lines += [_step_table([(stamp, row) for row in rows]) if path.stem == TRAINING else markdown_table(rows)]
     picture = picture_path(path.relative_to(root))
     if (root / picture).exists():
-        lines += ["", f"![speed over native]({picture.relative_to(RESULTS_PAGE.parent).as_posix()})"]
+        lines += ["", f"![speed over native](../../{picture.relative_to(RESULTS_PAGE.parent).as_posix()})"]
     return "\n".join(lines)
 
 
@@ -244,28 +305,11 @@ def _own_words(stamp: Stamp, row: Row) -> str:
     return f"`{row.commit or stamp.commit}`" + (f" ({', '.join(words)})" if words else "")
 
 
-def _span(speedups: Sequence[float]) -> str:
-    """From the least to the greatest."""
+def _span(rows: Sequence[Row]) -> str:
+    """From the least speedup to the greatest."""
+    speedups = [row.speedup for row in rows]
     ends = [f"{speedup:.2f}x" for speedup in (min(speedups), max(speedups))]
     return " to ".join(dict.fromkeys(ends))
-
-
-def _summary(rows: Sequence[Row]) -> str:
-    """Geometric mean and worst case of each op and pass, and whether all bits were equal."""
-    lines = []
-    for op, direction in dict.fromkeys((row.title, row.direction) for row in rows):
-        chosen = [row for row in rows if (row.title, row.direction) == (op, direction)]
-        speedups = [row.speedup for row in chosen]
-        mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
-        bits = "bits equal" if all(row.bitwise_equal for row in chosen) else "**BITS DIFFER**"
-        text = f"- `{op}` {direction.replace('_', ' + ')}: {mean:.2f}x native"
-        if len(chosen) > 1:
-            text += f" (geometric mean of {len(chosen)} shapes, {_span(speedups)})"
-        peers = [row.peer_speedup for row in chosen if row.peer_speedup]
-        if peers:
-            text += f", {math.exp(sum(map(math.log, peers)) / len(peers)):.2f}x {chosen[0].peer}"
-        lines.append(f"{text}, {bits}")
-    return "\n".join(lines)
 
 
 _DIVIDED = {"TP": "tensor_model", "CP": "context", "EP": "expert_model", "PP": "pipeline_model"}
@@ -293,4 +337,4 @@ def model_words(row: Row) -> str:
 def markdown_table(rows: Sequence[Row]) -> str:
     """Returns the rows as a Markdown table."""
     header, lines = cells_of(rows)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])
+    return "\n".join([*table_header(*header), *("| " + " | ".join(line) + " |" for line in lines)])

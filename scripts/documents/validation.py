@@ -14,6 +14,7 @@ from ditron_train.tools.job import read_job
 from ditron_train.tools.predict.estimates import Cluster
 from ditron_train.tools.predict.predictor import Prediction, predict
 from ditron_train.tools.results import TRAINING_STEP, Row, measurement_files, read_results
+from documents.results import table_header
 
 _PROFILES = {"H200": "h200", "H100-80GB-HBM3": "h100"}
 #: What rows without a command do not say of the models that they name: heads, and groups of them.
@@ -79,11 +80,8 @@ def middle(values: Iterable[float], share: float = 0.9) -> tuple[float, float]:
 
 
 def document_part(root: Path) -> str:
-    """The table of docs/guides/predict.md."""
-    lines = [
-        "| step | trained | on | native: measured, rough model | gain: measured, estimated |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    """The table of docs/measurements/predict.md."""
+    lines = table_header("step", "trained", "on", "native: measured, rough model", "gain: measured, estimated")
     for one in check_steps(root):
         row, native_ms = one.row, one.row.native_us / 1e3
         model = row.model if row.fp8 is None else f"{row.model}, FP8 {row.fp8}"

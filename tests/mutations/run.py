@@ -198,10 +198,11 @@ the tests that are expected to notice ([contributing](../../CONTRIBUTING.md#muta
 changes themselves are listed in `tests/mutations/mutations.py`. A fault that makes a rank wait for ever counts as
 caught only if a test reports the deadline. Seconds include the start of pytest, on 2 shared CPU cores.
 
+<!-- begin mutations -->
 {heading}
 """
         + "\n".join(listed)
-        + "\n"
+        + "\n<!-- end mutations -->\n"
     )
 
 

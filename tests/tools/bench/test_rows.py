@@ -25,7 +25,15 @@ from ditron_train.tools.results import (
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
 from documents.pictures import draw_speedups
-from documents.results import markdown_table, model_words, picture_path, render, render_results, result_parts
+from documents.results import (
+    RESULTS_PAGE,
+    markdown_table,
+    model_words,
+    picture_path,
+    render,
+    result_pages,
+    result_parts,
+)
 
 ROOT = Path(__file__).parents[3]
 FULL = Row(
@@ -60,6 +68,12 @@ SHORT = Row(
     bitwise_equal=False,
     comm_sms=0,
 )
+
+
+def machine_page(root: Path) -> str:
+    """The page of the only machine that has results."""
+    (page,) = [text for path, text in result_pages(root).items() if path != RESULTS_PAGE]
+    return page
 
 
 def stamp(**changes: object) -> Stamp:
@@ -189,10 +203,10 @@ def test_the_page_says_what_older_rows_were_measured_under(tmp_path: Path) -> No
     steps[1] = dataclasses.replace(steps[1], commit=None, stamp={"date": "2026-01-02"})
     write_results(tmp_path / RESULTS, "tp", now, [FULL, older])
     write_results(tmp_path / RESULTS, "training", now, steps)
-    page = render_results(tmp_path)
+    page = machine_page(tmp_path)
     own = "`abc` (2026-01-01, NCCL 2.27, `NCCL_ALGO=Ring`, without `DITRON_X`)"
     assert f"Rows of other commits: {own}: {older.title}." in page
-    assert f"`tp` square: commit {own}." in page and "`ep` square: commit `new` (2026-01-02)." in page
+    assert f"{own}: `tp` square; `new` (2026-01-02): `ep` square." in page
 
 
 def test_tables() -> None:
@@ -265,14 +279,15 @@ def test_documents_show_results(tmp_path: Path) -> None:
     marks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in parts)
     text = render(f"intro\n{marks}outro", parts)
     assert text.startswith("intro") and text.endswith("outro") and "\nold\n" not in text
-    page = render_results(tmp_path)
-    assert "8 x NVIDIA H200" in page and "2.50x async-TP" in page and "**BITS DIFFER**" in page
+    page, index = machine_page(tmp_path), result_pages(tmp_path)[RESULTS_PAGE]
+    assert "# 8 x NVIDIA H200" in page and "(results/H200x8/README.md#bench-tp)" in index
+    assert "| 1.70x | 2.50x async-TP | equal |" in text and "| 0.75x |  | **DIFFER** |" in text
+    assert "No training step of a GPU machine" in text
     write_results(tmp_path / RESULTS, "verify", stamp(device="NVIDIA H200"), [SHORT])
     text = render(text, parts)
     assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x H200 |" in text
     assert markdown_table([FULL, SHORT]) in page
     assert render(text, parts) == text
-    assert "No training step of a GPU machine" in text
     shape = {
         "num_layers": 6,
         "hidden_size": 8192,
@@ -295,29 +310,34 @@ def test_documents_show_results(tmp_path: Path) -> None:
         line for line in text.splitlines() if "| some: 6 layers, hidden 8192; TP 2; 1 at a time | 8 x H200 |" in line
     ]
     assert [line.split("`")[1] for line in lines] == ["tp", "tp,pp", "ep"]
-    assert "`tp,pp` some: commit `abc`." in render_results(tmp_path)
+    assert "Rows of other commits: `abc`: `tp,pp` some." in machine_page(tmp_path)
     older = dataclasses.replace(SHORT, commit="abc")
     write_results(tmp_path / RESULTS, "tp", stamp(device="NVIDIA H200"), [FULL, older])
-    assert f"Rows of other commits: `abc`: {older.title}." in render_results(tmp_path)
-    with pytest.raises(ValueError, match="begin gains"):
+    assert f"Rows of other commits: `abc`: {older.title}." in machine_page(tmp_path)
+    with pytest.raises(ValueError, match="begin typical"):
         render("<!-- begin steps -->\n<!-- end steps -->", parts)
 
 
-def test_of_each_job_the_newest_step_is_shown(tmp_path):
+def test_readme_has_the_steps_of_each_machine_but_none_that_native_runs_contradict(tmp_path: Path) -> None:
     told = {"command": "torchrun", "plan": ["tp"], "versions": {"torch": "2.11"}, "trace": {"native": {}}}
     step = dataclasses.replace(SHORT, op="training_step tp", model="some", shape={}, bitwise_equal=True, **told)
-    other = dataclasses.replace(step, op="training_step ep")
+    apart = dataclasses.replace(step, native_us=1e6, jobs_ms={"native": [1001.0, 999.0], "ditron": [0.8, 0.8]})
+    overlap = dataclasses.replace(apart, op="training_step ep", jobs_ms={"native": [1.0, 0.95], "ditron": [1.0, 0.8]})
+    unsteady = dataclasses.replace(apart, model="unsteady", jobs_ms={"native": [1.0, 1.2], "ditron": [0.8, 0.8]})
     untold = dataclasses.replace(step, model="without a trace", trace=None)
-    kept = dataclasses.replace(other, native_us=1e6, commit="abc", stamp={"date": "2026-01-01"})
-    of = {"NVIDIA H100 80GB HBM3": ("2026-03-01", [step, kept]), "NVIDIA H200": ("2026-02-01", [step, other, untold])}
-    for device, (date, rows) in of.items():
-        write_results(tmp_path / RESULTS, "training", dataclasses.replace(stamp(device=device), date=date), rows)
-    smaller = dataclasses.replace(stamp(device="NVIDIA H200"), count=2)
-    write_results(tmp_path / RESULTS, "training", smaller, [dataclasses.replace(other, bitwise_equal=False)])
+    of = {"NVIDIA H100 80GB HBM3": [apart, overlap, unsteady], "NVIDIA H200": [step, untold]}
+    for device, rows in of.items():
+        write_results(tmp_path / RESULTS, "training", stamp(device=device), rows)
+    of_smaller = [dataclasses.replace(overlap, bitwise_equal=False), dataclasses.replace(step, model="unsteady")]
+    write_results(
+        tmp_path / RESULTS, "training", dataclasses.replace(stamp(device="NVIDIA H200"), count=2), of_smaller
+    )
     header, _, *lines = result_parts(tmp_path)["trained"]().splitlines()
     assert header == "| `--ditron` | trained | 2 GPUs | 8 GPUs |"
-    of_step = f"{step.speedup:.3f}x of {step.native_us / 1e3:.0f} ms"
     assert lines == [
-        f"| `tp` | some |  | {of_step} (H100) |",
-        f"| `ep` | some | {of_step} (H200), **DIFFER** | {of_step} (H200) |",
+        "| `tp` | some |  | 1250.000x H100, 0.750x\\* H200 |",
+        "| `ep` | some | 1250.000x\\~ H200 (**DIFFER**) | 1250.000x\\~ H100 |",
     ]
+    assert (
+        "Median of 4 measured training steps: 1250.00x** (0.750x to 1250.000x)" in result_parts(tmp_path)["typical"]()
+    )
