@@ -130,7 +130,7 @@ def _hook(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    from ditron_train.tools.doctor import examine, show
+    from ditron_train.tools.doctor.examination import examine, show
 
     if rest:
         arguments.parser.error(f"unknown argument {rest[0]}{_advice(rest[0], arguments.parser)}")

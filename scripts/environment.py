@@ -34,29 +34,13 @@ import package_hashes  # noqa: E402
 PAIRS = (("2.11.0", "3.6.0"), ("2.12.1", "3.7.1"), ("2.13.0", "3.7.1"), ("2.14.1", "3.8.0"), ("2.15.0", "3.9.0"))
 CUDA_TORCH = "2.11.0"  # the newest of them that ran on GPUs
 CORE = ("torch", "triton", "numpy")  # installed first, so that nothing else can pull another build of them
-MODULES = {
-    "torch": "torch",
-    "triton": "triton",
-    "numpy": "numpy",
-    "packaging": "packaging",
-    "rich": "rich",
-    "megatron-core": "megatron.core",
-    "matplotlib": "matplotlib",
-    "pytest": "pytest",
-    "pytest-timeout": "pytest_timeout",
-    "hypothesis": "hypothesis",
-    "psutil": "psutil",
-    "einops": "einops",  # Megatron-core asks for it in a2a+p2p
-    "setuptools": "setuptools",
-    "ruff": "ruff",
-    "mypy": "mypy",
-    "cuda-bindings": "cuda.bindings",
-}
 _OLDEST = {"setuptools": 77}  # pyproject.toml asks for it; venv puts an older one beside pip on Python 3.11
 BASE = (*CORE, "packaging", "rich", "megatron-core", "matplotlib", "setuptools")
-TEST = (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil", "einops")
+TEST = (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil", "einops")  # Megatron asks for einops in a2a+p2p
 LINT = ("ruff", "mypy")  # in no other version than the one pinned: what they say differs between versions
 PURPOSES = {"quickstart": BASE, "bench": BASE, "test": TEST, "ci": (*TEST, *LINT)}
+MODULES = {name: name.replace("-", "_") for name in PURPOSES["ci"]}  # what each is imported as
+MODULES.update({"megatron-core": "megatron.core", "cuda-bindings": "cuda.bindings"})
 HASHED = ("ci",)
 known_hashes: dict[tuple[str, str], list[str]] = {}  # by name and version; empty where pip may take any file
 # Run inside the environment: which of the modules named on the command line are there, and which version.

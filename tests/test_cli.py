@@ -82,7 +82,7 @@ def test_a_plan_is_made_as_a_job_would_make_it(capsys: pytest.CaptureFixture, mo
 def test_interrupted_and_hung(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Ctrl-C needs no traceback; a peer that did not come is something wrong, not a wrong command line."""
     from ditron_train.runtime.errors import PeerTimeoutError
-    from ditron_train.tools import doctor
+    from ditron_train.tools.doctor import examination as doctor
 
     who = dict(
         op="ag_gemm",

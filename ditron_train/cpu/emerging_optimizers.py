@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.optim.newton_schulz import CoefficientType, fp32_matmul_precision, muon_scale, step_coefficients
+from ditron_train.optim.reference import reference_newton_schulz, reference_step
 from ditron_train.runtime.versions import find_versions
 
 _PACKAGE = "emerging_optimizers"
@@ -107,33 +108,9 @@ def is_stand_in() -> bool:
     return getattr(sys.modules.get(_PACKAGE), "is_ditron_stand_in", False)
 
 
-def _newton_schulz(
-    x: torch.Tensor,
-    steps: int,
-    coefficient_type: CoefficientType,
-    transpose: bool | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """Of a whole matrix; with ``group`` of this rank's columns (behind ``transpose``), sums of all ranks added up."""
-    transpose = x.shape[0] > x.shape[1] if transpose is None else transpose
-    x = x.mT if transpose else x
-    if group is None:
-        x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7)  # type: ignore[arg-type]
-    else:
-        x = x / _sum_over(group, (x * x).sum()).sqrt().clamp_min(1e-7)
-    if torch.get_float32_matmul_precision() == "medium":
-        x = x.to(torch.bfloat16)
-    for a, b, c in step_coefficients(coefficient_type, steps):
-        gram = x @ x.mT if group is None else _sum_over(group, x @ x.mT)
-        polynomial = torch.addmm(gram, gram, gram, alpha=c, beta=b)
-        x = torch.addmm(x, polynomial, x, alpha=1.0, beta=a)
-    x = x.to(torch.float32)
-    return x.mT if transpose else x
-
-
-def _sum_over(group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(x, group=group)
-    return x
+def _newton_schulz(x: torch.Tensor, steps: int, coefficient_type: CoefficientType, **options: Any) -> torch.Tensor:
+    dtype = torch.bfloat16 if torch.get_float32_matmul_precision() == "medium" else x.dtype
+    return reference_newton_schulz(x, dtype, step_coefficients(coefficient_type, steps), **options)
 
 
 def _newton_schulz_tp(
@@ -199,23 +176,19 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
                     self._step_one(param, group)
         return loss
 
-    def _step_one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        grad, decay, lr = param.grad, group["weight_decay"], group["lr"]
-        assert grad is not None
+    def _step_one(self, param: Any, group: dict[str, Any]) -> None:
         state = self.state[param]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        if decay != 0 and self.weight_decay_method == "l2":
-            grad = grad.add(param, alpha=decay)
-        elif decay != 0:
-            param.add_(param, alpha=-decay * lr)
-        momentum = state["momentum_buffer"]
-        factor = group[self._momentum_key]
-        momentum.lerp_(grad, 1 - factor)
-        direction = grad.lerp(momentum, factor) if self.use_nesterov else momentum
-        with fp32_matmul_precision(self.fp32_matmul_prec):
-            update = self.orthogonalize(param, direction)
-        param.add_(update, alpha=-lr)
+            state["momentum_buffer"] = torch.zeros_like(param.grad)
+
+        def orthogonalized(direction: torch.Tensor) -> torch.Tensor:
+            with fp32_matmul_precision(self.fp32_matmul_prec):
+                return self.orthogonalize(param, direction)
+
+        decay = "l2" if self.weight_decay_method == "l2" else "decoupled"
+        options: dict[str, Any] = dict(lr=group["lr"], weight_decay=group["weight_decay"], decay=decay)
+        options.update(momentum_beta=group[self._momentum_key], nesterov=self.use_nesterov, update_of=orthogonalized)
+        reference_step(param, state["momentum_buffer"], param.grad, **options)
 
 
 class _NewerOrthogonalizedOptimizer(OrthogonalizedOptimizer):

@@ -117,6 +117,9 @@ def _names_cuda(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("cuda")
 
 
+_MEMORY = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved device_memory_used".split()
+
+
 def _torch_stand_ins() -> list[tuple[Any, str, Any]]:
     properties = types.SimpleNamespace(name="CPU", major=0, minor=0, total_memory=0, multi_processor_count=1)
     cuda = torch.cuda
@@ -136,16 +139,10 @@ def _torch_stand_ins() -> list[tuple[Any, str, Any]]:
         (cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
         (cuda, "get_device_properties", lambda device=None: properties),
         (cuda, "get_device_capability", lambda device=None: (0, 0)),
-        (cuda, "memory_allocated", lambda device=None: 0),
-        (cuda, "max_memory_allocated", lambda device=None: 0),
-        (cuda, "memory_reserved", lambda device=None: 0),
-        (cuda, "max_memory_reserved", lambda device=None: 0),
-        (cuda, "device_memory_used", lambda device=None: 0),
+        *((cuda, name, lambda device=None: 0) for name in _MEMORY),
         (cuda, "reset_peak_memory_stats", lambda device=None: None),
         (cuda, "memory_stats", lambda device=None: {}),
-        (cuda, "LongTensor", torch.LongTensor),
-        (cuda, "FloatTensor", torch.FloatTensor),
-        (cuda, "IntTensor", torch.IntTensor),
+        *((cuda, name, getattr(torch, name)) for name in ("LongTensor", "FloatTensor", "IntTensor")),
         (cuda.nvtx, "range_push", lambda message: 0),
         (cuda.nvtx, "range_pop", lambda: 0),
         (torch.Tensor, "record_stream", lambda self, stream: None),

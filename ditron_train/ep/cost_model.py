@@ -13,18 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ditron_train.costs import (
-    Estimate,
-    Product,
-    Recipe,
-    Span,
-    all_to_all_us,
-    beside_us,
-    grouped_us,
-    operands,
-    pass_us,
-    product_rates,
-)
+from ditron_train.costs.estimate import Estimate
+from ditron_train.costs.exchanges import Span, all_to_all_us, beside_us
+from ditron_train.costs.fp8 import Product, Recipe, operands, product_rates
+from ditron_train.costs.products import grouped_us, pass_us
 from ditron_train.data.device_profiles import Machine
 from ditron_train.data.rates import MachineRates
 

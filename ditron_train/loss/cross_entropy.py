@@ -34,6 +34,7 @@ from triton.language.extra import libdevice
 
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.runtime.outside_compile import outside_compile
 
@@ -110,6 +111,15 @@ def _predicted(logits: torch.Tensor, target: torch.Tensor, largest: torch.Tensor
     return found.masked_fill(is_elsewhere, 0.0)
 
 
+def unsupported_reason(logits: torch.Tensor, target: torch.Tensor) -> str | None:
+    """Why ``cross_entropy`` does not take these, or None."""
+    if logits.dtype not in (torch.bfloat16, torch.float16):
+        return f"the logits are {logits.dtype}"
+    if target.dtype != torch.int64 or target.shape != logits.shape[:-1] or not logits.is_contiguous():
+        return f"logits of shape {tuple(logits.shape)} and targets of shape {tuple(target.shape)} are not covered"
+    return None if logits.numel() else "there are no tokens"
+
+
 @outside_compile
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup, *, first_word: int
@@ -125,5 +135,11 @@ def cross_entropy(
 
     Returns:
         fp32 [...], alike on all ranks.
+
+    Raises:
+        NotSupportedError: Types or shapes do not fit; before anything is sent.
     """
+    reason = unsupported_reason(logits, target)
+    if reason is not None:
+        raise NotSupportedError(f"cross_entropy: {reason}")
     return _CrossEntropy.apply(logits, target, group, first_word)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_train.costs import Estimate, Span, beside_us, cublas_us, pass_us, ring_us, throttled_us, tile_us
+from ditron_train.costs.estimate import Estimate
+from ditron_train.costs.exchanges import Span, beside_us, ring_us
+from ditron_train.costs.products import cublas_us, pass_us, throttled_us, tile_us
 from ditron_train.data.device_profiles import Machine
 from ditron_train.data.rates import MachineRates
 from ditron_train.gemm.configs import choose_config

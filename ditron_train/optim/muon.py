@@ -288,7 +288,7 @@ class Muon(CopiedWithOptions):
         """Updates ``target`` (the parameter or the rows of one component) by the orthogonal factor of
         ``direction``."""
         rows, columns = direction.shape
-        tp_group, dim = self._partition(param)
+        tp_group, dim = _partition(self, param)
         gathered = direction
         if tp_group is not None:
             shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(tp_group))]
@@ -319,12 +319,13 @@ class Muon(CopiedWithOptions):
             lr=float(group["lr"]),
         )
 
-    def _partition(self, param: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
-        """The group to gather a direction over and the dimension it is cut along; (None, -1) where none is needed."""
-        if self.tp_mode == "blockwise" or self.tp_group_fn is None:
-            return None, -1
-        dim = getattr(param, "partition_dim", None)
-        tp_group = self.tp_group_fn(param)
-        if dim is None or dim < 0 or tp_group is None or dist.get_world_size(tp_group) == 1:
-            return None, -1
-        return tp_group, dim
+
+def _partition(optimizer: Muon, param: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
+    """The group to gather a direction over and the dimension it is cut along; (None, -1) where none is needed."""
+    if optimizer.tp_mode == "blockwise" or optimizer.tp_group_fn is None:
+        return None, -1
+    dim = getattr(param, "partition_dim", None)
+    tp_group = optimizer.tp_group_fn(param)
+    if dim is None or dim < 0 or tp_group is None or dist.get_world_size(tp_group) == 1:
+        return None, -1
+    return tp_group, dim

@@ -18,17 +18,35 @@ QUINTIC = [
 ]  # fmt: skip
 
 
-def reference_newton_schulz(grad: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Five quintic steps on an fp32 matrix with whole products in ``dtype``; fp32, in the shape of ``grad``."""
-    transpose = grad.shape[0] > grad.shape[1]
+def reference_newton_schulz(
+    grad: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    coefficients: Sequence[tuple[float, float, float]] = QUINTIC,
+    *,
+    transpose: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Five quintic steps (or others) on an fp32 matrix with whole products in ``dtype``; fp32, in the shape of
+    ``grad``. With ``group``, of this rank's columns (behind ``transpose``), sums of all ranks added up."""
+    transpose = grad.shape[0] > grad.shape[1] if transpose is None else transpose
     x = grad.mT if transpose else grad
-    x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7).to(dtype)  # type: ignore[arg-type]
-    for a, b, c in QUINTIC:
-        gram = x @ x.mT
+    if group is None:
+        x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7)  # type: ignore[arg-type]
+    else:
+        x = x / _sum_over(group, (x * x).sum()).sqrt().clamp_min(1e-7)
+    x = x.to(dtype)
+    for a, b, c in coefficients:
+        gram = _sum_over(group, x @ x.mT)
         polynomial = torch.addmm(gram, gram, gram, alpha=c, beta=b)
         x = torch.addmm(x, polynomial, x, alpha=1.0, beta=a)
     x = x.to(torch.float32)
     return x.mT if transpose else x
+
+
+def _sum_over(group: dist.ProcessGroup | None, x: torch.Tensor) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
 
 
 def reference_step(
@@ -45,8 +63,10 @@ def reference_step(
     scale: Callable[[int, int], float] | None = None,
     extra: float = 1.0,
     qkv: Sequence[int] | None = None,
+    update_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """One step of one matrix, in place on ``param`` and ``momentum``; options as ``ditron_train.optim.Muon``'s."""
+    """One step of one matrix, in place on ``param`` and ``momentum``; options as ``ditron_train.optim.Muon``'s, or
+    what orthogonalizes a direction (``update_of``)."""
     if weight_decay and decay == "decoupled":
         param.add_(param, alpha=-weight_decay * lr)
     elif weight_decay and decay == "independent":
@@ -61,7 +81,9 @@ def reference_step(
         shape_scale = max(rows, columns) ** 0.5 if scale is None else scale(rows, columns)
         return reference_newton_schulz(matrix, dtype=dtype) * shape_scale * extra
 
-    if qkv is None:
+    if update_of is not None:
+        update = update_of(direction)
+    elif qkv is None:
         update = factor(direction)
     else:
         groups, columns = direction.shape[0] // sum(qkv), direction.shape[1]

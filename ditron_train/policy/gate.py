@@ -58,7 +58,7 @@ class Gate:
         self._counts: GroupCache[_Key, int] = GroupCache()
         self._audit_every = 0
         self._audited: GroupCache[tuple[str, dist.ProcessGroup | None], int] = GroupCache()
-        self.lengths = Lengths(self._decide_family, self._native)
+        self.lengths = Lengths(self._decide_family, _native)
 
     def context_for(self, op: Op[Call, Context], call: Call) -> Context | None:
         """The context to run ``call`` by the fused path, or None for Megatron's (collective where the key is new)."""
@@ -94,25 +94,8 @@ class Gate:
         if answer.cpu_bound is not None:
             answer.cpu_bound.count()
             if answer.cpu_bound.is_over:
-                answer = self._answers[key] = self._in_this_job(op, call, answer)
+                answer = self._answers[key] = _in_this_job(op, call, answer)
         return answer
-
-    def _in_this_job(self, op: Op[Call, Context], call: Call, answer: Answer) -> Answer:
-        """The answer once the job has shown whether the job is CPU-bound (collective: all ranks are at the same call);
-        the same one while its first steps may be to blame."""
-        cpu_bound, group = answer.cpu_bound, op.group(call)
-        assert cpu_bound is not None, "it was asked whether there is one"
-        mine = cpu_bound.lateness(), cpu_bound.age_s
-        gathered = [mine] if group is None else exchange(group, mine)
-        lateness, age_s = (max(values) for values in zip(*gathered))
-        reason = cpu_bound.unsupported_reason(lateness)
-        if reason is None:
-            return Answer(answer.context)
-        return answer if cpu_bound.looks_on(age_s) else self._native(op, f"{op.describe_shape(call)}{reason}")
-
-    def key_of(self, op: Op[Call, Context], call: Call) -> _Key:
-        """Where the answer to ``call`` is kept, for ``recall``."""
-        return _key_of(op, _with_known_group(call))
 
     def recall(self, key: _Key) -> Answer | None:
         """What was decided for a key of ``key_of``: one look-up, which counts as a call. None where it was not, or may
@@ -162,7 +145,7 @@ class Gate:
     def _ask(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
         group = op.group(call)
         if group is not None and is_destroyed(group):
-            return self._native(op, "torch.distributed does not know its process group")
+            return _native(op, "torch.distributed does not know its process group")
         kind = op.family(call)
         found = None if kind is None else self.lengths.answer(op, call, *kind)
         if found is not None:
@@ -172,11 +155,12 @@ class Gate:
             return answer
         count = self._counts.get(key[:3], 0)
         if is_capturing(op.device(call)):
-            return self._answers.get(_key_of(op, call, is_forward=False)) or self._native(op, _CAPTURED)
+            return self._answers.get(_key_of(op, call, is_forward=False)) or _native(op, _CAPTURED)
         if count >= self.most_shapes:
             # The group's own shapes are counted, which all of its ranks know alike.
-            return self._native(op, self._limit())
-        answer = self._decide(op, call)
+            return _native(op, _limit(self.most_shapes))
+        self._audit_every = get_settings().audit
+        answer = _decide(op, call)
         self._answers[key] = answer
         self._counts[key[:3]] = count + 1
         return answer
@@ -190,47 +174,62 @@ class Gate:
         self._answers[key] = answer
         family.keys.append(key)
 
-    def _native(self, op: Op[Call, Context], reason: str) -> Answer:
-        if op.logs_native:
-            log_native(op.log_name or op.name, reason)
-        return Answer(None, reason)
-
     def _decide_family(self, op: Op[Call, Context], call: Call, most_rows: int | None, is_timed: bool) -> Answer:
         """A decision about a family at the call's rows; the first is not timed (collective)."""
+        self._audit_every = get_settings().audit
         if is_timed:
-            return self._decide(op, call)
+            return _decide(op, call)
         counted = _key_of(op, call)[:3]
         if self._counts.get(counted, 0) >= self.most_shapes:
-            return Answer(None, self._limit())
+            return Answer(None, _limit(self.most_shapes))
         self._counts[counted] = self._counts.get(counted, 0) + 1
         with untimed():
-            return self._decide(op, call, lambda context: context.vary_lengths(most_rows))
+            return _decide(op, call, lambda context: context.vary_lengths(most_rows))
 
-    def _limit(self) -> str:
-        return f"more than {self.most_shapes} shapes: each has to be tried, which would cost more than it gives"
 
-    def _decide(
-        self, op: Op[Call, Context], call: Call, prepare: Callable[[Any], None] = lambda context: None
-    ) -> Answer:
-        reason = op.unsupported_reason(call)
-        if reason is not None:
-            return self._native(op, reason)
-        self._audit_every = get_settings().audit
-        reason = self_check(op.group(call), op.device(call))
-        if reason is not None:  # it has said so, once for all ops
-            return Answer(None, reason)
-        try:
-            context = op.make_context(call)
-            prepare(context)
-            decision = op.decide(call, context)
-        except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
-            return self._native(op, str(error))
-        except FAILURES as error:
-            return self._native(op, reason_all_failed(op.log_name or op.name, error, op.group(call)))
-        if decision.use_ditron:
-            looks = op.looks_at_host and not is_forward_only(op) and get_settings().policy in ("strict", "fast")
-            return Answer(context, cpu_bound=cpu_bound_of(decision, op.device(call)) if looks else None)
-        return self._native(op, f"{op.describe_shape(call)}{decision.reason}")
+def _decide(op: Op[Call, Context], call: Call, prepare: Callable[[Any], None] = lambda context: None) -> Answer:
+    reason = op.unsupported_reason(call)
+    if reason is not None:
+        return _native(op, reason)
+    reason = self_check(op.group(call), op.device(call))
+    if reason is not None:  # it has said so, once for all ops
+        return Answer(None, reason)
+    try:
+        context = op.make_context(call)
+        prepare(context)
+        decision = op.decide(call, context)
+    except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
+        return _native(op, str(error))
+    except FAILURES as error:
+        return _native(op, reason_all_failed(op.log_name or op.name, error, op.group(call)))
+    if decision.use_ditron:
+        looks = op.looks_at_host and not is_forward_only(op) and get_settings().policy in ("strict", "fast")
+        return Answer(context, cpu_bound=cpu_bound_of(decision, op.device(call)) if looks else None)
+    return _native(op, f"{op.describe_shape(call)}{decision.reason}")
+
+
+def _in_this_job(op: Op[Call, Context], call: Call, answer: Answer) -> Answer:
+    """The answer once the job has shown whether the job is CPU-bound (collective: all ranks are at the same call);
+    the same one while its first steps may be to blame."""
+    cpu_bound, group = answer.cpu_bound, op.group(call)
+    assert cpu_bound is not None, "it was asked whether there is one"
+    mine = cpu_bound.lateness(), cpu_bound.age_s
+    gathered = [mine] if group is None else exchange(group, mine)
+    lateness, age_s = (max(values) for values in zip(*gathered))
+    reason = cpu_bound.unsupported_reason(lateness)
+    if reason is None:
+        return Answer(answer.context)
+    return answer if cpu_bound.looks_on(age_s) else _native(op, f"{op.describe_shape(call)}{reason}")
+
+
+def _native(op: Op[Call, Context], reason: str) -> Answer:
+    if op.logs_native:
+        log_native(op.log_name or op.name, reason)
+    return Answer(None, reason)
+
+
+def _limit(most_shapes: int) -> str:
+    return f"more than {most_shapes} shapes: each has to be tried, which would cost more than it gives"
 
 
 def reason_all_failed(name: str, error: Exception, group: dist.ProcessGroup | None, turns: int = 1) -> str:
@@ -259,6 +258,11 @@ def reason_all_failed(name: str, error: Exception, group: dist.ProcessGroup | No
         log_once(f"failed {name} {words}", f"{name} runs natively, {words} ({advice})", level=logging.WARNING)
     get_logger("policy").debug("%s", words, exc_info=error)
     return words
+
+
+def key_of(op: Op[Call, Context], call: Call) -> _Key:
+    """Where the answer to ``call`` is kept, for ``recall``."""
+    return _key_of(op, _with_known_group(call))
 
 
 def _key_of(op: Op[Call, Context], call: Call, is_forward: bool | None = None) -> _Key:

@@ -62,7 +62,40 @@ class ProofPart(NamedTuple):
     work: float | None = None
 
 
-class Op(ABC, Generic[Call, Context]):
+class _OfLengths(Generic[Call, Context]):
+    """What an op says of calls whose number of rows varies."""
+
+    def family(self, call: Call) -> tuple[tuple[Hashable, ...], int] | None:
+        """All of ``key`` but the number of rows, and the number of rows; its context has to be an ``OpContext``. None:
+        each shape is decided for itself."""
+        return None
+
+    def bits_proof(self, call: Call, context: Context) -> Sequence[ProofPart]:
+        """What shows, at a number of rows of the call's family, that the fused path is bitwise identical; nothing if
+        it is so at any. By default both paths run on the trial's data (collective)."""
+        op: Any = self
+        sizes = self.at_rows(call, 0)  # without the job's tensors, which would stay in memory
+
+        def compare(rows: int) -> torch.Tensor:
+            resized = self.at_rows(sizes, rows)
+            trial = op.trial(resized, context)
+            cases = trial.extra_cases or ((trial.native, trial.fused),)
+            equal = all([same_bits(native(), fused()) for native, fused in cases])  # all of them: they are collective
+            return torch.tensor(equal, device=op.device(resized))
+
+        return [ProofPart(compare)]
+
+    def with_values(self, call: Call, x: torch.Tensor, grad: torch.Tensor | None) -> Call:
+        """``call`` on the input ``x``, with the gradient of its result if there is one: what an audit computes by both
+        paths. By default the call's own data."""
+        return call
+
+    def at_rows(self, call: Call, rows: int) -> Call:
+        """``call`` of its family with another number of rows, on tensors that hold no values."""
+        raise NotImplementedError
+
+
+class Op(_OfLengths[Call, Context], ABC):
     """One op. A `Call` holds everything of one call on this rank: tensors, group and options. The context owns the
     op's memory; it is None for an op that has none.
 
@@ -74,6 +107,8 @@ class Op(ABC, Generic[Call, Context]):
             themselves, by times of the forward pass alone.
         looks_at_host: Whether the gate looks, during a job, at whether the CPU is ahead; only for an op that all ranks
             of its group call equally often, since they agree at a call.
+        synchronizes: Whether ``decide`` waits for the device at its end: memory is had and kernels are compiled then,
+            so nothing of that fails between a forward and its backward.
         is_observed: Whether its layers have their calls ``observed``: timed in the job if lengths vary, and audited.
     """
 
@@ -83,6 +118,7 @@ class Op(ABC, Generic[Call, Context]):
     decides_forward: bool = False
     looks_at_host: bool = False
     is_observed: bool = False
+    synchronizes: bool = False
 
     def group(self, call: Call) -> dist.ProcessGroup | None:
         """Who decides together: the call's ``group``; None for an op of one process."""
@@ -97,35 +133,6 @@ class Op(ABC, Generic[Call, Context]):
         shapes, types and device of the inputs."""
         inputs = self.inputs(call)
         return (*((tuple(tensor.shape), tensor.dtype) for tensor in inputs), self.device(call))
-
-    def family(self, call: Call) -> tuple[tuple[Hashable, ...], int] | None:
-        """All of ``key`` but the number of rows, and the number of rows; its context has to be an ``OpContext``. None:
-        each shape is decided for itself."""
-        return None
-
-    def bits_proof(self, call: Call, context: Context) -> Sequence[ProofPart]:
-        """What shows, at a number of rows of the call's family, that the fused path is bitwise identical; nothing if
-        it is so at any. By default both paths run on the trial's data (collective)."""
-
-        sizes = self.at_rows(call, 0)  # without the job's tensors, which would stay in memory
-
-        def compare(rows: int) -> torch.Tensor:
-            resized = self.at_rows(sizes, rows)
-            trial = self.trial(resized, context)
-            cases = trial.extra_cases or ((trial.native, trial.fused),)
-            equal = all([same_bits(native(), fused()) for native, fused in cases])  # all of them: they are collective
-            return torch.tensor(equal, device=self.device(resized))
-
-        return [ProofPart(compare)]
-
-    def with_values(self, call: Call, x: torch.Tensor, grad: torch.Tensor | None) -> Call:
-        """``call`` on the input ``x``, with the gradient of its result if there is one: what an audit computes by both
-        paths. By default the call's own data."""
-        return call
-
-    def at_rows(self, call: Call, rows: int) -> Call:
-        """``call`` of its family with another number of rows, on tensors that hold no values."""
-        raise NotImplementedError
 
     def unsupported_reason(self, call: Call) -> str | None:
         """Why the fused path does not take the call, or None. It asks no peer, and every rank of the group finds the
@@ -167,7 +174,7 @@ class Op(ABC, Generic[Call, Context]):
         if device.type == "cuda" and get_settings().policy != "force":  # before a trial makes data
             check_memory(self.peak_bytes(call), device, group)
         trial = self.trial(call, context)
-        return decide(
+        decision = decide(
             trial.description + ", no backward" * is_forward_only(self),
             trial.native,
             trial.fused,
@@ -178,6 +185,9 @@ class Op(ABC, Generic[Call, Context]):
             host_counts=trial.host_counts,
             log_decision=trial.log_decision,
         )
+        if self.synchronizes:
+            context.synchronize()  # type: ignore[attr-defined]
+        return decision
 
     def trial(self, call: Call, context: Context) -> Trial:
         """What is compared and timed: by default the call itself."""

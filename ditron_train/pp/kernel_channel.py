@@ -239,7 +239,7 @@ class KernelChannel(PipelineChannel):
         """See ``PipelineChannel``; what a kernel of this rank recorded is told to the other ranks of the node
         first."""
         if self._record_view[RECORD_STATE] and not self.mailbox.failure.is_posted:
-            words = [int(word) for word in self._record_words]
+            words = list(self._record_view)
             assert words[RECORD_KIND] == KIND_TIMEOUT
             peer, chunk, expected, seen = words[RECORD_PEER : RECORD_PEER + 4]
             self._post_timeout(peer, chunk, expected, seen, 1)

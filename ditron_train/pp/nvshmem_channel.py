@@ -176,7 +176,7 @@ class NvshmemChannel(Channel):
         """See ``PipelineChannel.push``; both addresses are symmetric ones of this rank."""
         self._puts.put(rank, copy, self._address(index), epoch & 0xFFFFFFFF, stream)
 
-    def _describe_mismatch(self, lane: int) -> str:
+    def describe_mismatch(self, lane: int) -> str:
         sent, expected = (str(Header.from_words(words)) for words in self._seen.cpu().tolist())
-        peer, message = (int(self._record_words[word]) for word in (RECORD_PEER, RECORD_CHUNK))
+        peer, message = (self._record_view[word] for word in (RECORD_PEER, RECORD_CHUNK))
         return disagreement(self.arena.group_name, lane, message, (peer, sent), (self.arena.rank, expected))

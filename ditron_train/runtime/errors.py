@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 __all__ = [
@@ -50,6 +52,7 @@ class ArenaError(DitronError, MemoryError):
     other."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PeerTimeoutError(DitronError):
     """A peer did not signal within the deadline.
 
@@ -63,40 +66,26 @@ class PeerTimeoutError(DitronError):
         seen_epoch: Epoch that the signal held when the deadline passed.
     """
 
-    def __init__(
-        self,
-        *,
-        op: str,
-        group: str,
-        waiting_rank: int,
-        missing_rank: int,
-        chunk: int,
-        expected_epoch: int,
-        seen_epoch: int,
-        timeout_s: float,
-    ) -> None:
-        self.op = op
-        self.group = group
-        self.waiting_rank = waiting_rank
-        self.missing_rank = missing_rank
-        self.chunk = chunk
-        self.expected_epoch = expected_epoch
-        self.seen_epoch = seen_epoch
-        self.timeout_s = timeout_s
+    op: str
+    group: str
+    waiting_rank: int
+    missing_rank: int
+    chunk: int
+    expected_epoch: int
+    seen_epoch: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
         super().__init__(
-            f"{op} on group {group}: rank {waiting_rank} waited {timeout_s:g} s for rank {missing_rank}, chunk "
-            f"{chunk}: expected epoch {expected_epoch}, saw {seen_epoch}. The peer is dead, stalled or never called "
-            "this op; the result of this call must not be used. DITRON_TIMEOUT_S sets the deadline."
+            f"{self.op} on group {self.group}: rank {self.waiting_rank} waited {self.timeout_s:g} s for rank "
+            f"{self.missing_rank}, chunk {self.chunk}: expected epoch {self.expected_epoch}, saw {self.seen_epoch}. "
+            "The peer is dead, stalled or never called this op; the result of this call must not be used. "
+            "DITRON_TIMEOUT_S sets the deadline."
         )
 
     # Keyword-only constructor: spell it out so that the error crosses process borders.
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = ("op", "group", "waiting_rank", "missing_rank", "chunk", "expected_epoch", "seen_epoch", "timeout_s")
-        return _rebuild_timeout, ({name: getattr(self, name) for name in fields},)
-
-
-def _rebuild_timeout(fields: dict[str, Any]) -> PeerTimeoutError:
-    return PeerTimeoutError(**fields)
+        return partial(PeerTimeoutError, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
 
 def say_error(error: object) -> None:

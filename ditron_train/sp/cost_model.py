@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ditron_train.costs import Estimate, Span, all_to_all_us, cublas_us, num_waves, pass_us
+from ditron_train.costs.estimate import Estimate
+from ditron_train.costs.exchanges import Span, all_to_all_us
+from ditron_train.costs.products import cublas_us, num_waves, pass_us
 from ditron_train.data.device_profiles import Machine
 from ditron_train.data.rates import MachineRates
 from ditron_train.gemm.configs import choose_config

@@ -141,6 +141,6 @@ def agree_on_rows(context: OpContext, rows: int, flags: torch.Tensor) -> list[bo
     channel = context.rows_channel
     _announce(context, channel, channel.signature((rows, flags.numel())), verify=True)
     channel.synchronize()
-    channel.forget_signatures()
+    channel.signatures.clear()
     dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=context.group)
     return [flag != 0 for flag in flags.tolist()]

@@ -213,7 +213,7 @@ class OpContext(VaryingLengths):
         self.agreed.clear()
         self._forget_prepared()
         for channel in self._channels:
-            channel.forget_signatures()
+            channel.signatures.clear()
 
 
 def order_streams(device: torch.device, first: int, event: Any, second: int) -> None:

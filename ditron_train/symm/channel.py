@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,34 @@ class ChannelPointers(NamedTuple):
     control: torch.Tensor
 
 
+class _StartSignals:
+    """Reads start signals of both epoch parities through a ``mirror`` on the host."""
+
+    def __init__(self, buffers: torch.Tensor | Sequence[torch.Tensor], mirror: torch.Tensor) -> None:
+        self._buffers, self._mirror = buffers, mirror
+        self._mirrored: Any = None  # the event at the end of the last copy into it
+
+    def read(self, epoch: int, deadline_s: float) -> list[list[int]]:
+        """As ``Channel.start_signals``."""
+        signal_buffer = self._buffers[epoch & 1]
+        if signal_buffer.device.type != "cuda":
+            return signal_buffer.tolist()
+        nothing = [[0] * READY_WORDS for _ in range(len(signal_buffer))]
+        if torch.cuda.is_current_stream_capturing() or not self._is_mirrored(deadline_s):
+            return nothing
+        with torch.cuda.device(signal_buffer.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            self._mirror.copy_(signal_buffer, non_blocking=True)
+            self._mirrored = torch.cuda.current_stream().record_event()
+        return self._mirror.tolist() if self._is_mirrored(deadline_s) else nothing
+
+    def _is_mirrored(self, deadline_s: float) -> bool:
+        """Waits until the last copy into the mirror is over: one that missed its deadline may still land there, so no
+        other begins before, and nothing is read."""
+        while not (is_over := self._mirrored is None or self._mirrored.query()) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return is_over
+
+
 class Channel:
     """Signals, epochs and error record of op ``op_name`` on ``arena``'s group (collective to make).
 
@@ -87,6 +116,7 @@ class Channel:
         control: int64 control block on the device (see ``symm.control``).
         tickets: int64 ``[TICKET_ROLES]``: launch counters in slots 0 and 1, one for each kernel role of the op; slots
             2 and 3 are zero at first and free for the op's own counters.
+        signatures: Made by ``signature``; to be cleared when no launch that uses one is under way.
         turns: How many deadlines a wait of a host or a stream takes; that of a kernel takes one.
 
     Args:
@@ -129,20 +159,17 @@ class Channel:
         on_host: Any = {"device": "cpu", "pin_memory": device.type == "cuda"}
         self._record = torch.zeros(RECORD_WORDS, dtype=torch.int64, **on_host)
         words_of_record: Any = self._record.numpy()
-        self._record_words = words_of_record
-        # The same words; to read one takes a quarter of numpy's time.
-        self._record_view: memoryview = memoryview(words_of_record)
+        self._record_view: memoryview = memoryview(words_of_record)  # to read a word takes a quarter of numpy's time
         self._host_record: list[int] | None = None  # what the host recorded, in the order of a record's words
         self._abort_word = torch.ones(1, dtype=torch.int64, **on_host)
-        self._ready_mirror = torch.zeros(self.ready.shape[1:], dtype=torch.int32, **on_host)
-        self._mirrored: Any = None  # the event at the end of the last copy into it
+        self._reader = _StartSignals(self.ready.local, torch.zeros(self.ready.shape[1:], dtype=torch.int32, **on_host))
         words = [0] * CONTROL_WORDS
         words[CONTROL_TIMEOUT_NS] = min(int(self.timeout_s * 1e9), 2**62)  # what kernels add to a clock
         words[CONTROL_RECORD_ADDRESS] = self._record.data_ptr()
         words[CONTROL_RANK] = arena.rank
         words[CONTROL_WORLD_SIZE] = arena.world_size
         self.control = torch.tensor(words, dtype=torch.int64, device=device)
-        self._signatures: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
+        self.signatures: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
         self.overflow_hint = ""  # what a slot is and which setting makes room, for the error of an op that has slots
         self.bounds: tuple[str, ...] = ()  # what an op's kernels refuse more of than it covers, by a record's chunk
         self._error: DitronError | None = None
@@ -194,7 +221,7 @@ class Channel:
                 each replay.
         """
         key = tuple(values)
-        tensor = self._signatures.get(key)
+        tensor = self.signatures.get(key)
         if tensor is None:
             assert len(key) == len(self.signature_fields)
             if is_capturing(self.arena.device):
@@ -202,14 +229,10 @@ class Channel:
             numbers = (DTYPES.index(value) if isinstance(value, torch.dtype) else value for value in key)
             words = [0, *(cyclic_difference(number, 0) for number in numbers)]
             words += [0] * (READY_WORDS - len(words))
-            tensor = self._signatures[key] = to_device(
+            tensor = self.signatures[key] = to_device(
                 torch.tensor(words, dtype=torch.int32, device="cpu"), self.arena.device
             )
         return tensor
-
-    def forget_signatures(self) -> None:
-        """Drops the cache of ``signature``; no launch that uses one may be under way."""
-        self._signatures.clear()
 
     def check(self) -> None:
         """Raises what a kernel of this channel or its host recorded; reads host memory only, no sync.
@@ -219,7 +242,7 @@ class Channel:
             MismatchError: The ranks' signatures differ.
         """
         if self._error is None and (self._host_record or self._record_view[RECORD_STATE]):
-            self._error = self._build_error()
+            self._error = _recorded_error(self, self._host_record or list(self._record_view))
             note_error(self._error, self.arena.group_name)
         if self._error is not None:
             raise self._error
@@ -254,15 +277,9 @@ class Channel:
         if self.arena.device.type != "cuda":
             self.control[CONTROL_ABORT] = 1
         elif not torch.cuda.is_current_stream_capturing():
-            threading.Thread(target=self._abort_kernels, name="ditron-abort", daemon=True).start()
-
-    def _abort_kernels(self) -> None:
-        """By a copy engine, since kernels that wait may leave no multiprocessor free."""
-        with suppress(RuntimeError), torch.cuda.device(self.arena.device):  # a broken GPU runs no kernels
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                self.control.narrow(0, CONTROL_ABORT, 1).copy_(self._abort_word, non_blocking=True)
-            self.control.record_stream(stream)  # it must not be another's memory when the copy comes
+            threading.Thread(
+                target=partial(_abort_kernels, self.control, self._abort_word), name="ditron-abort", daemon=True
+            ).start()
 
     @property
     def failed(self) -> bool:
@@ -271,44 +288,6 @@ class Channel:
 
     def _has_record(self) -> bool:
         return self._host_record is not None or bool(self._record_view[RECORD_STATE])
-
-    def _build_error(self) -> DitronError:
-        words = self._host_record or [int(word) for word in self._record_words]
-        kind, peer = words[RECORD_KIND], words[RECORD_PEER]
-        if kind == KIND_MISMATCH:
-            return MismatchError(self._describe_mismatch(words[RECORD_EXPECTED]))
-        if kind == KIND_OVERFLOW:
-            return DitronError(
-                f"{self.op_name} on group {self.arena.group_name}: {words[RECORD_SEEN]} rows for slot "
-                f"{words[RECORD_CHUNK]} of rank {peer}, room for {words[RECORD_EXPECTED]}{self.overflow_hint}"
-            )
-        if kind == KIND_REFUSED:
-            return DitronError(
-                f"{self.op_name} on group {self.arena.group_name}: {self.bounds[words[RECORD_CHUNK]]}: "
-                f"{words[RECORD_SEEN]} on rank {peer}, at most {words[RECORD_EXPECTED]} are covered"
-            )
-        chunk, expected, seen, turns = words[RECORD_CHUNK : RECORD_TURNS + 1]
-        return self._timeout_error(peer, chunk, expected, seen, turns or 1)
-
-    def _timeout_error(
-        self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int
-    ) -> PeerTimeoutError:
-        """Names the rank that is really missing: a peer that has begun the call may itself be waiting for one that has
-        not, and both waits end at about the same time, so that either may be the one that was recorded."""
-        epochs = [words[0] for words in self.start_signals(expected_epoch)]
-        absent = [rank for rank, epoch in enumerate(epochs) if cyclic_difference(epoch, expected_epoch) < 0]
-        if absent and peer not in absent and self.arena.rank not in absent:
-            peer, chunk, seen_epoch = absent[0], -1, epochs[absent[0]]
-        return PeerTimeoutError(
-            op=self.op_name,
-            group=self.arena.group_name,
-            waiting_rank=self.arena.rank,
-            missing_rank=peer,
-            chunk=chunk,
-            expected_epoch=expected_epoch,
-            seen_epoch=seen_epoch,
-            timeout_s=turns * self.timeout_s,
-        )
 
     def start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:
         """The start signal of every rank, [epoch, signature...], as this rank's signal buffer for ``epoch`` holds it
@@ -324,32 +303,13 @@ class Channel:
                 two have, and every rank is to give the same words.
         """
         deadline_s = time.monotonic() + _READY_READ_S
-        signals = self._read_start_signals(epoch, deadline_s)
+        signals = self._reader.read(epoch, deadline_s)
         while patient and any(words[0] != epoch for words in signals) and time.monotonic() < deadline_s:
             time.sleep(0.001)
-            signals = self._read_start_signals(epoch, deadline_s)
+            signals = self._reader.read(epoch, deadline_s)
         return signals
 
-    def _read_start_signals(self, epoch: int, deadline_s: float) -> list[list[int]]:
-        signal_buffer = self.ready.local[epoch & 1]
-        if signal_buffer.device.type != "cuda":
-            return signal_buffer.tolist()
-        nothing = [[0] * READY_WORDS for _ in range(self.arena.world_size)]
-        if torch.cuda.is_current_stream_capturing() or not self._is_mirrored(deadline_s):
-            return nothing
-        with torch.cuda.device(signal_buffer.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            self._ready_mirror.copy_(signal_buffer, non_blocking=True)
-            self._mirrored = torch.cuda.current_stream().record_event()
-        return self._ready_mirror.tolist() if self._is_mirrored(deadline_s) else nothing
-
-    def _is_mirrored(self, deadline_s: float) -> bool:
-        """Waits until the last copy into the mirror is over: one that missed its deadline may still land there, so no
-        other begins before, and nothing is read."""
-        while not (is_over := self._mirrored is None or self._mirrored.query()) and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-        return is_over
-
-    def _describe_mismatch(self, epoch: int) -> str:
+    def describe_mismatch(self, epoch: int) -> str:
         """The same words on every rank: what each rank of the group called, in rank order."""
         calls = []
         for rank, words in enumerate(self.start_signals(epoch, patient=True)):
@@ -363,6 +323,55 @@ class Channel:
             f"{self.op_name} on group {self.arena.group_name}: the ranks called it with different arguments, and the "
             f"result must not be used. " + "; ".join(calls)
         )
+
+
+def _abort_kernels(control: torch.Tensor, abort_word: torch.Tensor) -> None:
+    """By a copy engine, since kernels that wait may leave no multiprocessor free."""
+    with suppress(RuntimeError), torch.cuda.device(control.device):  # a broken GPU runs no kernels
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            control.narrow(0, CONTROL_ABORT, 1).copy_(abort_word, non_blocking=True)
+        control.record_stream(stream)  # it must not be another's memory when the copy comes
+
+
+def _recorded_error(channel: Channel, words: Sequence[int]) -> DitronError:
+    """What the ``words`` of a record say."""
+    kind, peer = words[RECORD_KIND], words[RECORD_PEER]
+    if kind == KIND_MISMATCH:
+        return MismatchError(channel.describe_mismatch(words[RECORD_EXPECTED]))
+    if kind == KIND_OVERFLOW:
+        return DitronError(
+            f"{channel.op_name} on group {channel.arena.group_name}: {words[RECORD_SEEN]} rows for slot "
+            f"{words[RECORD_CHUNK]} of rank {peer}, room for {words[RECORD_EXPECTED]}{channel.overflow_hint}"
+        )
+    if kind == KIND_REFUSED:
+        return DitronError(
+            f"{channel.op_name} on group {channel.arena.group_name}: {channel.bounds[words[RECORD_CHUNK]]}: "
+            f"{words[RECORD_SEEN]} on rank {peer}, at most {words[RECORD_EXPECTED]} are covered"
+        )
+    chunk, expected, seen, turns = words[RECORD_CHUNK : RECORD_TURNS + 1]
+    return _timeout_error(channel, peer, chunk, expected, seen, turns or 1)
+
+
+def _timeout_error(
+    channel: Channel, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int
+) -> PeerTimeoutError:
+    """Names the rank that is really missing: a peer that has begun the call may itself be waiting for one that has
+    not, and both waits end at about the same time, so that either may be the one that was recorded."""
+    epochs = [words[0] for words in channel.start_signals(expected_epoch)]
+    absent = [rank for rank, epoch in enumerate(epochs) if cyclic_difference(epoch, expected_epoch) < 0]
+    if absent and peer not in absent and channel.arena.rank not in absent:
+        peer, chunk, seen_epoch = absent[0], -1, epochs[absent[0]]
+    return PeerTimeoutError(
+        op=channel.op_name,
+        group=channel.arena.group_name,
+        waiting_rank=channel.arena.rank,
+        missing_rank=peer,
+        chunk=chunk,
+        expected_epoch=expected_epoch,
+        seen_epoch=seen_epoch,
+        timeout_s=turns * channel.timeout_s,
+    )
 
 
 @outside_compile

@@ -18,7 +18,11 @@ _LEAST = {"repetitions": 1, "rounds": 1, "calls": 1, "divide": 1, "warmup": 0}
 
 
 def add_common_arguments(
-    parser: argparse._ActionsContainer, *, model_option: bool = True, writes_results: bool = True
+    parser: argparse._ActionsContainer,
+    *,
+    model_option: bool = True,
+    writes_results: bool = True,
+    parts: Iterable[str] = (),
 ) -> None:
     """Adds how often to measure and where results go.
 
@@ -26,22 +30,20 @@ def add_common_arguments(
         parser: Or a group of one.
         model_option: Without ``--model`` where it means something else, or nothing.
         writes_results: Whether results are written, on GPUs, where no folder is named.
+        parts: What ``--part`` takes.
     """
     on_gpu = torch.cuda.is_available()
     add_count(parser, "repetitions", "timed calls", on_gpu=15, on_cpu=3)
     add_count(parser, "warmup", "calls before them", on_gpu=4, on_cpu=1)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        default=RESULTS if on_gpu and writes_results else None,
-        help="folder of the JSON files (default: "
-        + (f"{RESULTS}, none without a GPU)" if writes_results else "none is written)"),
-    )
+    where = f"{RESULTS}, none without a GPU" if writes_results else "none is written"
+    text, default = f"folder of the JSON files (default: {where})", RESULTS if on_gpu and writes_results else None
+    parser.add_argument("--output", type=Path, metavar="DIR", default=default, help=text)
     if model_option:
         parser.add_argument(
             "--model", action="append", metavar="NAME", help="only this model's shapes (may be repeated)"
         )
+    if parts:
+        parser.add_argument("--part", action="append", choices=list(parts), help="only this part (may be repeated)")
 
 
 def add_count(parser: argparse._ActionsContainer, name: str, text: str, *, on_gpu: int, on_cpu: int) -> None:
@@ -52,10 +54,13 @@ def add_count(parser: argparse._ActionsContainer, name: str, text: str, *, on_gp
     parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=words)
 
 
-def add_shape_argument(parser: argparse._ActionsContainer, text: str, *, repeated: bool = True) -> None:
-    """Adds ``--shape M N K``: a list of shapes, or one where it is not ``repeated``; ``text`` is its help."""
-    action = "append" if repeated else "store"
-    parser.add_argument("--shape", nargs=3, type=int, action=action, metavar=("M", "N", "K"), help=text)
+def add_shape_argument(
+    parser: argparse._ActionsContainer, text: str, sizes: str = "M N K", *, repeated: bool = True
+) -> None:
+    """Adds ``--shape`` with these sizes: a list of shapes, or one where it is not ``repeated``; ``text`` is its
+    help."""
+    action, names = "append" if repeated else "store", tuple(sizes.split())
+    parser.add_argument("--shape", nargs=len(names), type=int, action=action, metavar=names, help=text)
 
 
 def check_counts(arguments: argparse.Namespace) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["aligned", "show_text"]
-
 
 def show_text(text: str) -> None:
     """Prints what a command has found."""

@@ -30,7 +30,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ditron_train.costs import Estimate, cublas_us, num_waves, one_node, ring_us, throttled_us, tile_us
+from ditron_train.costs.estimate import Estimate
+from ditron_train.costs.exchanges import one_node, ring_us
+from ditron_train.costs.products import cublas_us, num_waves, throttled_us, tile_us
 from ditron_train.data.device_profiles import Machine, known_rates
 from ditron_train.data.rates import MachineRates
 from ditron_train.data.tuning_table import active_table, shape_class

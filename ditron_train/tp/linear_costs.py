@@ -10,20 +10,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ditron_train.costs import (
-    FP8_TARGETS,
-    Estimate,
-    Product,
-    Recipe,
-    Span,
-    beside_us,
-    copied_us,
-    cublas_us,
-    operands,
-    pass_us,
-    product_rates,
-    ring_us,
-)
+from ditron_train.costs.estimate import Estimate
+from ditron_train.costs.exchanges import Span, beside_us, copied_us, ring_us
+from ditron_train.costs.fp8 import Product, Recipe, operands, product_rates
+from ditron_train.costs.products import FP8_TARGETS, cublas_us, pass_us
 from ditron_train.data.device_profiles import Machine
 from ditron_train.data.rates import MachineRates
 from ditron_train.tp.choices import Layout, Op, Problem, choose, predict

@@ -19,6 +19,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.activations import squared_relu  # noqa: E402
 
 from ditron_train.ep.plan import triton_wgrad_has_native_bits  # noqa: E402
+from ditron_train.megatron.ep.dispatcher import _expert_capacity  # noqa: E402
 from ditron_train.tools.bench.megatron_ep import HAVE_TE, expert_parallel_world, layer_pair  # noqa: E402
 from ditron_train.tools.cases.ep_layers import zipf_routing  # noqa: E402
 from ditron_train.tools.cases.ep_moves import DispatcherPair, moe_config  # noqa: E402
@@ -135,7 +136,7 @@ def test_padded_to_capacity(fused):
     for tokens in (64, 1000, 333):
         seed = tokens + 1000 * dist.get_rank()
         _, probs = zipf_routing(tokens, experts, topk, exponent=2, device="cuda", seed=seed)
-        capacity = pair.fused._expert_capacity(tokens)
+        capacity = _expert_capacity(pair.fused, tokens)
         chosen = probs.topk(capacity, dim=0).indices
         routed = torch.zeros_like(probs, dtype=torch.bool).scatter_(0, chosen, True)
         assert routed.sum(1).max() > topk and bool((routed & (probs == 0)).any())

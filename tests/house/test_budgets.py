@@ -39,14 +39,14 @@ class Budget:
 
 BUDGETS = {
     "logical lines of ditron_train/, scripts/ and benchmarks/*.py": Budget(
-        34006,
+        33481,
         250,
         31000,
         "Delete what nobody uses, share what is written twice, or turn tables into data. Blank lines, comments, "
         "docstrings and imports do not count, so do not make code denser.",
     ),
     "methods of the largest class": Budget(
-        23, 0, 15, "Split the class by what it decides, or turn methods into functions of a module."
+        15, 0, 15, "Split the class by what it decides, or turn methods into functions of a module."
     ),
     "files in one folder": Budget(
         15, 0, 15, "Merge small files that belong to one idea: an op is one file with its kernels, plan and autograd."

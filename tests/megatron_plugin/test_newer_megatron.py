@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ditron_train.megatron import compat
+from ditron_train.megatron.compat import config as compat
+from ditron_train.megatron.compat import muon
 from ditron_train.runtime.errors import NotSupportedError
 
 Part = enum.Enum("Part", ["attn", "moe_router", "moe_preprocess", "full_iteration"])
@@ -121,29 +122,27 @@ def test_arguments_of_muon_by_the_names_of_any_version(monkeypatch: pytest.Monke
     class Newer:
         def __init__(self, params, momentum=0.95, nesterov=True, tp_mode="duplicated", use_syrk=False) -> None: ...
 
-    monkeypatch.setattr(compat.muon_module(), "TensorParallelMuon", Newer)
+    monkeypatch.setattr(muon.muon_module(), "TensorParallelMuon", Newer)
     named = {"momentum": 0.9, "nesterov": False, "tp_mode": "blockwise", "lr": 0.1, "use_syrk": False}
     common = {"momentum_beta": 0.9, "use_nesterov": False, "mode": "blockwise", "lr": 0.1}
-    assert compat.common_arguments(named) == common == compat.common_arguments(common)
+    assert muon.common_arguments(named) == common == muon.common_arguments(common)
     for new in ({"use_syrk": True}, {"something": 1}):
         with pytest.raises(NotSupportedError, match="is not covered"):
-            compat.common_arguments({**named, **new})
+            muon.common_arguments({**named, **new})
 
 
 def test_a_layer_wise_optimizer_that_gathers_otherwise_is_megatrons() -> None:
     legacy, laid_out = SimpleNamespace(full_param_layout=None), SimpleNamespace(full_param_layout=object())
     plain, overlapped = _config(overlap_param_gather=False), _config(overlap_param_gather=True)
-    assert compat.unsupported_reason_layer_wise(overlapped, {}) is None  # 0.16 does not ask for it
-    assert compat.unsupported_reason_layer_wise(plain, {"model_chunks": [legacy], "async_allgather": False}) is None
-    assert "overlap_param_gather" in str(
-        compat.unsupported_reason_layer_wise(plain, {"async_allgather": True})
-    )  # 0.17
-    assert "overlap_param_gather" in str(compat.unsupported_reason_layer_wise(overlapped, {"model_chunks": [legacy]}))
-    assert "param_layout" in str(compat.unsupported_reason_layer_wise(plain, {"model_chunks": [legacy, laid_out]}))
+    assert muon.unsupported_reason_layer_wise(overlapped, {}) is None  # 0.16 does not ask for it
+    assert muon.unsupported_reason_layer_wise(plain, {"model_chunks": [legacy], "async_allgather": False}) is None
+    assert "overlap_param_gather" in str(muon.unsupported_reason_layer_wise(plain, {"async_allgather": True}))  # 0.17
+    assert "overlap_param_gather" in str(muon.unsupported_reason_layer_wise(overlapped, {"model_chunks": [legacy]}))
+    assert "param_layout" in str(muon.unsupported_reason_layer_wise(plain, {"model_chunks": [legacy, laid_out]}))
 
 
 def test_the_norm_is_bounded_as_by_the_package_that_is_there() -> None:
-    assert compat.norm_eps() == 1e-7
+    assert muon.norm_eps() == 1e-7
 
 
 def _after_0_19(monkeypatch: pytest.MonkeyPatch) -> None:

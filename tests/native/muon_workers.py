@@ -188,7 +188,7 @@ def how_matrices_are_dealt(sharding, tensor_parallel, options):
 
 def _muon_class():
     """What Megatron builds for Muon now."""
-    from ditron_train.megatron.compat import muon_module, registered_muon
+    from ditron_train.megatron.compat.muon import muon_module, registered_muon
 
     entry = registered_muon()
     return muon_module().TensorParallelMuon if entry is None else entry["optimizer_cls"]
@@ -198,7 +198,7 @@ def restore_brings_native_back():
     """After restore, native refuses again where emerging_optimizers is missing."""
     import ditron_train.megatron as plugin
     from ditron_train.cpu import megatron_shim as megatron_cpu
-    from ditron_train.megatron.compat import availability_owner
+    from ditron_train.megatron.compat.muon import availability_owner
 
     owner = availability_owner()
     before = _muon_class(), owner.HAVE_EMERGING_OPTIMIZERS
@@ -248,7 +248,7 @@ def what_is_refused_runs_natively():
 
     assert emerging_optimizers.install()
     import ditron_train.megatron as plugin
-    from ditron_train.megatron.compat import momentum_key
+    from ditron_train.megatron.compat.muon import momentum_key
 
     native_class, lines = _muon_class(), []
     mode, momentum = ("tp_mode" if is_newer_than_0_17() else "mode"), momentum_key()

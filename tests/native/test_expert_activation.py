@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.moe.experts import TEGroupedMLP  # noqa: E402
 
 from ditron_train.cpu.megatron_shim import CPU_CONFIG, megatron_on_cpu  # noqa: E402
-from ditron_train.megatron.compat import activate_experts  # noqa: E402
+from ditron_train.megatron.compat.activation import activate_experts  # noqa: E402
 
 HAS_INTERLEAVING = hasattr(TEGroupedMLP, "_remove_glu_interleaving")
 CASES: dict[str, dict[str, Any]] = {

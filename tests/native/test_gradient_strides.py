@@ -16,7 +16,7 @@ from tests.support.processes import run_workers
 
 pytest.importorskip("megatron.core")
 
-from ditron_train.megatron.compat import multiplies_rows_of_frozen  # noqa: E402
+from ditron_train.megatron.compat.wgrad import multiplies_rows_of_frozen  # noqa: E402
 
 TOKENS, HIDDEN, FFN = 24, 48, 96
 PRODUCTS = ("mm", "bmm", "addmm")

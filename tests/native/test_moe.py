@@ -143,7 +143,7 @@ def test_routing_that_a_kernel_of_megatron_pads(monkeypatch):
     from megatron.core.fusions.fused_pad_routing_map import fused_pad_routing_map
     from megatron.core.transformer.moe.moe_utils import pad_routing_map
 
-    from ditron_train.megatron.compat import padded_routing
+    from ditron_train.megatron.compat.config import padded_routing
 
     monkeypatch.setattr("megatron.core.config.ENABLE_EXPERIMENTAL", True)
     names = dict(moe_permute_fusion=True, moe_router_padding_for_quantization=True, fp8="hybrid", fp4=None)

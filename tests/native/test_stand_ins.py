@@ -179,7 +179,7 @@ def test_experts_of_min_rows_keep_their_native_product_alone(monkeypatch, rows, 
     layer.experts = _experts()
     dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity = layer._modules, None, FixedCapacity()
     dispatcher._pairs, dispatcher._limit = frozenset({"gemm_combine"}), 257
-    dispatcher._ep_context = dispatcher._order = None
+    dispatcher.ep_context = dispatcher._order = None
     dispatcher._layout = types.SimpleNamespace(
         tokens_per_expert=torch.tensor(rows), expert_rows=torch.tensor(rows).numpy()
     )
@@ -211,7 +211,7 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity = layer._modules, None, FixedCapacity(2.0)
     dispatcher._pairs, dispatcher._layout = frozenset({"gemm_combine"}), types.SimpleNamespace(expert_rows=None)
     dispatcher._limit = 257
-    dispatcher._ep_context = dispatcher._order = None
+    dispatcher.ep_context = dispatcher._order = None
     assert isinstance(dispatcher._expert_call(torch.zeros(1)), ExpertCall)
     dispatcher._capacity.look_at(dispatcher._experts)
     assert dispatcher._capacity.factor == 2.0
@@ -253,7 +253,7 @@ def test_experts_are_fused_again_behind_a_step_with_hooks(monkeypatch, caplog):
     dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity = layer._modules, None, FixedCapacity(2.0)
     dispatcher._pairs, dispatcher._limit, dispatcher.ep_group = frozenset({"gemm_combine"}), None, None
     dispatcher._layout = types.SimpleNamespace(tokens_per_expert=rows, expert_rows=rows.numpy())
-    dispatcher._ep_context = dispatcher._order = None
+    dispatcher.ep_context = dispatcher._order = None
     monkeypatch.setattr(module, "with_limit", lambda pairs, *given: (pairs, 257))
     monkeypatch.setattr(logs, "_seen", {})
     assert isinstance(dispatcher._expert_call(torch.zeros(1)), ExpertCall)

@@ -259,7 +259,7 @@ def _experts(session: BenchSession, divide: int) -> Iterator[_Case]:
 
     def make(native: bool) -> Any:
         pair = DispatcherPair(config)
-        pair.fused.decide_elsewhere()
+        pair.fused.asks_policy = False
         return pair["native" if native else "fused"]
 
     call = MovementCall(make, x, routed, probs, topk, config.moe_permute_fusion, world_group())

@@ -179,7 +179,7 @@ def _spoil_experts(fault: str, *, of_own_tokens_only: bool = False) -> contextli
     def make(right: Callable) -> Callable:
         def combine_postprocess(self, *given):
             out = right(self, *given)
-            if self._ep_context is None or (
+            if self.ep_context is None or (
                 of_own_tokens_only and not torch.equal(self.routing_map, _routing(out.device)[0])
             ):
                 return out

@@ -89,7 +89,7 @@ def run_tool_of_room(room: str, *words: str) -> int:
 
 def doctor_names_the_op() -> bool:
     """Whether the doctor has the op among those of its feature."""
-    from ditron_train.tools.doctor import examine
+    from ditron_train.tools.doctor.examination import examine
 
     case = DoubledGatherCase(DoubledGather())
     add_case(case)

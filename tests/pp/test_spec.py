@@ -61,8 +61,7 @@ def test_plans_tell_both_apart():
 def test_a_kernels_timeout_is_told_as_one_deadline():
     posted = []
     channel = SimpleNamespace(
-        _record_view={kernel_channel.RECORD_STATE: 1},
-        _record_words=[kernel_channel.KIND_TIMEOUT] * 16,
+        _record_view=[kernel_channel.KIND_TIMEOUT] * 16,
         mailbox=SimpleNamespace(
             failure=SimpleNamespace(is_posted=False, post=posted.append),
             headers=SimpleNamespace(missing_behind=lambda peer: peer),

@@ -73,14 +73,14 @@ def test_a_new_signature_is_refused_and_a_known_one_is_not(captured):
     from ditron_train.symm import channel as module
 
     channel = SimpleNamespace(
-        op_name="an op", signature_fields=("rows", "dtype"), arena=SimpleNamespace(device=CPU), _signatures={}
+        op_name="an op", signature_fields=("rows", "dtype"), arena=SimpleNamespace(device=CPU), signatures={}
     )
     known = module.Channel.signature(channel, (8, torch.bfloat16))
     captured(module)
     assert module.Channel.signature(channel, (8, torch.bfloat16)) is known
     with pytest.raises(NotSupportedError, match="an op: run this shape once before a CUDA graph is captured"):
         module.Channel.signature(channel, (16, torch.bfloat16))
-    assert list(channel._signatures) == [(8, torch.bfloat16)]
+    assert list(channel.signatures) == [(8, torch.bfloat16)]
 
 
 def test_messages_between_stages_are_refused(captured):

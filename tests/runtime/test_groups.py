@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ def _make_and_destroy() -> tuple[bool, list[int], list[int]]:
     from ditron_train.tp import ag_gemm, gemm_rs, get_tp_context
 
     close_all_arenas()
+    gc.collect()  # what an earlier test of this process left
     right, alive, maps, seen, storages = True, [], [], [], []
     for number in range(ROUNDS):
         group = _everyone()

@@ -33,7 +33,7 @@ def _ever_new_shapes(num_shapes: int) -> tuple[bool, list[int]]:
             sizes = (
                 len(context.agreed),
                 len(context.prepared),
-                max(len(c._signatures) for c in channels),
+                max(len(c.signatures) for c in channels),
                 len(context._tables),
             )
             kept = [max(pair) for pair in zip(kept, sizes)]

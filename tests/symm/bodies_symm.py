@@ -332,7 +332,7 @@ def words_of_a_mismatch() -> str:
     late.start()
     words = {RECORD_KIND: KIND_MISMATCH, RECORD_EXPECTED: epoch, RECORD_STATE: 1}
     for word, value in words.items():
-        channel._record_words[word] = value
+        channel._record_view[word] = value
     try:
         channel.check()
     except MismatchError as error:

@@ -47,13 +47,13 @@ def _interleaved(words_before: int, host_records: str) -> list[Any]:
     kernels = list({**KERNELS, RECORD_STATE: 1}.items())  # in the order in which kernels write them
     channel.control[CONTROL_ABORT] = 1
     for word, value in kernels[:words_before]:
-        channel._record_words[word] = value
+        channel._record_view[word] = value
     if host_records == "timeout":
         channel.record_timeout(**HOSTS, turns=4)
     else:
         channel.record_mismatch(25)
     for word, value in kernels[words_before:]:
-        channel._record_words[word] = value
+        channel._record_view[word] = value
     errors = []
     for _ in range(2):
         try:
@@ -132,6 +132,9 @@ class _Memory:
         assert non_blocking
         self.gpu.copy(source, self)
 
+    def __len__(self) -> int:
+        return len(self.content)
+
     def tolist(self) -> list[list[int]]:
         return [list(row) for row in self.content]
 
@@ -146,8 +149,8 @@ EMPTY, FIRST, SECOND = _signals(0, 0, 0), _signals(1, 7, 8), _signals(2, 7, 7)
 def _channel_on(gpu: _Gpu) -> Any:
     channel: Any = object.__new__(Channel)
     channel.arena = SimpleNamespace(world_size=2)
-    channel.ready = SimpleNamespace(local=[_Memory(gpu, SECOND), _Memory(gpu, FIRST)])
-    channel._ready_mirror, channel._mirrored = _Memory(gpu, EMPTY), None
+    buffers: Any = [_Memory(gpu, SECOND), _Memory(gpu, FIRST)]
+    channel._reader = channel_module._StartSignals(buffers, _Memory(gpu, EMPTY))
     return channel
 
 

@@ -7,6 +7,3 @@ except ImportError:
     def is_batch_invariant_mode_enabled() -> bool:
         """Never, in this version."""
         return False
-
-
-__all__ = ["is_batch_invariant_mode_enabled"]

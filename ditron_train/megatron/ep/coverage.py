@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.utils import ScheduleNode
 
 from ditron_train.ep import EPContext, RailContext, get_ep_context, get_rail_context
 from ditron_train.ep.context import DTYPES
-from ditron_train.megatron.compat import captures_dispatch, unsupported_reason_dispatcher
+from ditron_train.megatron.compat.config import captures_dispatch, unsupported_reason_dispatcher
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache

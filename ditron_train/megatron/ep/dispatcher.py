@@ -32,7 +32,7 @@ from ditron_train.ep import (
     rails,
 )
 from ditron_train.ep.plan import NEVER, OTHER_BITS
-from ditron_train.megatron.compat import padded_routing
+from ditron_train.megatron.compat.config import padded_routing
 from ditron_train.megatron.ep.coverage import (
     COMPARED,
     context_of_layer,
@@ -139,6 +139,63 @@ def _unsupported_reason_experts(experts: Any) -> str | None:
         return unsupported_reason_otherwise("Transformer Engine", error)
 
 
+def _log_native(reason: str | None) -> None:
+    if reason not in (None, COMPARED):
+        log_once(f"native ep {reason}", f"ep: native dispatcher, {reason}")
+
+
+def _log_apart(reason: str | None) -> None:
+    log_once(f"ep apart {reason}", f"ep: tokens move before and after the experts' GEMMs, {reason}")
+
+
+def _expert_capacity(dispatcher: Any, num_tokens: int) -> int | None:
+    """Tokens that every expert gets from each rank where they are padded to capacity, else None."""
+    if not dispatcher.drop_and_pad:
+        return None
+    sizes = dict(num_experts=dispatcher.num_experts, capacity_factor=dispatcher.moe_expert_capacity_factor)
+    return get_capacity(num_tokens=num_tokens * dispatcher.config.moe_router_topk, **sizes)
+
+
+def _has_room(
+    context: EPContext | None,
+    probs: torch.Tensor,
+    hidden_states: torch.Tensor,
+    expert_capacity: int | None,
+    factor: float | None,
+) -> bool:
+    """Whether a call of so many tokens, whose sizes the host knows, has been made before."""
+    if context is None:
+        return False
+    if expert_capacity is None:
+        assert factor is not None, "the host knows all sizes"
+        room = context.shape.room_for(len(probs), factor)
+    else:
+        room = context.shape.room_of_experts(len(probs), expert_capacity)
+    return context.buffers.has_reserved(room, hidden_states.shape[-1], hidden_states.dtype)
+
+
+def _slices_of(
+    layout: EPHandle | None, shape: tuple[int, int], group: dist.ProcessGroup, device: torch.device, *, fused: bool
+) -> ExpertSlices | None:
+    """What ranks that hold slices of the same experts exchange; None where one of them has no room for its rows."""
+    mine = None if layout is None else layout.tables.sources.view(-1, layout.shape.slots)[: shape[0], : shape[1]]
+    counts = exchange_counts(mine, shape, group, device)
+    return None if counts is None else ExpertSlices(counts, group, fused=fused, device=device)
+
+
+def _fused_pairs(
+    experts: Any, layout: EPHandle, context: EPContext, tokens: torch.Tensor, order: SumOrder, group: dist.ProcessGroup
+) -> frozenset[Pair]:
+    """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
+    if not (HAVE_TE and experts is not None and tokens.device.type == "cuda"):
+        return frozenset()
+    reason = unsupported_reason_fused_on_ranks(experts, tokens.device, group)
+    if reason is not None:
+        _log_apart(reason)
+        return frozenset()
+    return fused_pairs_here(experts, layout, context, tokens, order, group=group)
+
+
 @outside_compile
 class DitronMoEAlltoAllTokenDispatcher(
     MoEAlltoAllTokenDispatcher, metaclass=EqualsBaseClass, native=MoEAlltoAllTokenDispatcher
@@ -158,9 +215,9 @@ class DitronMoEAlltoAllTokenDispatcher(
     ) -> None:
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self._arguments = (num_local_experts, local_expert_indices, config, pg_collection)
-        self._asks_policy = True
+        self.asks_policy = True
         self._native_because: str | None = unsupported_reason_config(self)
-        self._ep_context: EPContext | RailContext | None = None
+        self.ep_context: EPContext | RailContext | None = None
         self._kept_context: EPContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
         self._layout: EPHandle | rails.RailHandle | None = None
@@ -183,21 +240,12 @@ class DitronMoEAlltoAllTokenDispatcher(
                 "ep apart overlap",
                 "ep: movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart",
             )
-        self._log_native()
-
-    @property
-    def ep_context(self) -> EPContext | RailContext | None:
-        """Where the tokens of the last call moved, None natively."""
-        return self._ep_context
+        _log_native(self._native_because)
 
     @property
     def dispatched(self) -> tuple[EPHandle | rails.RailHandle | None, SumOrder | None]:
         """The layout of the tokens on their way, which ``token_combine`` ends, and the order of their sums."""
         return self._layout, self._order
-
-    def decide_elsewhere(self) -> None:
-        """Asks no policy: the caller compares it."""
-        self._asks_policy = False
 
     def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
         """Learns what the layer's experts can do: be fused with the movement, do without sizes on the host.
@@ -211,10 +259,6 @@ class DitronMoEAlltoAllTokenDispatcher(
     def _experts(self) -> Any:
         return self._layer_modules.get("experts")
 
-    def _log_native(self) -> None:
-        if self._native_because not in (None, COMPARED):
-            log_once(f"native ep {self._native_because}", f"ep: native dispatcher, {self._native_because}")
-
     def _context_for(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> EPContext | RailContext | None:
@@ -225,7 +269,11 @@ class DitronMoEAlltoAllTokenDispatcher(
             return None
         if self._native_because is None and is_capturing(hidden_states.device):
             is_sized = self.drop_and_pad or self._capacity.factor is not None
-            is_decided = not self._asks_policy and (not is_sized or self._has_room(hidden_states, len(probs)))
+            capacity = _expert_capacity(self, len(probs))
+            has_room = not is_sized or _has_room(
+                self._kept_context, probs, hidden_states, capacity, self._capacity.factor
+            )
+            is_decided = not self.asks_policy and has_room
             reason = unsupported_reason_captured(is_decided=is_decided, is_sized=is_sized, slices=self.tp_size)
             if reason is not None:
                 log_native("ep", reason)
@@ -235,33 +283,14 @@ class DitronMoEAlltoAllTokenDispatcher(
             self._slices_agree = True
             if not all_true(context is not None, self.tp_group, hidden_states.device) and context is not None:
                 self._native_because, context = "another tensor parallel rank's expert parallel group is native", None
-                self._log_native()
+                _log_native(self._native_because)
         return context
-
-    def _has_room(self, hidden_states: torch.Tensor, num_tokens: int) -> bool:
-        """Whether a call of so many tokens, whose sizes the host knows, has been made before."""
-        context, expert_capacity = self._kept_context, self._expert_capacity(num_tokens)
-        if context is None:
-            return False
-        if expert_capacity is None:
-            assert self._capacity.factor is not None, "the host knows all sizes"
-            room = context.shape.room_for(num_tokens, self._capacity.factor)
-        else:
-            room = context.shape.room_of_experts(num_tokens, expert_capacity)
-        return context.buffers.has_reserved(room, hidden_states.shape[-1], hidden_states.dtype)
-
-    def _expert_capacity(self, num_tokens: int) -> int | None:
-        """Tokens that every expert gets from each rank where they are padded to capacity, else None."""
-        if not self.drop_and_pad:
-            return None
-        sizes = dict(num_experts=self.num_experts, capacity_factor=self.moe_expert_capacity_factor)
-        return get_capacity(num_tokens=num_tokens * self.config.moe_router_topk, **sizes)
 
     def _context_of_group(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> EPContext | RailContext | None:
         if self._native_because is None:
-            self._native_because = unsupported_reason_tensors(hidden_states, probs, self._expert_capacity(len(probs)))
+            self._native_because = unsupported_reason_tensors(hidden_states, probs, _expert_capacity(self, len(probs)))
         device = hidden_states.device
         if self._native_because is None:
             fused = self.config.moe_permute_fusion
@@ -270,10 +299,10 @@ class DitronMoEAlltoAllTokenDispatcher(
                 self._native_because = f"index_add_ of {hidden_states.dtype} adds in an order of its own here"
         if self._native_because is None:
             try:
-                if self._asks_policy and compares(device):
+                if self.asks_policy and compares(device):
                     self._native_because = self._ask_policy(hidden_states, routing_map, probs)
                 if self._native_because is not None:
-                    self._log_native()
+                    _log_native(self._native_because)
                     return None
                 kept = self._kept_context
                 if kept is not None and kept.device == device and not kept.arena.closed:
@@ -287,17 +316,17 @@ class DitronMoEAlltoAllTokenDispatcher(
                 return context
             except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
                 self._native_because = str(error)
-        self._log_native()
+        _log_native(self._native_because)
         return None
 
     def _ask_policy(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> str | None:
         """Why the policy keeps layers of this kind native here, or None; asked once a dispatcher."""
-        self._asks_policy = False
+        self.asks_policy = False
         fused, topk = self.config.moe_permute_fusion, self.config.moe_router_topk
 
         def make(native: bool) -> DitronMoEAlltoAllTokenDispatcher:
             dispatcher = DitronMoEAlltoAllTokenDispatcher(*self._arguments)
-            dispatcher.decide_elsewhere()
+            dispatcher.asks_policy = False
             dispatcher._native_because = COMPARED if native else None
             return dispatcher
 
@@ -314,20 +343,22 @@ class DitronMoEAlltoAllTokenDispatcher(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._call = None
         self._capacity.look_at(self._experts)
-        self._ep_context = self._context_for(hidden_states, routing_map, probs)
-        if self._ep_context is None:
+        self.ep_context = self._context_for(hidden_states, routing_map, probs)
+        if self.ep_context is None:
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         self._capacity.measure(self._experts, hidden_states, self.ep_group)
         self.hidden_shape = hidden_states.shape
         routing_map, padding = padded_routing(self.config, routing_map)
         self.probs, self.routing_map = probs, routing_map
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
-        arguments = (routing_map, probs, tokens.shape[1], tokens.dtype, self._ep_context)
+        arguments = (routing_map, probs, tokens.shape[1], tokens.dtype, self.ep_context)
         try:
-            if isinstance(self._ep_context, RailContext):
+            if isinstance(self.ep_context, RailContext):
                 self._pending = rails.begin_layout(*arguments)
             else:
-                sizes = dict(capacity_factor=self._capacity.factor, expert_capacity=self._expert_capacity(len(tokens)))
+                sizes = dict(
+                    capacity_factor=self._capacity.factor, expert_capacity=_expert_capacity(self, len(tokens))
+                )
                 self._pending = begin_layout(*arguments, **sizes, padding=padding)
                 if self._pairs is not None and not self._apart:
                     dispatch_ahead(tokens, self._pending)
@@ -342,7 +373,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_states, probs = permutated_local_input_tokens, permuted_probs
-        if self._ep_context is None:
+        if self.ep_context is None:
             return super().token_dispatch(hidden_states, probs)
         pending, self._pending = self._pending, None
         reason, self._no_room = self._no_room, None
@@ -351,40 +382,35 @@ class DitronMoEAlltoAllTokenDispatcher(
         except (ArenaError, NotSupportedError) as error:  # raised by every rank of the expert parallel group alike
             self._layout, reason = None, str(error)
         if self.tp_size > 1:
-            reason = self._meet_slices(hidden_states.device, reason)
+            shape = (self.ep_size, self.num_local_experts)
+            self._slices = _slices_of(
+                self._layout, shape, self.tp_group, hidden_states.device, fused=self.config.moe_permute_fusion
+            )
+            no_room = reason or "another tensor parallel rank has no room for its rows"
+            reason = no_room if self._slices is None else None
         if reason is not None:
             return self._dispatch_natively(hidden_states, probs, reason)
-        self._capacity.warn(self._ep_context)
+        self._capacity.warn(self.ep_context)
         if not self.config.gradient_accumulation_fusion:
             hidden_states = awaiting_freed_memory(hidden_states)
         self._call = self._expert_call(hidden_states)
         if self._call is not None:
             return hidden_states, probs  # the experts dispatch them
-        return dispatch_tokens(hidden_states, probs, self._layout, self._ep_context, self._order)
-
-    def _meet_slices(self, device: torch.device, reason: str | None) -> str | None:
-        """Learns the counts of the other tensor parallel ranks; returns why this step is native, of any of them."""
-        shape = (self.ep_size, self.num_local_experts)
-        layout = self._layout
-        mine = None if layout is None else layout.tables.sources.view(-1, layout.shape.slots)[: shape[0], : shape[1]]
-        counts = exchange_counts(mine, shape, self.tp_group, device)
-        if counts is None:
-            return reason or "another tensor parallel rank has no room for its rows"
-        self._slices = ExpertSlices(counts, self.tp_group, fused=self.config.moe_permute_fusion, device=device)
-        return None
+        return dispatch_tokens(hidden_states, probs, self._layout, self.ep_context, self._order)
 
     def _expert_call(self, hidden_states: torch.Tensor) -> ExpertCall | None:
         """What the experts need to move tokens themselves, or None where movement and GEMMs are apart."""
         if self._slices is not None:
-            self._log_apart(f"{unsupported_reason_beside(self.tp_size)}")
+            _log_apart(unsupported_reason_beside(self.tp_size))
             return None
         if self._pairs is None:
-            self._pairs = self._fused_pairs(hidden_states)
+            where = (self._layout, self.ep_context, hidden_states, self._order)
+            self._pairs = _fused_pairs(self._experts, *where, group=self.ep_group)
         if not self._pairs:  # rails have none, nor counts by expert
             return None
         changed = unsupported_reason_called(self._experts, is_decided=True)
         if changed is not None:
-            self._log_apart(changed)
+            _log_apart(changed)
             return None
         if self._limit is None and self._capacity.factor is None:  # a capacity may be given up later
             self._pairs, self._limit = with_limit(self._pairs, self._experts, hidden_states, self.ep_group)
@@ -396,29 +422,14 @@ class DitronMoEAlltoAllTokenDispatcher(
             return None
         gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity.factor is None else None
         few = gemm.some if min_rows and gemm is not None else None
-        return ExpertCall(self._layout, self._ep_context, self._order, pairs, gemm, min_rows=min_rows, few=few)
-
-    def _fused_pairs(self, hidden_states: torch.Tensor) -> frozenset[Pair]:
-        """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
-        if not (HAVE_TE and self._experts is not None and hidden_states.device.type == "cuda"):
-            return frozenset()
-        reason = unsupported_reason_fused_on_ranks(self._experts, hidden_states.device, self.ep_group)
-        if reason is not None:
-            self._log_apart(reason)
-            return frozenset()
-        return fused_pairs_here(
-            self._experts, self._layout, self._ep_context, hidden_states, self._order, group=self.ep_group
-        )
-
-    def _log_apart(self, reason: str) -> None:
-        log_once(f"ep apart {reason}", f"ep: tokens move before and after the experts' GEMMs, {reason}")
+        return ExpertCall(self._layout, self.ep_context, self._order, pairs, gemm, min_rows=min_rows, few=few)
 
     def _dispatch_natively(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, reason: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Goes over to the native path between preprocessing and dispatch, for good."""
-        self._native_because, self._ep_context, self._layout = reason, None, None
-        self._log_native()
+        self._native_because, self.ep_context, self._layout = reason, None, None
+        _log_native(self._native_because)
         shared_experts, self.shared_experts = self.shared_experts, None  # they have begun already
         try:
             permuted = super().dispatch_preprocess(hidden_states.view(self.hidden_shape), self.routing_map, probs)
@@ -430,7 +441,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
     ) -> tuple[torch.Tensor, Any, torch.Tensor]:
         hidden_states, probs = global_input_tokens, global_probs
-        if self._ep_context is None:
+        if self.ep_context is None:
             return super().dispatch_postprocess(hidden_states, probs)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
@@ -448,7 +459,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         return hidden_states, DeviceCounts(self._layout), probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self._ep_context is None:
+        if self.ep_context is None:
             return super().combine_preprocess(hidden_states)
         slices, self._slices = self._slices, None
         return hidden_states if slices is None else slices.scatter(hidden_states, self.probs.dtype)
@@ -456,16 +467,16 @@ class DitronMoEAlltoAllTokenDispatcher(
     def token_combine(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
-        if self._ep_context is None:
+        if self.ep_context is None:
             return super().token_combine(hidden_states, async_finish, allocate_on_comm_stream)
         layout, self._layout = self._layout, None
         call, self._call = self._call, None
         if call is not None:
             return hidden_states  # the experts have combined them
-        return combine_rows(hidden_states, layout, self._ep_context, self._order)
+        return combine_rows(hidden_states, layout, self.ep_context, self._order)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        if self._ep_context is None:
+        if self.ep_context is None:
             return super().combine_postprocess(permutated_local_input_tokens)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)

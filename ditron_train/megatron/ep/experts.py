@@ -24,7 +24,8 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from ditron_train.ep.dispatcher import ExpertCall, dispatch_linear, linear_combine
 from ditron_train.ep.grouped_gemm import RowTiles, group_wgrad_into
 from ditron_train.gemm.transformer_engine import grouped_gemm
-from ditron_train.megatron.compat import activate_experts, unsupported_reason_experts
+from ditron_train.megatron.compat.activation import activate_experts
+from ditron_train.megatron.compat.config import unsupported_reason_experts
 from ditron_train.megatron.ep.gather import GatheredCall, gather_linear, given_up_on_error, linear_scatter
 from ditron_train.megatron.shared.forward_override import calling, unsupported_reason_stand_in
 from ditron_train.megatron.shared.in_place import EqualsBaseClass

@@ -23,7 +23,7 @@ from ditron_train.ep.dispatcher import group_linear
 from ditron_train.ep.gemm_combine import layout_tiles
 from ditron_train.ep.grouped_gemm import RowTiles, are_whole
 from ditron_train.ep.plan import triton_wgrad_has_native_bits
-from ditron_train.megatron.compat import unsupported_reason_grouped_layer
+from ditron_train.megatron.compat.config import unsupported_reason_grouped_layer
 from ditron_train.megatron.ep.coverage import unsupported_reason_fp8_options, unsupported_reason_fp8_recipe
 from ditron_train.megatron.ep.experts import (
     DitronTEGroupedMLP,

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-from ditron_train.loss import cross_entropy
+from ditron_train.loss import cross_entropy, unsupported_reason
 from ditron_train.policy import Function, Op, Trial, gate
 from ditron_train.policy.answer import Answer
 from ditron_train.policy.op import make_trial
@@ -63,14 +63,9 @@ class CrossEntropyOp(Op[LossCall, None]):
         return logits.shape[-1], _rows(logits).bit_length(), logits.dtype, call.target.dtype, logits.device
 
     def unsupported_reason(self, call: LossCall) -> str | None:
-        logits, target = call.logits, call.target
-        if logits.device.type != "cuda":
+        if call.logits.device.type != "cuda":
             return "there is no GPU"
-        if logits.dtype not in (torch.bfloat16, torch.float16):
-            return f"the logits are {logits.dtype}"
-        if not logits.is_contiguous() or target.shape != logits.shape[:-1] or target.dtype != torch.int64:
-            return f"logits of shape {tuple(logits.shape)} and targets of shape {tuple(target.shape)} are not covered"
-        return None if logits.numel() else "there are no tokens"
+        return unsupported_reason(call.logits, call.target)
 
     def describe(self, call: LossCall, context: None) -> str:
         return f"{self.name} {_rows(call.logits)}x{call.logits.shape[-1]} {str(call.logits.dtype)[6:]}"
@@ -84,8 +79,8 @@ class CrossEntropyOp(Op[LossCall, None]):
         return make_trial(self, self._timed(call), context, extra_cases=[(pair.native, pair.fused)])
 
     def peak_bytes(self, call: LossCall) -> int:
-        """Of the logits that are timed fp32 values, and both paths' gradients."""
-        return 6 * self._timed(call).logits.nbytes
+        """Of both cases' logits fp32 values, and both paths' gradients."""
+        return 6 * (self._timed(call).logits.nbytes + self._first_rows(call, _COMPARED_ROWS).logits.nbytes) + (1 << 20)
 
     def inputs(self, call: LossCall) -> Sequence[torch.Tensor]:
         return (call.logits,)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megatron.core.optimizer import layer_wise_optimizer as native_layer_wise
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ditron_train.megatron import compat
+from ditron_train.megatron.compat import muon as compat
+from ditron_train.megatron.compat.config import unsupported_reason_weight
 from ditron_train.megatron.plugin import patching
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.optim import LayerShards, Muon, newton_schulz_cost, shard_by_cost
@@ -73,7 +74,7 @@ def unsupported_reason_matrix(param: torch.Tensor) -> str | None:
     """Why Megatron's own optimizer steps a parameter, or None."""
     if param.dim() != 2:
         return f"a parameter has shape {tuple(param.shape)}, Muon takes matrices"
-    return compat.unsupported_reason_weight(param)
+    return unsupported_reason_weight(param)
 
 
 class _OrNative(type):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from ditron_train.megatron.compat import captures_iteration
+from ditron_train.megatron.compat.config import captures_iteration
 from ditron_train.megatron.shared.devices import current_device
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.policy import gate, log_native

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ditron_train.megatron.compat import multiplies_rows_of_frozen, write_wgrad
+from ditron_train.megatron.compat.wgrad import multiplies_rows_of_frozen, write_wgrad
 
 
 def main_grad_of(weight: Any) -> torch.Tensor:

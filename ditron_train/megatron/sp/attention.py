@@ -22,7 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from ditron_train.megatron.compat import rope_arguments
+from ditron_train.megatron.compat.config import rope_arguments
 from ditron_train.megatron.shared.forward_override import calling, signed_as, unsupported_reason_stand_in
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.interfaces import classes_of_te

@@ -26,25 +26,13 @@ from ditron_train.megatron.shared.values import order_probe_like, own_or_normal,
 from ditron_train.megatron.sp.exchange import AttentionShape, Exchange
 from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
 from ditron_train.megatron.sp.norms import key_of, twins_of, words_of
-from ditron_train.policy import Decision, Function, Op, Run, Trial, gate
+from ditron_train.policy import Function, Op, Run, Trial, gate
 from ditron_train.policy.op import ProofPart, dtype_name, make_trial
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection, split_by_heads
 from ditron_train.sp.head_norms import Norms, normalised
 from ditron_train.symm.nodes import spans_nodes
-
-__all__ = [
-    "OPS",
-    "EXCHANGE",
-    "OUTPUT",
-    "PROJECTIONS",
-    "UlyssesCall",
-    "route_exchange",
-    "route_output",
-    "route_projections",
-    "split_by_heads",
-]
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -79,6 +67,8 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
     """What the three ops have in common."""
 
     word: str
+    decides_forward = True
+    synchronizes = True
 
     def device(self, call: UlyssesCall) -> torch.device:
         return call.like.device
@@ -139,14 +129,6 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
         if not call.weights and spans_nodes(call.group):
             return get_nodes_context(call.group, call.like.device)
         return get_sp_context(call.group, call.like.device)
-
-    decides_forward = True
-
-    def decide(self, call: UlyssesCall, context: SPContext | NodesContext) -> Decision:
-        """Nothing of the op can fail later for want of memory."""
-        decision = super().decide(call, context)
-        context.synchronize()
-        return decision
 
     def describe(self, call: UlyssesCall, context: Any) -> str:
         shape = call.shape

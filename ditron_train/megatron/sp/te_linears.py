@@ -20,8 +20,6 @@ from ditron_train.megatron.tp.te_coverage import unsupported_reason_delayed
 from ditron_train.megatron.tp.te_layers import normalised
 from ditron_train.megatron.tp.te_routes import unsupported_reason_covered
 
-__all__ = ["TELinears"]
-
 
 class TELinears(Projections):
     """The projections of Transformer Engine's spec."""

@@ -25,7 +25,7 @@ from ditron_train.megatron.tp.te_blocks import travel_options
 from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, unsupported_reason_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
-from ditron_train.policy import Decision, Function, Op, Trial
+from ditron_train.policy import Function, Op, Trial
 from ditron_train.policy.op import is_forward_only
 from ditron_train.runtime.errors import MismatchError
 from ditron_train.runtime.values import normal_values
@@ -90,6 +90,7 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
 
     decides_forward = True
     is_observed = True
+    synchronizes = True
     looks_at_host = True  # Transformer Engine keeps the host busy in FP8
 
     def __init__(self, kind: Kind) -> None:
@@ -145,13 +146,6 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
 
     def make_context(self, call: Fp8Call) -> TPContext:
         return get_tp_context(call.group, call.x.device)
-
-    def decide(self, call: Fp8Call, context: TPContext) -> Decision:
-        """Memory is had and kernels are compiled by it, so nothing of that fails between a forward and
-        its backward."""
-        decision = super().decide(call, context)
-        context.synchronize()
-        return decision
 
     def trial(self, call: Fp8Call, context: TPContext) -> Trial:
         """On random values, which are timed, and on order-probe inputs (nothing of the job is quantized again, since

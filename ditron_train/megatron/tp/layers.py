@@ -13,7 +13,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ditron_train.megatron.compat import unsupported_reason_arguments, unsupported_reason_weight
+from ditron_train.megatron.compat.config import unsupported_reason_arguments, unsupported_reason_weight
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.interfaces import classes_of_te
 from ditron_train.megatron.shared.wgrad import NativeWgrad, bias_of

@@ -56,24 +56,11 @@ _HELD: dict[Kind, tuple[int, int, int]] = {"column": (8, 4, 5), "row": (5, 8, 6)
 _BYTES_OF_ORDERS = 10  # of an element: values, what was read, two comparisons
 
 
-class LinearOp(Op[LinearCall, Any]):
-    """Gather, GEMM and their backward (``column``), or GEMM, reduce-scatter and theirs (``row``).
+class _LinearLengths(Op[LinearCall, Any]):
+    """What `LinearOp` says of calls whose number of tokens varies."""
 
-    Args:
-        kind: Which layer.
-        is_reduced: Without sequence parallelism: the row layer's forward is a GEMM and an all-reduce, and tokens are
-            whole everywhere: ``x [s, b, K]`` of every call holds all of them.
-    """
-
-    decides_forward = True
-    is_observed = True
-
-    def __init__(self, kind: Kind, *, is_reduced: bool = False) -> None:
-        self.kind, self.is_reduced = kind, is_reduced
-        self.name = f"tp {kind}" + (" ar" if is_reduced else "")
-
-    def key(self, call: LinearCall) -> tuple[Hashable, ...]:
-        return (tuple(call.x.shape), *self._kind_of(call))
+    kind: Kind
+    is_reduced: bool
 
     def family(self, call: LinearCall) -> tuple[tuple[Hashable, ...], int] | None:
         """The order of an all-reduce depends on the number of elements, so a layer with one has no family; neither
@@ -82,7 +69,7 @@ class LinearOp(Op[LinearCall, Any]):
             return None
         world_size = dist.get_world_size(call.group)
         rows = call.x.shape[:-1].numel() * (world_size if self.kind == "column" else 1)
-        return ((*self._kind_of(call), call.by_te), rows) if rows else None
+        return ((*_kind_of(self, call), call.by_te), rows) if rows else None
 
     def bits_proof(self, call: LinearCall, context: TPContext) -> Sequence[ProofPart]:
         """By products of one rank that show the order of their sums. A column layer's dgrad is the library's own if
@@ -103,20 +90,25 @@ class LinearOp(Op[LinearCall, Any]):
         bias = None if call.bias is None else torch.empty_like(call.bias)
         return call._replace(x=x, weight=weight, bias=bias, grad_y=None)
 
-    def _kind_of(self, call: LinearCall) -> tuple[Hashable, ...]:
-        x, weight = call.x, call.weight
-        return (
-            weight.shape,
-            weight.stride(),
-            x.dtype,
-            weight.dtype,
-            x.device,
-            torch.is_autocast_enabled(x.device.type),
-            is_batch_invariant_mode_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            not self.needs_grad(call)[1],
-            None if call.bias is None else call.bias.dtype,
-        )
+
+class LinearOp(_LinearLengths):
+    """Gather, GEMM and their backward (``column``), or GEMM, reduce-scatter and theirs (``row``).
+
+    Args:
+        kind: Which layer.
+        is_reduced: Without sequence parallelism: the row layer's forward is a GEMM and an all-reduce, and tokens are
+            whole everywhere: ``x [s, b, K]`` of every call holds all of them.
+    """
+
+    decides_forward = True
+    is_observed = True
+
+    def __init__(self, kind: Kind, *, is_reduced: bool = False) -> None:
+        self.kind, self.is_reduced = kind, is_reduced
+        self.name = f"tp {kind}" + (" ar" if is_reduced else "")
+
+    def key(self, call: LinearCall) -> tuple[Hashable, ...]:
+        return (tuple(call.x.shape), *_kind_of(self, call))
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         x, weight = call.x, call.weight
@@ -234,6 +226,22 @@ class LinearOp(Op[LinearCall, Any]):
             summed_dtype=call.x.dtype if follows_ring else None,
             log_decision=not call.is_forward and call.instead_of is None,  # else it is a part of what will run
         )
+
+
+def _kind_of(op: Op[LinearCall, Any], call: LinearCall) -> tuple[Hashable, ...]:
+    x, weight = call.x, call.weight
+    return (
+        weight.shape,
+        weight.stride(),
+        x.dtype,
+        weight.dtype,
+        x.device,
+        torch.is_autocast_enabled(x.device.type),
+        is_batch_invariant_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        not op.needs_grad(call)[1],
+        None if call.bias is None else call.bias.dtype,
+    )
 
 
 def linear_of(op: LinearOp) -> Callable[..., torch.Tensor]:

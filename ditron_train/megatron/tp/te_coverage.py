@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ditron_train.megatron.compat import unsupported_reason_weight
+from ditron_train.megatron.compat.config import unsupported_reason_weight
 from ditron_train.megatron.shared.values import unsupported_reason_hidden
 
 #: Recipes whose layers may be overlapped: those of which a GPU has shown the bits (docs/measurements/fp8.md).

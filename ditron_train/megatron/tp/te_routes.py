@@ -25,7 +25,7 @@ from ditron_train.megatron.tp.te_coverage import (
 )
 from ditron_train.megatron.tp.te_fp8 import scaling_of, unsupported_reason_code, unsupported_reason_recipe
 from ditron_train.policy import Answer, gate, log_native
-from ditron_train.policy.gate import INTERFACE_ERRORS
+from ditron_train.policy.gate import INTERFACE_ERRORS, key_of
 from ditron_train.runtime.device import is_capturing
 
 #: Of a layer: what its last answer depended on, and where the gate keeps it; None: it is not covered.
@@ -159,5 +159,5 @@ def _route(layer: Any, spec: Any, call: Any, state: tuple[Any, ...]) -> Answer |
     if not gate.knows(spec, call):
         spec.check_ranks_agree(call)
     answer = gate.answer_for(spec, call)
-    _known[layer] = state, gate.key_of(spec, call)
+    _known[layer] = state, key_of(spec, call)
     return answer if answer.is_fused or answer.observer is not None else None

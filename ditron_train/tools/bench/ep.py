@@ -16,7 +16,7 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
-from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
+from ditron_train.tools.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models
 from ditron_train.tools.cases import BenchCase, Shape
 from ditron_train.tools.cases.ep_layers import MoeCase, moe_layer, moe_layers, unsupported_layer, with_routings
 from ditron_train.tools.catalog import cases_of, megatron_groups
@@ -35,16 +35,9 @@ def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench ep``."""
-    add_common_arguments(parser)
-    parser.add_argument("--part", action="append", choices=list(_parts()), help="only this part (may be repeated)")
-    parser.add_argument(
-        "--shape",
-        nargs=5,
-        type=int,
-        action="append",
-        metavar=("TOKENS", "HIDDEN", "FFN", "EXPERTS", "TOPK"),
-        help="instead of workloads.json's: tokens of each rank, experts of all (may be repeated)",
-    )
+    add_common_arguments(parser, parts=_parts())
+    text = "instead of workloads.json's: tokens of each rank, experts of all (may be repeated)"
+    add_shape_argument(parser, text, "TOKENS HIDDEN FFN EXPERTS TOPK")
     add_fp8_argument(parser, "the layer with its experts in this recipe, beside the rows in bf16 of the same file")
 
 

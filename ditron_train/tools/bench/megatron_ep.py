@@ -18,11 +18,12 @@ from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.megatron import apply
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import under_policy
+from ditron_train.tools.bench.layer_passes import LayerPasses, contenders
 from ditron_train.tools.cases import RunEnvironment, Shape
 from ditron_train.tools.cases.ep_layers import moe_layer, routing_of, unsupported_layer
 from ditron_train.tools.cases.ep_moves import moe_config, repeating
-from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
-from ditron_train.tools.results import FP8_PREFIX, Pass, Row
+from ditron_train.tools.fp8.recipes import fp8_options
+from ditron_train.tools.results import FP8_PREFIX, Row
 from ditron_train.tools.session import BenchSession
 
 
@@ -49,45 +50,32 @@ def layer_pair(config: TransformerConfig, device: torch.device) -> dict[str, tor
     return layers
 
 
-class _MoeLayers:
-    """A MoE layer, native and with ``ep``, forward, and forward and backward, on the same values."""
-
-    def __init__(self, session: BenchSession, layer: Shape, fp8: str | None = None) -> None:
-        sizes = layer.sizes
-        names = ("hidden", "ffn_hidden", "num_experts", "topk")
-        recipe: dict[str, Any] = fp8_options(fp8)
-        config = moe_config(
-            **{name: sizes[name] for name in names},
-            dtype=session.dtype,
-            fused=False if layer.options["deterministic"] else None,
-            **recipe,
-        )
-        self.config, self.layers = config, layer_pair(config, session.device)
-        generator = torch.Generator(session.device).manual_seed(session.rank)
-        shape = (sizes["tokens_per_rank"], 1, sizes["hidden"])
-        self._x, self._grad = (
-            torch.empty(shape, device=session.device, dtype=session.dtype).normal_(generator=generator)
-            for _ in range(2)
-        )
-        self._is_routed = bool(layer.options["zipf"])
-        if self._is_routed:  # a router with random weights routes evenly: this one's choice is given
-            world: Any = dist.group.WORLD
-            place = RunEnvironment(world, session.device, session.dtype)
-            routed, probs = routing_of(layer, place, 0)
-            for one in self.layers.values():
-                one.route = lambda hidden_states, padding_mask=None: (probs, routed)  # type: ignore[assignment]
-
-    def forward(self, name: str) -> list[torch.Tensor]:
-        with torch.no_grad(), fp8_context(self.config):
-            return [self.layers[name](self._x)[0]]
-
-    def forward_backward(self, name: str) -> list[torch.Tensor]:
-        leaf = self._x.detach().requires_grad_()
-        with fp8_context(self.config):
-            y, _ = self.layers[name](leaf)
-        named = self.layers[name].named_parameters()
-        parameters = [parameter for key, parameter in named if not (self._is_routed and key.startswith("router"))]
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], self._grad)]
+def _moe_layers(
+    session: BenchSession, layer: Shape, fp8: str | None = None
+) -> tuple[LayerPasses, dict[str, torch.nn.Module]]:
+    """A MoE layer, native and with ``ep``, and their passes."""
+    sizes = layer.sizes
+    names = ("hidden", "ffn_hidden", "num_experts", "topk")
+    recipe: dict[str, Any] = fp8_options(fp8)
+    config = moe_config(
+        **{name: sizes[name] for name in names},
+        dtype=session.dtype,
+        fused=False if layer.options["deterministic"] else None,
+        **recipe,
+    )
+    layers = layer_pair(config, session.device)
+    generator = torch.Generator(session.device).manual_seed(session.rank)
+    shape = (sizes["tokens_per_rank"], 1, sizes["hidden"])
+    x, grad = (
+        torch.empty(shape, device=session.device, dtype=session.dtype).normal_(generator=generator) for _ in range(2)
+    )
+    if layer.options["zipf"]:  # a router with random weights routes evenly: this one's choice is given
+        world: Any = dist.group.WORLD
+        routed, probs = routing_of(layer, RunEnvironment(world, session.device, session.dtype), 0)
+        for one in layers.values():
+            one.route = lambda hidden_states, padding_mask=None: (probs, routed)  # type: ignore[assignment]
+            one.router.requires_grad_(False)
+    return LayerPasses(config, x, grad), layers
 
 
 @contextmanager
@@ -101,22 +89,20 @@ def moe_contenders(
     if layer.sizes["num_experts"] % session.world_size:
         raise SettingError(str(unsupported_layer(layer, session.world_size)))
     with expert_parallel_world(), repeating(layer), under_policy("strict"):
-        pair = _MoeLayers(session, layer, fp8)
-        yield {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
+        passes, layers = _moe_layers(session, layer, fp8)
+        yield contenders(passes.forward_backward, layers)
 
 
 def layer_rows(session: BenchSession, layer: Shape, fp8: str | None = None) -> Iterator[Row]:
     """The whole layer, forward, and forward and backward, as a user gets it."""
     with repeating(layer), under_policy("strict"):
-        pair, dtype = _MoeLayers(session, layer, fp8), None if fp8 is None else FP8_PREFIX + fp8
-        direction: Pass
-        for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
-            equal = session.equal_layer("ep", lambda _: body("fused"), lambda _: body("native"))  # noqa: B023
-            timings = session.measure({name: lambda i, n=name, run=body: run(n) for name in pair.layers})
-            comm_sms = _comm_sms(pair.layers["fused"])
-            sizes = dict(layer.sizes)
-            options: dict[str, Any] = dict(comm_sms=comm_sms, dtype=dtype)
-            yield session.row("moe_layer", direction, layer.model, sizes, timings, equal, **options)
+        (passes, layers), dtype = _moe_layers(session, layer, fp8), None if fp8 is None else FP8_PREFIX + fp8
+        for direction, run in passes.both():
+            timed = contenders(run, layers)
+            equal = session.equal_layer("ep", timed["fused"], timed["native"])
+            timings = session.measure(timed)
+            options: dict[str, Any] = dict(comm_sms=_comm_sms(layers["fused"]), dtype=dtype)
+            yield session.row("moe_layer", direction, layer.model, dict(layer.sizes), timings, equal, **options)
 
 
 def _comm_sms(layer: Any) -> int:

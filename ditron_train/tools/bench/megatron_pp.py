@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.megatron import apply, restore
+from ditron_train.tools.layer_config import layer_config
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession
 
@@ -43,24 +44,16 @@ class _Step:
         self.sequence = 2048 if on_gpu else 16
         self.microbatches = 2 * world
         self._chunks = chunks
-        dtype = session.dtype
-        config = TransformerConfig(
-            num_layers=_LAYERS_A_STAGE * world,
-            **(_GPU_SIZES if on_gpu else _CPU_SIZES),
-            pipeline_model_parallel_size=world,
-            virtual_pipeline_model_parallel_size=chunks,
+        sizes = dict(num_layers=_LAYERS_A_STAGE * world, **(_GPU_SIZES if on_gpu else _CPU_SIZES))
+        stages = dict(pipeline_model_parallel_size=world, virtual_pipeline_model_parallel_size=chunks)
+        messages = dict(
             microbatch_group_size_per_vp_stage=world if chunks else None,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
-            add_bias_linear=False,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
             batch_p2p_comm=not overlap and (chunks is None or world > 2),
             overlap_p2p_comm=overlap,
             deallocate_pipeline_outputs=not overlap,  # native would free what it has not sent yet
-            **{**megatron_cpu.CPU_CONFIG, "use_cpu_initialization": not on_gpu},
         )
+        options = {**sizes, **stages, **messages, **megatron_cpu.CPU_CONFIG, "use_cpu_initialization": not on_gpu}
+        config = layer_config(session.dtype, **options)
         megatron_cpu.seed(5)
         self._models = [self._model(config, chunk).to(session.device) for chunk in range(chunks or 1)]
         generator = torch.Generator().manual_seed(9)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
@@ -21,8 +20,10 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.device import num_sms as num_sms_of
 from ditron_train.sp import transfer_sizes as tuning
-from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
-from ditron_train.tools.results import FP8_PREFIX, Pass, Row
+from ditron_train.tools.bench.layer_passes import LayerPasses, contenders
+from ditron_train.tools.fp8.recipes import fp8_options
+from ditron_train.tools.layer_config import layer_config
+from ditron_train.tools.results import FP8_PREFIX, Row
 from ditron_train.tools.session import BenchSession
 
 _LENGTHS = (16384, 32768, 65536)
@@ -58,23 +59,9 @@ def _attention(deterministic: bool) -> Iterator[None]:
 
 
 def _build(session: BenchSession, fused: bool, fp8: str | None) -> torch.nn.Module:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8192,
-        num_attention_heads=64,
-        num_query_groups=8,
-        context_parallel_size=session.world_size,
-        cp_comm_type="a2a",
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        **fp8_options(fp8),
-    )
+    sizes = dict(hidden_size=8192, num_attention_heads=64, num_query_groups=8, normalization="RMSNorm")
+    parallel = dict(context_parallel_size=session.world_size, cp_comm_type="a2a")
+    config = layer_config(torch.bfloat16, **sizes, **parallel, **fp8_options(fp8))
     spec = get_gpt_layer_with_transformer_engine_spec().submodules.self_attention
     megatron_cpu.seed(1234)
     layer = build_module(
@@ -119,7 +106,7 @@ class _WithoutExchanges:
         self, layers: dict[str, Any], values: Callable[..., torch.Tensor], length: int, world_size: int
     ) -> None:
         self._native, self._attend = layers["native"], layers["fused"].core_attention.attend
-        self.parameters, self.config = self._native.parameters, self._native.config
+        self.parameters = self._native.parameters
         self._parts = [values(length, 1, heads // world_size, 128) for heads in (64, 8, 8)]
         self._gathered = values(length // world_size, 1, 8192)
         self._grad_mixed = values(length // world_size, 1, 10240)
@@ -155,31 +142,15 @@ def _comm_sms(session: BenchSession, m: int) -> int:
     return max(push, tuning.receive_programs(m, 10240, 8192, 2))
 
 
-class _Passes:
-    """A layer's forward, and its forward and backward, on values of a length (tokens of all ranks)."""
+def _values(session: BenchSession) -> Callable[..., torch.Tensor]:
+    """Makes random tensors, one after the other."""
+    generator = torch.Generator(session.device).manual_seed(session.rank)
+    return lambda *shape: torch.empty(shape, device=session.device, dtype=torch.bfloat16).normal_(generator=generator)
 
-    def __init__(self, session: BenchSession, length: int) -> None:
-        self._session = session
-        self._generator = torch.Generator(session.device).manual_seed(session.rank)
-        shape = (length // session.world_size, 1, 8192)
-        self.x, self.grad = self.values(*shape), self.values(*shape)
 
-    def values(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=self._session.device, dtype=torch.bfloat16).normal_(generator=self._generator)
-
-    @staticmethod
-    def _fp8(layer: Any) -> contextlib.AbstractContextManager[Any]:
-        return fp8_context(layer.config)
-
-    def forward(self, layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
-        with torch.no_grad(), self._fp8(layer):
-            return [layer(self.x, attention_mask=None)[0]]
-
-    def forward_backward(self, layer: torch.nn.Module | _WithoutExchanges) -> list[torch.Tensor]:
-        leaf = self.x.detach().requires_grad_()
-        with self._fp8(layer):
-            y, _ = layer(leaf, attention_mask=None)
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *layer.parameters()], self.grad)]
+def _passes(layers: dict[str, Any], values: Callable[..., torch.Tensor], num_rows: int) -> LayerPasses:
+    x, grad = values(num_rows, 1, 8192), values(num_rows, 1, 8192)
+    return LayerPasses(layers["native"].config, x, grad, attention_mask=None)
 
 
 @contextlib.contextmanager
@@ -188,9 +159,9 @@ def attention_contenders(
 ) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
     """Forward and backward of the layer, ``native`` and ``fused``, on the same values."""
     with _world(session):
-        passes = _Passes(session, _TRACED_LENGTH)
         layers = _pair(session, False, fp8)
-        yield {name: lambda index, one=layer: passes.forward_backward(one) for name, layer in layers.items()}
+        passes = _passes(layers, _values(session), _TRACED_LENGTH // session.world_size)
+        yield contenders(passes.forward_backward, layers)
 
 
 def _rows_of(
@@ -200,27 +171,21 @@ def _rows_of(
     length: int,
     fp8: str | None,
 ) -> Iterator[Row]:
-    passes = _Passes(session, length)
-    direction: Pass
-    for direction, body in (("forward", passes.forward), ("forward_backward", passes.forward_backward)):
-        what = f"attention layer, {direction}, {length} tokens"
-        if not all(
-            session.attempt(f"{what}, {name}", lambda index, one=layer, f=body: f(one))
-            for name, layer in exact.items()
-        ):
+    values, num_rows = _values(session), length // session.world_size
+    for direction, run in _passes(fast, values, num_rows).both():
+        what, compared = f"attention layer, {direction}, {length} tokens", contenders(run, exact)
+        if not all(session.attempt(f"{what}, {name}", body) for name, body in compared.items()):
             torch.cuda.empty_cache()
             continue
-        equal = session.equal_layer("sp", lambda _: body(exact["fused"]), lambda _: body(exact["native"]))  # noqa: B023
+        equal = session.equal_layer("sp", compared["fused"], compared["native"])
         torch.cuda.empty_cache()
-        contenders = {**fast, "limit": _WithoutExchanges(fast, passes.values, length, session.world_size)}
-        timings = session.measure(
-            {name: lambda index, one=layer, f=body: f(one) for name, layer in contenders.items()}
-        )
+        limit = _WithoutExchanges(fast, values, length, session.world_size)
+        timings = session.measure(contenders(run, {**fast, "limit": limit}))
         yield session.row(
             "attention_layer", direction, "64 heads, 8 groups",
             {"seqlen": length, "hidden": 8192, "heads": 64, "groups": 8},
             timings, equal,
             dtype=torch.bfloat16 if fp8 is None else FP8_PREFIX + fp8,
-            comm_sms=_comm_sms(session, passes.x.shape[0]),
+            comm_sms=_comm_sms(session, num_rows),
             limit_us=timings["limit"].median_us,
         )  # fmt: skip

@@ -23,8 +23,10 @@ from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.megatron import apply
 from ditron_train.megatron.tp.spec import native_column, native_row
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.tools.fp8.recipes import fp8_context, fp8_options
-from ditron_train.tools.results import FP8_PREFIX, Pass, Row
+from ditron_train.tools.bench.layer_passes import LayerPasses, contenders
+from ditron_train.tools.fp8.recipes import fp8_options
+from ditron_train.tools.layer_config import layer_config
+from ditron_train.tools.results import FP8_PREFIX, Row
 from ditron_train.tools.session import BenchSession
 
 _LLAMA_70B = dict(hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8)
@@ -55,27 +57,10 @@ def native_linear(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tenso
 
 
 def _layer_config(world_size: int, fp8: str | None, is_split: bool, **options: Any) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=1,
-        **_LLAMA_70B,
-        tensor_model_parallel_size=world_size,
-        sequence_parallel=world_size > 1 and is_split,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        **fp8_options(fp8),
-        **options,
-    )
+    parallel = dict(tensor_model_parallel_size=world_size, sequence_parallel=world_size > 1 and is_split)
+    swiglu = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=True)
+    others = dict(normalization="RMSNorm", masked_softmax_fusion=False, bias_dropout_fusion=False, **fp8_options(fp8))
+    return layer_config(torch.bfloat16, **_LLAMA_70B, **parallel, **swiglu, **others, **options)
 
 
 def _build_layer(spec: Any, session: BenchSession, config: TransformerConfig) -> torch.nn.Module:
@@ -100,14 +85,14 @@ class _LayerPair:
         self._copy_parameters("fused")
         self.tokens = LAYER_SHAPE["tokens"]
         shape = (self.tokens // (session.world_size if is_split else 1), 1, _LLAMA_70B["hidden_size"])
-        self.x, self.grad = session.values(shape, torch.bfloat16, 1), session.values(shape, torch.bfloat16, 2)
+        x, grad = session.values(shape, torch.bfloat16, 1), session.values(shape, torch.bfloat16, 2)
         if not is_split:
-            for one in (self.x, self.grad):
+            for one in (x, grad):
                 dist.broadcast(one, 0)
-        self.mask = None
+        mask = None
         if not HAVE_TE:
-            ones = torch.ones(1, 1, self.tokens, self.tokens, dtype=torch.bool, device=session.device)
-            self.mask = ones.triu_(1)
+            mask = torch.ones(1, 1, self.tokens, self.tokens, dtype=torch.bool, device=session.device).triu_(1)
+        self.passes = LayerPasses(self._config, x, grad, attention_mask=mask)
 
     def _copy_parameters(self, name: str) -> None:
         with torch.no_grad():
@@ -134,17 +119,6 @@ class _LayerPair:
         self.layers["userbuffers"] = _build_layer(spec, self._session, config)
         self._copy_parameters("userbuffers")
 
-    def forward(self, name: str) -> list[torch.Tensor]:
-        with torch.no_grad(), fp8_context(self._config):
-            return [self.layers[name](self.x, attention_mask=self.mask)[0]]
-
-    def forward_backward(self, name: str) -> list[torch.Tensor]:
-        leaf = self.x.detach().requires_grad_()
-        with fp8_context(self._config):
-            y, _ = self.layers[name](leaf, attention_mask=self.mask)
-        parameters = list(self.layers[name].parameters())
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], self.grad)]
-
 
 def layer_contenders(
     session: BenchSession, fp8: str | None = None, *, is_split: bool = True
@@ -152,7 +126,7 @@ def layer_contenders(
     """Forward and backward of one LLaMA-70B layer, ``native`` and ``fused``, on the same values; ``is_split``: with
     sequence parallelism."""
     pair = _LayerPair(session, fp8, is_split=is_split)
-    return {name: lambda index, n=name: pair.forward_backward(n) for name in pair.layers}
+    return contenders(pair.passes.forward_backward, pair.layers)
 
 
 def layer_rows(session: BenchSession, fp8: str | None = None, *, is_split: bool = True) -> Iterator[Row]:
@@ -165,14 +139,13 @@ def layer_rows(session: BenchSession, fp8: str | None = None, *, is_split: bool 
         "transformer_layer" if is_split else "transformer_layer_ar",
         FP8_PREFIX + fp8 if fp8 else torch.bfloat16,
     )
-    direction: Pass
-    for direction, body in (("forward", pair.forward), ("forward_backward", pair.forward_backward)):
-        equal = session.equal_layer("tp", lambda _: body("fused"), lambda _: body("native"))  # noqa: B023
-        contenders = {name: lambda index, n=name, run=body: run(n) for name in pair.layers}
-        peer = contenders.get("userbuffers")
+    for direction, run in pair.passes.both():
+        timed = contenders(run, pair.layers)
+        equal = session.equal_layer("tp", timed["fused"], timed["native"])
+        peer = timed.get("userbuffers")
         if peer is not None and not session.attempt(f"userbuffers' layer, {direction}", peer):
-            del contenders["userbuffers"], pair.layers["userbuffers"]
-        timings = session.measure(contenders)
+            del timed["userbuffers"], pair.layers["userbuffers"]
+        timings = session.measure(timed)
         others: dict[str, Any] = {}
         if "userbuffers" in timings:
             others = dict(peer="userbuffers", peer_us=timings["userbuffers"].median_us)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
+from ditron_train.tools.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models
 from ditron_train.tools.cases import BenchCase, Shape
 from ditron_train.tools.cases.muon import MUON_STEP, ORTHOGONALIZE, matrix_shape, step_shape
 from ditron_train.tools.catalog import cases_of
@@ -26,16 +26,8 @@ def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench muon``."""
-    add_common_arguments(parser)
-    parser.add_argument("--part", action="append", choices=list(_parts()), help="only this part (may be repeated)")
-    parser.add_argument(
-        "--shape",
-        nargs=2,
-        type=int,
-        action="append",
-        metavar=("ROWS", "COLUMNS"),
-        help="matrices instead of the table's, and instead of a model's layer",
-    )
+    add_common_arguments(parser, parts=_parts())
+    add_shape_argument(parser, "matrices instead of the table's, and instead of a model's layer", "ROWS COLUMNS")
     parser.add_argument(
         "--layers", type=int, metavar="N", help="layers of a model (default: 8, with experts 2; times scale with it)"
     )

@@ -40,8 +40,7 @@ def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench pp``."""
-    add_common_arguments(parser, model_option=False)
-    parser.add_argument("--part", action="append", choices=list(_parts()), help="only this part (may be repeated)")
+    add_common_arguments(parser, model_option=False, parts=_parts())
     parser.add_argument(
         "--mb",
         type=float,
@@ -200,13 +199,8 @@ def _beside_rows(session: BenchSession, shape: Shape, limited: dict[str, dist.Pr
     ):
         peer, peer_us = _best_peer(timings, limited)
         gemm_us = timings["gemm"].median_us
-        sizes = {
-            "num_bytes": num_bytes,
-            "m": beside.size,
-            "n": beside.size,
-            "k": beside.size,
-            "num_gemms": beside.count,
-        }
+        square = dict.fromkeys(("m", "n", "k"), beside.size)
+        sizes = {"num_bytes": num_bytes, **square, "num_gemms": beside.count}
         yield session.row(
             op, "forward", "ring", sizes, timings, equal,
             dtype=torch.bfloat16,

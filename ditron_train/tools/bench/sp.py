@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from ditron_train.runtime.logs import get_logger
-from ditron_train.tools.arguments import add_common_arguments
+from ditron_train.tools.arguments import add_common_arguments, add_shape_argument
 from ditron_train.tools.cases import BenchCase
 from ditron_train.tools.catalog import cases_of
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
@@ -26,16 +26,9 @@ def _parts() -> dict[str, list[BenchCase[Any, Any]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench sp``."""
-    add_common_arguments(parser)
-    parser.add_argument("--part", action="append", choices=list(_parts()), help="only this part (may be repeated)")
-    parser.add_argument(
-        "--shape",
-        nargs=4,
-        type=int,
-        metavar=("SEQLEN", "HEADS", "GROUPS", "HEAD_SIZE"),
-        action="append",
-        help="instead of workloads.json's (may be repeated; default without a GPU: 64 16 8 8)",
-    )
+    add_common_arguments(parser, parts=_parts())
+    text = "instead of workloads.json's (may be repeated; default without a GPU: 64 16 8 8)"
+    add_shape_argument(parser, text, "SEQLEN HEADS GROUPS HEAD_SIZE")
     add_fp8_argument(parser, "the layer in this recipe, beside the rows in bf16 of the same file")
 
 

@@ -21,6 +21,7 @@ from ditron_train.policy import Function, Op
 from ditron_train.runtime.settings import under_policy
 from ditron_train.tools.cases.case import BenchCase, Cost, RunEnvironment, Shape
 from ditron_train.tools.cases.ep_layers import MoeCase, routing_of
+from ditron_train.tools.layer_config import layer_config
 
 
 def moe_config(
@@ -37,35 +38,24 @@ def moe_config(
 
     ``others`` are fields of ``TransformerConfig`` that replace these.
     """
-    on_cpu = not torch.cuda.is_available()
-    fields = dict(
-        num_layers=1,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn_hidden,
-        moe_ffn_hidden_size=ffn_hidden,
-        num_attention_heads=1,
+    sizes = dict(hidden_size=hidden, ffn_hidden_size=ffn_hidden, moe_ffn_hidden_size=ffn_hidden, num_attention_heads=1)
+    router = dict(
         num_moe_experts=num_experts,
         moe_router_topk=topk,
         moe_router_dtype="fp32",
         moe_router_pre_softmax=topk == 1,  # megatron-core insists: the softmax of one score is 1
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
+    )
+    swiglu = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=HAVE_TE)
+    fields = dict(
         moe_grouped_gemm=HAVE_TE,
         moe_permute_fusion=HAVE_TE if fused is None else fused,
         expert_model_parallel_size=dist.get_world_size(),
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=HAVE_TE,
         bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=on_cpu,
+        use_cpu_initialization=not torch.cuda.is_available(),
     )
-    return TransformerConfig(**{**fields, **others})
+    return layer_config(dtype, **{**sizes, **router, **swiglu, **fields, **others})
 
 
 class DispatcherPair:

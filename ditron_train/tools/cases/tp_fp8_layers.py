@@ -130,15 +130,13 @@ class LayerCase(RecipeCase[LayerCall]):
 def _layers(kind: str, n: int, k: int, world_size: int, recipe: str) -> tuple[Any, Any, Any]:
     """A configuration, Megatron's layer of Transformer Engine, and the fused path; collective."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
-    from megatron.core.transformer import TransformerConfig
 
     from ditron_train.megatron.tp import te_layers
+    from ditron_train.tools.layer_config import layer_config
 
-    config = TransformerConfig(
-        num_layers=1, hidden_size=128, num_attention_heads=world_size, tensor_model_parallel_size=world_size,
-        sequence_parallel=world_size > 1, bf16=True, params_dtype=torch.bfloat16, add_bias_linear=False,
-        gradient_accumulation_fusion=False, **fp8_options(recipe),
-    )  # fmt: skip
+    parallel = dict(tensor_model_parallel_size=world_size, sequence_parallel=world_size > 1)
+    sizes = dict(hidden_size=128, num_attention_heads=world_size)
+    config = layer_config(torch.bfloat16, **sizes, **parallel, **fp8_options(recipe))
     native = TEColumnParallelLinear if kind == "column" else TERowParallelLinear
     options: dict[str, Any] = {"gather_output": False} if kind == "column" else {"input_is_parallel": True}
     options.update(config=config, init_method=torch.nn.init.normal_, bias=False, skip_bias_add=True, is_expert=False)

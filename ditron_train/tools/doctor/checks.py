@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,8 +19,6 @@ from ditron_train.runtime.versions import (
     version_problems,
 )
 from ditron_train.tools.doctor.facts import Facts, island_words
-
-__all__ = ["Finding", "find_problems"]
 
 Level = Literal["ok", "note", "warning", "error"]
 _SMALL_SHM_BYTES = 256 << 20
@@ -43,21 +42,8 @@ class Finding:
 
 def find_problems(facts: Facts) -> list[Finding]:
     """Returns all findings, good ones included, in the order of the report."""
-    checks = (
-        _versions,
-        _gpus,
-        _links,
-        _peers,
-        _multicast,
-        _nccl,
-        _connections,
-        _nvshmem,
-        _copies,
-        _shm,
-        _tools,
-        _settings,
-    )
-    return [finding for check in checks for finding in check(facts)]
+    of_gpus = (_gpus, _links, _peers, _multicast, _nccl, _connections, _nvshmem)
+    return [finding for check in (_versions, *of_gpus, _copies, _shm, _tools, _settings) for finding in check(facts)]
 
 
 def _versions(facts: Facts) -> list[Finding]:
@@ -116,24 +102,20 @@ def _unseen_gpus(facts: Facts) -> Finding:
     """A driver answers for GPUs that torch does not see."""
     driver, hidden = f"driver {facts.driver} has GPUs", facts.environment.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and (not hidden or hidden.startswith("-")):
-        return Finding(
-            "GPUs", "warning", f"{driver}, CUDA_VISIBLE_DEVICES={hidden} hides them", "unset CUDA_VISIBLE_DEVICES"
-        )
+        text = f"{driver}, CUDA_VISIBLE_DEVICES={hidden} hides them"
+        return Finding("GPUs", "warning", text, "unset CUDA_VISIBLE_DEVICES")
     if facts.torch_cuda is None:
         text = f"{driver}, torch {facts.versions.get('torch')} is a build without CUDA"
         return Finding("GPUs", "error", text, f"pip uninstall torch, then {pip_command('torch')}")
     text = f"{driver}, torch (built for CUDA {facts.torch_cuda}) cannot use them"
-    return Finding(
-        "GPUs", "error", text, "python -c 'import torch; torch.cuda.init()' says why; mostly the driver is too old"
-    )
+    fix = "python -c 'import torch; torch.cuda.init()' says why; mostly the driver is too old"
+    return Finding("GPUs", "error", text, fix)
 
 
 def _links(facts: Facts) -> list[Finding]:
     if not facts.links:
         return []
-    kinds: dict[str, int] = {}
-    for link in facts.links.values():
-        kinds[link] = kinds.get(link, 0) + 1
+    kinds = Counter(facts.links.values())
     text = ", ".join(f"{count} pairs {link}" for link, count in sorted(kinds.items()))
     if all(link.startswith("NV") for link in kinds):
         return [Finding("links", "ok", f"NVLink between all GPUs ({text})")]
@@ -150,14 +132,8 @@ def _peers(facts: Facts) -> list[Finding]:
     islands = facts.islands
     if islands:
         text = f"GPUs reach each other's memory in islands only: {island_words(islands)}"
-        return [
-            Finding(
-                "peer access",
-                "warning",
-                text,
-                "keep each group inside one of them; groups with blocked pairs run natively",
-            )
-        ]
+        fix = "keep each group inside one of them; groups with blocked pairs run natively"
+        return [Finding("peer access", "warning", text, fix)]
     fix = "check the driver, IOMMU and virtualisation settings; groups with such pairs run natively"
     return [Finding("peer access", "error", f"no peer access between GPUs {', '.join(blocked)}", fix)]
 
@@ -179,17 +155,13 @@ def _nccl(facts: Facts) -> list[Finding]:
     rings = [name for name in _OWN_RINGS if environment.get(name)]
     if rings:
         text = f"{', '.join(rings)}: rings may run in another order than that of ranks"
-        findings.append(
-            Finding(
-                "NCCL", "warning", text, f"unset {', '.join(rings)}, else GEMM-RS stays native where the order differs"
-            )
-        )
+        fix = f"unset {', '.join(rings)}, else GEMM-RS stays native where the order differs"
+        findings.append(Finding("NCCL", "warning", text, fix))
     allowed, are_named = _reduce_scatter_algorithms(algorithms)
     if "ring" not in allowed or (are_named and allowed & _OTHER_ORDERS):
         text = f"NCCL_ALGO={algorithms}: sums may be taken in another order than the ring's"
-        findings.append(
-            Finding("NCCL", "warning", text, "NCCL_ALGO=Ring, else GEMM-RS stays native where the bits differ")
-        )
+        fix = "NCCL_ALGO=Ring, else GEMM-RS stays native where the bits differ"
+        findings.append(Finding("NCCL", "warning", text, fix))
     if environment.get("NCCL_COLLNET_ENABLE", "0") == "1":
         text = "NCCL_COLLNET_ENABLE=1: switches may add in an order of their own"
         findings.append(Finding("NCCL", "warning", text, "NCCL_COLLNET_ENABLE=0 for sums in ring order"))
@@ -268,31 +240,20 @@ def _nvshmem_bootstrap(facts: Facts) -> list[Finding]:
         findings.append(Finding("NVSHMEM", "ok", f"bootstrap by unique id over {', '.join(usable)}"))
     other = facts.environment.get("NVSHMEM_BOOTSTRAP", "UID")
     if other.upper() != "UID":
-        findings.append(
-            Finding(
-                "NVSHMEM", "note", f"NVSHMEM_BOOTSTRAP={other} is not used: the bootstrap is by unique id", "unset it"
-            )
-        )
+        text = f"NVSHMEM_BOOTSTRAP={other} is not used: the bootstrap is by unique id"
+        findings.append(Finding("NVSHMEM", "note", text, "unset it"))
     if not facts.infiniband:
         findings.append(Finding("NVSHMEM", "note", "no InfiniBand device: groups across nodes go through NCCL", None))
     return findings
 
 
 def _copies(facts: Facts) -> list[Finding]:
+    copies: list[tuple[Level, str, Sequence[str]]] = []
+    copies += [("error", f"lib{name} is loaded", paths) for name, paths in facts.libraries.items()]
+    copies += [("warning", f"{name} is installed", places) for name, places in facts.distributions.items()]
     findings = [
-        Finding(
-            "copies", "error", f"lib{name} is loaded {len(paths)} times: {', '.join(paths)}", "uninstall all but one"
-        )
-        for name, paths in facts.libraries.items()
-    ]
-    findings += [
-        Finding(
-            "copies",
-            "warning",
-            f"{name} is installed {len(places)} times: {', '.join(places)}",
-            "uninstall all but one",
-        )
-        for name, places in facts.distributions.items()
+        Finding("copies", level, f"{what} {len(places)} times: {', '.join(places)}", "uninstall all but one")
+        for level, what, places in copies
     ]
     return findings or [Finding("copies", "ok", "no library is loaded or installed twice")]
 

@@ -10,8 +10,6 @@ from ditron_train.tools.doctor.facts import Facts, collect_facts
 from ditron_train.tools.doctor.features import FeatureState, judge_features
 from ditron_train.tools.text import aligned, show_text
 
-__all__ = ["Report", "examine", "show"]
-
 
 @dataclass(frozen=True)
 class Report:

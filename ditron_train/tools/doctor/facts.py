@@ -16,8 +16,6 @@ from typing import Any
 
 from ditron_train.runtime.versions import driver_version, find_versions
 
-__all__ = ["Facts", "Gpu", "collect_facts", "island_words", "parse_topology"]
-
 _ENVIRONMENT = ("DITRON_", "NCCL_", "NVSHMEM_", "NVTE_", "UB_")
 _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "CUBLAS_WORKSPACE_CONFIG")
 # Libraries of which a second copy in one process gives two sets of global state.

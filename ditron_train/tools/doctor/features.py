@@ -9,8 +9,6 @@ from typing import Literal
 from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.doctor.facts import Facts, island_words
 
-__all__ = ["FeatureState", "judge_features"]
-
 
 @dataclass(frozen=True)
 class FeatureState:

@@ -15,8 +15,6 @@ from ditron_train.tools.job import Job, read_job
 from ditron_train.tools.job.arguments import require_megatron
 from ditron_train.tools.text import aligned
 
-__all__ = ["JobReport", "examine_job"]
-
 #: When a part that is covered runs by the fused path, by policy.
 _WHEN = {
     "strict": "if its bits are native's and it is faster, measured at its first call",

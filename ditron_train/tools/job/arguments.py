@@ -28,8 +28,6 @@ from ditron_train.runtime.versions import pip_command
 from ditron_train.tools.cases import ModelSizes
 from ditron_train.tools.job.command import read_command
 
-__all__ = ["MEGATRON_VERSIONS", "Job", "nearest", "option", "read_job"]
-
 MEGATRON_VERSIONS = "0.16.1 to 0.20"
 _TYPES = {"int": int, "float": float}
 # Arguments that are called otherwise than the configuration's fields that they set.

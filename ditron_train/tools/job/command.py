@@ -15,8 +15,6 @@ from pathlib import Path
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.files import read_regular
 
-__all__ = ["Command", "read_command", "split_text"]
-
 _EVALUATION_S = 20
 _NO_PATH = "/dev/null/none"  # an empty one is the current folder
 # bash evaluates a launch script's variables, arrays and conditions, but starts nothing: no program can be found, the

@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 from ditron_train.tools.job.arguments import Job, pattern_values
 
-__all__ = ["Matrix", "has_sparse_attention", "layer_counts", "matrices_of"]
-
 _LATENT = "+D"  # letters of attentions with --multi-latent-attention, D of those over a part of the keys
 _GATED_DELTA = ("gated_delta_net", "gdn", "gdn2")
 

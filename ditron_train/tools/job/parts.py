@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.torch_norm import L2Norm
 
-from ditron_train.megatron.compat import captured_parts, unsupported_reason_weight
+from ditron_train.megatron.compat.config import captured_parts, unsupported_reason_weight
 from ditron_train.megatron.ep.coverage import (
     unsupported_reason_beside,
     unsupported_reason_config,
@@ -58,8 +58,6 @@ from ditron_train.runtime.device import assuming_gpu
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.tools.job.arguments import Job
 from ditron_train.tools.job.model import has_sparse_attention, layer_counts, matrices_of
-
-__all__ = ["Part", "parts_of"]
 
 _TARGET = "sm_90"  # of the GPUs that are assumed: Hopper
 _DEVICE = torch.device("cuda", 0)  # one that no machine needs to have: tensors have no memory

@@ -11,21 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ditron_train.costs import (
-    Estimate,
-    Recipe,
-    Span,
-    attention_us,
-    cublas_us,
-    message_us,
-    pass_us,
-    product_rates,
-    quantised_us,
-    rail_us,
-    ring_us,
-    send_us,
-)
-from ditron_train.costs.fp8 import operands
+from ditron_train.costs.estimate import Estimate
+from ditron_train.costs.exchanges import Span, message_us, rail_us, ring_us, send_us
+from ditron_train.costs.fp8 import Recipe, operands, product_rates, quantised_us
+from ditron_train.costs.products import attention_us, cublas_us, pass_us
 from ditron_train.data.device_profiles import Profile
 from ditron_train.data.rates import NetworkRates
 from ditron_train.ep.cost_model import Experts, even_load, moe_layer
@@ -42,8 +31,6 @@ from ditron_train.sp.cost_model import (
 from ditron_train.tools.job import Job
 from ditron_train.tools.job.model import Matrix, layer_counts, matrices_of
 from ditron_train.tp.linear_costs import linear_backward, linear_forward, reduced
-
-__all__ = ["Cluster", "estimate_step"]
 
 _ITEMSIZE = 2
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -21,8 +21,6 @@ from ditron_train.tools.job.arguments import add_job_options, require_megatron
 from ditron_train.tools.predict.estimates import Cluster, Parts, estimate_step
 from ditron_train.tools.text import aligned, show_text
 
-__all__ = ["GAIN_ERRORS", "ROUGH_ERRORS", "ROUGH_FACTOR", "Prediction", "predict"]
-
 #: Measured gain less estimated gain, of nine in ten of the committed steps; how many these are. A test holds both.
 GAIN_ERRORS, NUM_STEPS = (-0.07, 0.06), 38
 #: What the parts leave out (launches, waits, lower clocks): the median of the committed steps, and what is then the

@@ -19,8 +19,6 @@ from ditron_train.runtime.files import read_regular
 from ditron_train.runtime.settings import get_settings
 from ditron_train.tools.text import show_text
 
-__all__ = ["clean", "collect", "package_lines"]
-
 _MOST_BYTES = 20 << 20  # of a file; of a longer one the end is packed
 _KINDS = (".json", ".jsonl", ".log", ".txt", ".md")  # that are packed from a folder
 _SECRETS = (
@@ -67,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def collect(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """What the archive holds: names and texts, which are not cleaned yet."""
-    from ditron_train.tools.doctor import examine
+    from ditron_train.tools.doctor.examination import examine
 
     report = examine()
     yield "doctor.txt", report.to_text()

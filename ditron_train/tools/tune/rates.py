@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ditron_train.costs import gemm_us
+from ditron_train.costs.products import gemm_us
 from ditron_train.data.device_profiles import known_rates
 from ditron_train.data.rates import MachineRates
 from ditron_train.tp.choices import Machine, Problem, default_choice, wire_bytes

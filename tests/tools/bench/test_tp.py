@@ -65,9 +65,9 @@ def _layer_rows(is_split: bool) -> list[tuple[str, str, bool, bool]]:
         exact_sums(),
     ):
         pair = megatron_tp._LayerPair(session, is_split=is_split)
-        others = [torch.empty_like(pair.x) for _ in range(2)]
-        dist.all_gather(others, pair.x)
-        fused, native = pair.forward_backward("fused"), pair.forward_backward("native")
+        others = [torch.empty_like(pair.passes.x) for _ in range(2)]
+        dist.all_gather(others, pair.passes.x)
+        fused, native = (pair.passes.forward_backward(pair.layers[name]) for name in ("fused", "native"))
         is_equal = all(torch.equal(*pair) for pair in zip(fused, native, strict=True))
         rows = list(megatron_tp.layer_rows(session, is_split=is_split))
         return [(row.op, row.direction, torch.equal(*others), is_equal) for row in rows]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ditron_train.tools.doctor import Facts, Gpu, Report, collect_facts, examine, show
-from ditron_train.tools.doctor.facts import parse_topology, read_nccl_files
+from ditron_train.tools.doctor.examination import Report, examine, show
+from ditron_train.tools.doctor.facts import Facts, Gpu, collect_facts, parse_topology, read_nccl_files
 
 GOOD_VERSIONS = {
     "python": "3.12.3",

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ditron_train.costs import cublas_us, one_node, product_rates
+from ditron_train.costs.exchanges import one_node
+from ditron_train.costs.fp8 import product_rates
+from ditron_train.costs.products import cublas_us
 from ditron_train.data.device_profiles import profile_named
 from ditron_train.ep.cost_model import expert_product
 from ditron_train.tools.results import read_results

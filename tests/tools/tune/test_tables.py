@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ditron_train.costs import gemm_us
+from ditron_train.costs.products import gemm_us
 from ditron_train.data import load_workloads
 from ditron_train.data import tuning_table as tuning
 from ditron_train.data.device_profiles import default_rates

@@ -1,6 +1,6 @@
 """The host's time to enqueue a layer of each subpackage, by Megatron's module and by fused, us of a call.
 
-    python scripts/launch.py 2 scripts/host_times.py [--package tp ...] [--most-seconds 40] [--output FILE]
+    python scripts/launch.py 2 tests/gpu/host_times.py [--package tp ...] [--most-seconds 40] [--output FILE]
         [--profiles FILE]
 
 Two ranks may share one GPU: times of the device mean nothing then, those of the host do. The device is idle when a
@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [os.environ.get("PYTHONPATH", str(ROOT)).split(":")[0] or str(ROOT), str(ROOT / "tests" / "gpu")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [os.environ.get("PYTHONPATH", str(ROOT)).split(":")[0] or str(ROOT)]
 os.environ.setdefault("DITRON_POLICY", "force")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -347,7 +347,6 @@ def main() -> None:
     """Runs the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", action="append", choices=list(PACKAGES))
-    parser.add_argument("--room", dest="package", action="append", help=argparse.SUPPRESS)  # until 0.3
     parser.add_argument("--seconds", type=float, default=3.0, help="of each case, at least three passes")
     parser.add_argument(
         "--most-seconds", type=float, default=600.0, help="of each subpackage, until its last case begins"
