@@ -20,7 +20,7 @@ def _loss(module, logits, labels):
     return loss.detach(), leaf.grad
 
 
-def _losses(dtype, fuses, setting="on"):
+def _losses(dtype, fuses, setting="on", is_compiling=False):
     """How many losses were taken from here, and whether loss and gradient have Megatron's bits."""
     import os
 
@@ -53,7 +53,8 @@ def _losses(dtype, fuses, setting="on"):
     ):
         plugin.apply(features="loss")
         try:
-            fused = _loss(module, logits, labels)
+            with mock.patch.object(torch.compiler, "is_compiling", lambda: is_compiling):
+                fused = _loss(module, logits, labels)
         finally:
             plugin.restore()
             gate.forget("loss")
@@ -73,6 +74,15 @@ def test_language_models_take_their_loss_from_here():
         assert count >= 1 and equal == [True, True]
 
 
-@pytest.mark.parametrize("case", [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False, "off")])
-def test_other_logits_megatrons_fused_loss_and_the_setting_stay_native(case):
+@pytest.mark.parametrize(
+    "case",
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        (torch.bfloat16, False, "off"),
+        (torch.bfloat16, False, "on", True),
+    ],
+    ids=["fp32 logits", "fused by Megatron", "off", "compiled"],
+)
+def test_what_stays_native(case):
     assert run_workers(2, _losses, *case) == [(0, [True, True])] * 2

@@ -120,6 +120,8 @@ def route_loss(module: Any, logits: torch.Tensor, target: torch.Tensor) -> Answe
 def _fused(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(native)
     def compute_language_model_loss(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():  # what is compiled with the model has bits of its own
+            return native(self, labels, logits)
         target = labels.transpose(0, 1).contiguous()
         if not route_loss(self, logits, target).is_fused:
             return native(self, labels, logits)
