@@ -25,6 +25,7 @@ setup(
         "nvshmem": [_pinned("nvshmem4py", "nvshmem4py-cu13"), _pinned("nvidia-nvshmem", "nvidia-nvshmem-cu13")],
         "te": [_pinned("transformer-engine", "transformer-engine[pytorch]")],
         "bench": _BENCH,
+        "docs": ["mkdocs", "mkdocs-material", "mkdocstrings-python"],
         "test": ["pytest", "pytest-timeout", "hypothesis", "setuptools", "psutil", "einops", *_BENCH, *_MEGATRON],
     },
 )

@@ -1,13 +1,13 @@
 """Makes a virtual environment in which everything that a script needs can be imported.
 
-    python scripts/environment.py .venv quickstart        (or: test, bench, ci)
+    python scripts/environment.py .venv quickstart        (or: test, bench, ci, docs)
 
 Only the standard library is needed. A torch or triton that the calling interpreter can import is used as it is and
 never replaced: the new environment then sees the outer one behind its own packages. What is missing is installed with
 the versions of ``constraints.txt``; what is there already and in the supported range stays. Of torch and triton, where
 one is there the other is its partner (``PAIRS``). ``TORCH=2.15.0`` names another version of torch to install.
 
-For ``ci`` pip takes no file but those of ``hashes.txt``.
+For ``ci`` and ``docs`` pip takes no file but those of ``hashes.txt``; ``docs``, which makes the site, has no torch.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ _OLDEST = {"setuptools": 77}  # pyproject.toml asks for it; venv puts an older o
 BASE = (*CORE, "packaging", "rich", "megatron-core", "matplotlib", "setuptools")
 TEST = (*BASE, "pytest", "pytest-timeout", "hypothesis", "psutil", "einops")  # Megatron asks for einops in a2a+p2p
 LINT = ("ruff", "mypy")  # in no other version than the one pinned: what they say differs between versions
-PURPOSES = {"quickstart": BASE, "bench": BASE, "test": TEST, "ci": (*TEST, *LINT)}
-MODULES = {name: name.replace("-", "_") for name in PURPOSES["ci"]}  # what each is imported as
+DOCS = ("mkdocs", "mkdocs-material", "mkdocstrings-python", "ruff")  # ruff formats signatures
+PURPOSES = {"quickstart": BASE, "bench": BASE, "test": TEST, "ci": (*TEST, *LINT), "docs": DOCS}
+MODULES = {name: name.replace("-", "_") for needs in PURPOSES.values() for name in needs}  # what each is imported as
+MODULES.update({"mkdocs-material": "material", "mkdocstrings-python": "mkdocstrings_handlers"})
 MODULES.update({"megatron-core": "megatron.core", "cuda-bindings": "cuda.bindings"})
-HASHED = ("ci",)
+HASHED = ("ci", "docs")
 known_hashes: dict[tuple[str, str], list[str]] = {}  # by name and version; empty where pip may take any file
 # Run inside the environment: which of the modules named on the command line are there, and which version.
 _LOOK = """
@@ -297,11 +299,13 @@ def main() -> int:
             known_hashes.update(package_hashes.read())
         python, pins, gpu = make_venv(arguments.folder.absolute()), read_pins(), has_gpu()
         link_outside(python)
-        wanted = [*PURPOSES[arguments.purpose], *(["cuda-bindings"] if gpu else [])]
+        wanted, has_torch = [*PURPOSES[arguments.purpose]], "torch" in PURPOSES[arguments.purpose]
+        wanted += ["cuda-bindings"] if gpu and has_torch else []
         lacking = missing(wanted, installed(python), pins)
         if lacking:
             install(python, lacking, pins, gpu)
-        check(python, pins, gpu)
+        if has_torch:
+            check(python, pins, gpu)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

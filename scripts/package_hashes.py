@@ -101,11 +101,14 @@ def _groups(python: str) -> Iterable[list[str]]:
     import environment
 
     pins = environment.read_pins((int(python[0]), int(python[2:])))
-    pinned = {name: f"{name}=={pins[name]}" for name in environment.PURPOSES["ci"]}
+    pinned = {name: f"{name}=={pins[name]}" for name in (*environment.PURPOSES["ci"], *environment.DOCS)}
+    docs = [pinned.pop(name) for name in environment.DOCS if name not in environment.LINT]
     others = [word for name, word in pinned.items() if name not in ("torch", "triton", "megatron-core", "setuptools")]
     yield [f"{pinned['torch']}+cpu", pinned["triton"], pinned["setuptools"], *others]
     yield [f"torch=={environment.CUDA_TORCH}", f"triton=={environment.triton_for(environment.CUDA_TORCH)}",
            "cuda-bindings", *others]  # fmt: skip
+    if python != _OLD:  # mkdocs-material needs a newer one
+        yield docs
 
 
 def _alone() -> Iterable[str]:

@@ -356,6 +356,7 @@ def test_every_constraint_has_hashes(environment: ModuleType, monkeypatch, pytho
     pins = environment.read_pins()
     assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for hashes in known.values() for one in hashes)
     assert {(name, pins[name]) for name in environment.PURPOSES["ci"] if name != "torch"} <= known.keys()
+    assert {(name, pins[name]) for name in environment.DOCS} <= known.keys()
     assert {("torch", f"{pins['torch']}+cpu"), ("torch", environment.CUDA_TORCH)} <= known.keys()
     assert set(environment.package_hashes._alone()) <= {f"{name}=={version}" for name, version in known}
     assert len(environment.package_hashes.versions(known)) > 30
@@ -369,4 +370,4 @@ def test_only_ci_asks_for_hashes(environment: ModuleType, tmp_path: Path, monkey
     for purpose in environment.PURPOSES:
         environment.known_hashes.clear()
         monkeypatch.setattr(sys, "argv", ["environment.py", str(tmp_path), purpose])
-        assert environment.main() == 1 and bool(environment.known_hashes) == (purpose == "ci")
+        assert environment.main() == 1 and bool(environment.known_hashes) == (purpose in ("ci", "docs"))

@@ -62,7 +62,7 @@ def test_metadata(dist: Path) -> None:
     text = _metadata(dist)
     assert "\nLicense-Expression: Apache-2.0\n" in text
     assert "ditron_train contributors" in text
-    for extra in ("megatron", "cuda", "nvshmem", "te", "bench", "test"):
+    for extra in ("megatron", "cuda", "nvshmem", "te", "bench", "docs", "test"):
         assert f"\nProvides-Extra: {extra}\n" in text
     required = [line for line in text.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert sorted(line.split()[1].split(">")[0].split("<")[0] for line in required) == [

@@ -106,8 +106,9 @@ def exchange(
 
     Args:
         context: Of the pipeline group; ``context.reserve`` must have made room for the messages.
-        recv_prev, recv_next: Header of what is expected; what the sender has in another shape, of as many elements,
-            is given this one.
+        recv_prev: Shape and dtype of the message from the previous stage. A message of another shape with as many
+            elements is reshaped to this one.
+        recv_next: The same of the message from the next stage.
         variable_shapes: Take the shape that the sender has instead of the expected one. Blocks the host until the
             sender has enqueued the message, but never syncs the device inside a node. The same on all stages.
         may_lease: Whether what is sent may stay in the slot at the receiver; otherwise the receiver copies it into

@@ -145,7 +145,10 @@ def gather_sequence(
     """Gives every rank all heads of its chunks, as ``a2a_gemm`` multiplies them, under other work.
 
     Args:
-        parts, context, layout, row_table: As ``a2a_gemm``.
+        parts: As ``a2a_gemm``.
+        context: As ``a2a_gemm``.
+        layout: As ``a2a_gemm``.
+        row_table: As ``a2a_gemm``.
         meanwhile: Enqueues what runs while they arrive, on the current stream.
 
     Returns:

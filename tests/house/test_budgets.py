@@ -39,7 +39,7 @@ class Budget:
 
 BUDGETS = {
     "logical lines of ditron_train/, scripts/ and benchmarks/*.py": Budget(
-        33483,
+        33539,
         250,
         31000,
         "Delete what nobody uses, share what is written twice, or turn tables into data. Blank lines, comments, "
@@ -54,7 +54,7 @@ BUDGETS = {
     "lines of the longest file": Budget(800, 800, 800, "Split the file by idea; an op may take 300 to 800 lines."),
     "lines of the longest function": Budget(101, 0, 60, "Name the steps of the function as functions."),
     "words of README, docs, benchmarks/README and CHANGELOG": Budget(
-        30720,
+        30000,
         500,
         30000,
         "Leave out histories, say things once and link to them, or generate tables. Generated parts and code blocks "
