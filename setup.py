@@ -1,5 +1,10 @@
-"""Dependencies come from ``ditron_train/runtime/versions.py``, where the supported ranges are stated once."""
+"""Dependencies come from ``ditron_train/runtime/versions.py``, where the supported ranges are stated once.
 
+URLs come from the environment, as the site's do (``mkdocs.yml``): whoever publishes a build sets ``REPO_URL`` and
+``SITE_URL``.
+"""
+
+import os
 import runpy
 from pathlib import Path
 
@@ -15,8 +20,16 @@ def _pinned(name: str, distribution: str = "") -> str:
 
 _MEGATRON = [_pinned("megatron-core")]
 _BENCH = ["matplotlib"]
+_REPO, _SITE = os.environ.get("REPO_URL", "").rstrip("/"), os.environ.get("SITE_URL", "")
+_URLS = {
+    "Repository": _REPO,
+    "Issues": _REPO and f"{_REPO}/issues",
+    "Changelog": _REPO and f"{_REPO}/blob/HEAD/CHANGELOG.md",
+    "Documentation": _SITE,
+}
 
 setup(
+    project_urls={name: url for name, url in _URLS.items() if url},
     python_requires=_ranges["python"],
     install_requires=[_pinned("torch"), _pinned("triton"), _pinned("numpy"), "packaging", "rich"],
     extras_require={

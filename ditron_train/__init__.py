@@ -5,4 +5,4 @@ Importing this package does nothing else: no kernel is compiled, no library patc
 
 __all__ = ["__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

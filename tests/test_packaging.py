@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ditron_train import __version__
 from ditron_train.runtime.versions import SUPPORTED, is_supported
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +28,9 @@ build_meta.build_wheel(folder)
 
 
 def _run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    environment = {**os.environ, "REPO_URL": "https://example.org/a/repository", "SITE_URL": ""}
+    command = tuple(map(str, command))
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -64,6 +68,8 @@ def test_metadata(dist: Path) -> None:
     assert "ditron_train contributors" in text
     for extra in ("megatron", "cuda", "nvshmem", "te", "bench", "docs", "test"):
         assert f"\nProvides-Extra: {extra}\n" in text
+    assert "\nProject-URL: Issues, https://example.org/a/repository/issues\n" in text
+    assert "\nProject-URL: Documentation" not in text  # no SITE_URL was set
     required = [line for line in text.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert sorted(line.split()[1].split(">")[0].split("<")[0] for line in required) == [
         "numpy",
@@ -72,6 +78,13 @@ def test_metadata(dist: Path) -> None:
         "torch",
         "triton",
     ]
+
+
+def test_the_version_is_the_one_of_the_changelog_and_the_citation() -> None:
+    changelog, citation = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
+    version, date = re.search(r"^## (\d[\d.]+), ([\d-]+)$", changelog, re.MULTILINE).groups()
+    assert version == __version__
+    assert f'\nversion: {version}\ndate-released: "{date}"\n' in citation
 
 
 def test_wheel_installs(dist: Path, tmp_path: Path) -> None:
@@ -86,13 +99,13 @@ def test_wheel_installs(dist: Path, tmp_path: Path) -> None:
     )
     where, version, shapes = _run(sys.executable, "-c", check, cwd=tmp_path).split()
     assert Path(where).is_relative_to(target)
-    assert (version, shapes) == ("0.1.0", "6")
+    assert (version, shapes) == (__version__, "6")
 
 
 def _metadata(dist: Path) -> str:
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        return archive.read("ditron_train-0.1.0.dist-info/METADATA").decode()
+        return archive.read(f"ditron_train-{__version__}.dist-info/METADATA").decode()
 
 
 def test_scripts_install_what_the_metadata_asks_for(dist: Path) -> None:
