@@ -73,7 +73,7 @@ _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], RailCont
 def get_rail_context(
     group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int
 ) -> RailContext | None:
-    """The context of a group that spans nodes, or None where it is inside one; the first call is collective.
+    """The context of a group that spans nodes, or None for a group inside a node; the first call is collective.
 
     Raises:
         NotSupportedError: Nodes with different numbers of ranks, ranks that are not grouped by node, or experts that

@@ -1,5 +1,5 @@
-"""Layer 1: primitives inside kernels (``import ditron_train.lang as dl``), the same names on a GPU, in the interpreter
-and where a kernel is only compiled."""
+"""Layer 1: primitives inside kernels (``import ditron_train.lang as dl``), with the same names on a GPU, in the
+interpreter and in kernels that are only compiled."""
 
 from ditron_train.lang.memory import (
     barrier_all,

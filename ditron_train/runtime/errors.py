@@ -40,7 +40,7 @@ class VersionError(DitronError):
 
 
 class NotSupportedError(DitronError, ValueError):
-    """An op was asked for a shape, dtype, device, layout or group that it does not cover."""
+    """An op does not support the shape, dtype, device, layout or group of a call."""
 
 
 class MismatchError(DitronError):
@@ -89,7 +89,7 @@ class PeerTimeoutError(DitronError):
 
 
 def say_error(error: object) -> None:
-    """Writes one line on standard error, once on each machine: ranks that torchrun started meet the same error."""
+    """Writes one line on standard error, once on each machine: all ranks that torchrun started have the same error."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write(f"error: {error}\n")
 

@@ -142,7 +142,7 @@ def gather_sequence(
     row_table: torch.Tensor | None = None,
     meanwhile: Callable[[], object],
 ) -> torch.Tensor:
-    """Gives every rank all heads of its chunks, as ``a2a_gemm`` multiplies them, under other work.
+    """Gives every rank all heads of its chunks, in the layout of ``a2a_gemm``, concurrently with other work.
 
     Args:
         parts: As ``a2a_gemm``.

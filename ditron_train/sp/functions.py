@@ -44,7 +44,7 @@ from ditron_train.sp.transfer_sizes import hides_gather
 
 
 class InputShards(Protocol):
-    """How a tensor parallel rank holds the input of its QKV projection: what stands between ``x`` and the GEMM."""
+    """How a tensor parallel rank holds the input of its QKV projection, and gathers it before the GEMM."""
 
     def start_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to make the whole input of this rank's part of the sequence from ``x``; the result waits for it."""
@@ -59,9 +59,9 @@ Wgrad = Callable[[torch.Tensor, torch.Tensor], "torch.Tensor | None"]
 
 
 class LateWgrad:
-    """The output projection's weight gradient on its way to the backward of the QKV projection in the same graph.
+    """The output projection's weight gradient, left to the backward of the QKV projection in the same graph.
 
-    Autograd sees the weight as an input of the QKV projection; of a frozen one nothing is computed.
+    Autograd sees the weight as an input of the QKV projection; a frozen weight has no gradient.
 
     Args:
         weight: The output projection's.
@@ -83,8 +83,8 @@ class LateWgrad:
 
 @outside_compile
 def late_wgrad(weight_qkv: torch.Tensor, weight_out: torch.Tensor) -> LateWgrad | None:
-    """For the two projections of one attention, where both are trained and the gradient takes longer than what it
-    hides."""
+    """A ``LateWgrad`` for the two projections of one attention, or None: both have to be trained, and the gradient has
+    to take longer than the exchange it hides."""
     if not (torch.is_grad_enabled() and weight_qkv.requires_grad and weight_out.requires_grad):
         return None
     if weight_out.is_cuda and not hides_gather(
@@ -351,7 +351,7 @@ def output_projection(
 def heads_exchange(
     parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """``ops.to_heads``, differentiable: for what stands between the projection and the exchange (q and k norms)."""
+    """``ops.to_heads``, differentiable: for layers with operations (q and k norms) between projection and exchange."""
     return _Exchange.apply(True, context, layout, row_table, *parts)
 
 

@@ -33,7 +33,7 @@ def global_rows(rank: int, world_size: int, num_local_rows: int) -> np.ndarray:
 
 @outside_compile
 def packed_rows(cu_seqlens: torch.Tensor, world_size: int, num_local_rows: int) -> torch.Tensor:
-    """Row in the whole of each rank's local rows where several sequences are packed one behind the other.
+    """For packed sequences: the position in the whole sequence of each rank's local rows.
 
     Each sequence is cut into ``2 * world_size`` chunks, of which a rank holds its two, sequence after sequence. What
     is behind the last sequence is one more. No host sync.

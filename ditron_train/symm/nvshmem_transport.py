@@ -33,7 +33,7 @@ _DEFAULT_RESERVE_BYTES = 2 << 30
 
 
 def start_nvshmem(device: torch.device | str = "cuda") -> None:
-    """Starts NVSHMEM on all ranks of the job, for groups that are only a part of it; again, it does nothing.
+    """Starts NVSHMEM on all ranks of the job, for groups that are only a part of it; further calls do nothing.
 
     Collective over WORLD: called at a point to which all ranks come without waiting for each other. Megatron's runs do
     it by themselves; a group of all ranks does not need it.

@@ -527,9 +527,9 @@ def start_all_gather(
     in_ring_order: bool = False,
     copies_own: bool = True,
 ) -> PendingGather:
-    """Starts a gather of ``x`` [rows, ..., K] by copy engines, beside what the current stream does next.
-    ``in_ring_order``: each peer is told of its rows as soon as they are there, for ``PendingGather.consume``, which
-    gives this rank's local shard where ``x`` is without ``copies_own``: the gathered rows lack them then.
+    """Starts a gather of ``x`` [rows, ..., K] by copy engines, concurrently with later work of the current stream.
+    ``in_ring_order``: each peer is signalled as soon as its rows have arrived, for ``PendingGather.consume``. Without
+    ``copies_own`` that returns this rank's local shard as ``x``, and the gathered rows lack it.
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.

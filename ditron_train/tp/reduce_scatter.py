@@ -427,8 +427,8 @@ class PendingReduceScatter(Pending[ReduceScatter]):
 
 @outside_compile
 def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> PendingReduceScatter:
-    """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, beside what the current
-    stream does next. One at a time: ``wait()`` before the next op of this context.
+    """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, concurrently with later
+    work of the current stream. One at a time: ``wait()`` before the next op of this context.
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
