@@ -10,7 +10,7 @@
 
 Roles, tiles and masks are those of ``dispatch``.
 
-Senders that take a rank's local shard, too, are no slower: docs/measurements/ep.md.
+Senders also copy the rows that stay on this rank, which is no slower: docs/measurements/ep.md.
 """
 
 from __future__ import annotations

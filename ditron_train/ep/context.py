@@ -77,8 +77,8 @@ class MoveConfig:
 
 
 def usual_senders(op: str, num_senders: int, world_size: int) -> int:
-    """Programs that push in a ``dispatch`` or ``combine``: those of a combine copy the local shard, too, one part of
-    ``world_size``, so there are as many more, and as many for each rank."""
+    """Programs that push in a ``dispatch`` or ``combine``. Those of a combine also copy the rows that stay on this
+    rank, one part in ``world_size``, so a combine has that many more, the same number for each rank."""
     if op != "combine" or not 1 < world_size <= num_senders:
         return num_senders
     return -(-num_senders // (world_size - 1)) * world_size

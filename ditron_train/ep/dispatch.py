@@ -150,9 +150,10 @@ def _send_chunks(x, to, buffers, channel, rank, epoch, limits, num_tokens, chunk
 def place_rows(
     x, placed, inbox, source, rank, begin, end, hidden, num_tokens, num_rows, slot_capacity, MOVE: tl.constexpr
 ):
-    """rows[row] = tokens[slot] for entries ``begin .. end - 1`` of rank ``source``; the local shard is ``x[slot]``.
+    """rows[row] = tokens[slot] for entries ``begin .. end - 1`` of rank ``source``; tokens of this rank are read from
+    ``x[slot]``.
 
-    Where the entries have just arrived they are kept, also by row: ``origins[row]`` is source and place.
+    Entries that have just arrived are kept, also by row: ``origins[row]`` is source and place.
     """
     for start in range(begin, end, MOVE.ROWS):
         index = start + tl.arange(0, MOVE.ROWS)

@@ -6,14 +6,14 @@
 
 There are two ways to move the partial sums.
 
-By copy engines, in chunks: a GEMM for the rows of each rank, sent while the next one runs. Local shard are last, so
-that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``).
+By copy engines, in chunks: a GEMM for the rows that each rank owns, sent while the next one runs. The rows that this
+rank owns are last, so that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``).
 
-    current         GEMM of rank - 1's rows | GEMM of rank - 2's rows | ... | GEMM of local shard | sum
+    current         GEMM of rank - 1's rows | GEMM of rank - 2's rows | ... | GEMM of own rows | sum
     communication   start signals           | rows to rank - 1        | ... | rows to rank + 1
 
-By the GEMM's epilogue: one persistent kernel that stores each tile into its owner's slots and adds up local shard at
-the end. It loses some 60 to 80 us whatever the size, since loads queue behind the stores.
+By the GEMM's epilogue: one persistent kernel that stores each tile into its owner's slots, and at the end adds up the
+rows that this rank owns. It loses some 60 to 80 us whatever the size, since loads queue behind the stores.
 
     current         start signals, tiles of rank - 1 | tiles of rank - 2 | ... | own tiles | sum
 
@@ -331,7 +331,7 @@ class GemmRsStorePlan(Plan[TPContext]):
         config, world_size = choice.config, context.world_size
         self._a_block, self._b_block = (config.block_m, config.block_k), config.b_block(transpose_b)
         channel = self.channel
-        self._num_local_shard = partition.count(context.rank)
+        self._num_own_rows = partition.count(context.rank)
         block = config.block_m
         values = (self.m, partition.fingerprint, n, dtype, block, config.block_n)
         ends = zip(partition.starts, partition.starts[1:])
@@ -393,7 +393,7 @@ class GemmRsStorePlan(Plan[TPContext]):
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
         """Compiles what a call with these would run, without running it."""
-        out = x.new_empty(self._num_local_shard, self.n, dtype=self._slots.local.dtype)
+        out = x.new_empty(self._num_own_rows, self.n, dtype=self._slots.local.dtype)
         self._launch.compile(*self._arguments(aligned_operand(x), aligned_operand(weight), out, scales))
 
     def _arguments(
@@ -524,9 +524,9 @@ class ChunkedGemmPlan(Plan[TPContext]):
 class GemmRsCopyPlan(ChunkedGemmPlan):
     """[m, k] times a weight, reduce-scattered by rows; collective to make.
 
-    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; local shard last: their GEMM
-    hides the last transfer. Then the sum (``ReduceScatter.finish``), whose order is that of the arrivals: rank + 1
-    first.
+    Rows of rank - 1 first, in halves if the transfers finish last and would begin earlier that way. The rows that this
+    rank owns are last: their GEMM hides the last transfer. Then the sum (``ReduceScatter.finish``), in the order of
+    the arrivals: rank + 1 first.
     """
 
     def __init__(

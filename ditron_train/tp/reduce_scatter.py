@@ -45,7 +45,7 @@ from ditron_train.tp.gather import gather_start_kernel
 
 
 class _Sources(NamedTuple):
-    """Partial sums: this rank's local shard, the slots of all ranks, and what a slot has of them."""
+    """Partial sums of the rows that this rank owns: its own, the slots of all ranks, and a slot's size."""
 
     own: Any
     slots: Any

@@ -215,7 +215,7 @@ def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> Pendin
     shape = torch.Size((context.world_size * x.shape[0], x.shape[1]))
     for dtype in dict.fromkeys((sum_dtype, x.dtype)):
         reserve_reduce_scatter(shape, dtype, context=context)
-    return start_all_gather(x, context=context, in_ring_order=True, copies_own=False)
+    return start_all_gather(x, context=context, flags_each_rank=True, copies_own=False)
 
 
 def _product(
@@ -238,7 +238,7 @@ def _gather(
     """Fills ``rows`` as the tokens arrive; ``each`` runs behind those of each source."""
     started = call.take_started()
     if started is None:
-        started = start_all_gather(x, context=call.context, in_ring_order=True, copies_own=False)
+        started = start_all_gather(x, context=call.context, flags_each_rank=True, copies_own=False)
 
     def place_share(share: slice, tokens: torch.Tensor) -> None:
         source = share.start // call.layout.num_tokens
