@@ -186,7 +186,7 @@ def ag_gemm_kernel(
     """
     TILE: tl.constexpr = OP.tile
     HALF_N: tl.constexpr = TILE.block_n // 2
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     scale = None
     if scales is not None:

@@ -155,7 +155,7 @@ def reduce_all_kernel(
     a program waits for a chunk (acquire) before its first block there, so what came early is added up while the last
     chunk is on its way.
     """
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     num_elements = tl.cast(num_elements, tl.int64)
     chunk_elements = tl.cast(chunk_elements, tl.int64)
@@ -192,7 +192,7 @@ def reduce_local_shard_kernel(
     out is this rank's rows; ``partial_ptr`` [total rows, N] its own partial sums, slots [world, slot_rows, N] those of
     the others, read once the flag of their source holds this epoch (acquire).
     """
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     first = tl.load(row_starts_ptr + rank).to(tl.int64) * N
     behind = tl.load(row_starts_ptr + rank + 1).to(tl.int64) * N

@@ -143,7 +143,7 @@ def gather_wait_kernel(
 ):
     """One program after a gather: waits until every peer's rows have arrived. Later work on the stream can read them
     by ordinary loads."""
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     for step in tl.static_range(1, WORLD_SIZE):
         _await_rows(
@@ -157,7 +157,7 @@ def gather_wait_one_kernel(
 ):
     """One program before what reads the rows of ``peer`` alone: waits until they have arrived. The epoch is the one
     that ``gather_wait_kernel``, which follows on the stream, will draw."""
-    epoch = dl.last_epoch(channel.tickets + 1) + 1
+    epoch = dl.last_epoch(channel.tickets + 1) + 1  # slot 1: the role that waits
     _await_rows(peer, epoch, channel, row_starts_ptr, flag_block_rows, FLAGS_PER_RANK, TARGET)
 
 

@@ -109,7 +109,7 @@ def reduce_rows_kernel(
     FIRST_PART: so many sources are added up, into ``out``, while the others are still on their way (0: all when all
         are there).
     """
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     first_row = tl.load(row_starts_ptr + rank)
     num_elements = (tl.load(row_starts_ptr + rank + 1) - first_row).to(tl.int64) * N
@@ -151,7 +151,7 @@ def reduce_onto_kernel(
 
     GOES_ON: ``total_ptr`` holds the sum so far; else it begins with ``x[first]``.
     """
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     dl.wait_peers(channel.signals, 1, epoch, channel.control, rank, 0, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
     first_row = tl.load(row_starts_ptr + rank)

@@ -166,7 +166,10 @@ def _first_step(schedule: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def step_without_fill() -> bool | None:
-    """In front of a training step: whether the fill has been switched off for it; None where it has not."""
+    """Whether the fill is switched off for the training step that begins; None if it is not.
+
+    Called for its side effect alone: ``plugin.fused_calls`` wraps it by name and counts the calls that return True.
+    """
     return _is_switched_off or None
 
 

@@ -143,15 +143,15 @@ class GatheredCall:
     """One pass of a layer's gathered experts.
 
     Attributes:
-        layout: Of the routing.
-        context: Of the group of all ranks that hold experts.
-        order: Which native permutation is in force.
-        sum_dtype: In which results are added up over ranks: that of the probabilities.
-        started: The gather of the tokens, which is on its way.
-        wgrad: Weight gradients; None: the fused path.
-        gemm: As of ``ExpertCall``; products beside a movement are fused in any case.
-        min_rows: Experts of fewer rows, of all sources, are multiplied by ``few``.
-        few: Natively; None: the fused path multiplies all.
+        layout: Row layout of the routing.
+        context: Context of the group of all ranks that hold experts.
+        order: Order of the sums of the native permutation in use.
+        sum_dtype: Type in which results are added up over ranks: that of the probabilities.
+        started: The gather of the tokens that has been started.
+        wgrad: The native GEMM of the weight gradients; None: ``group_wgrad``.
+        gemm: As of ``ExpertCall``; products that overlap with a movement are fused in any case.
+        min_rows: Experts with fewer rows, from all sources, are multiplied by ``few``.
+        few: The native product of those experts; None: the fused path multiplies them, too.
     """
 
     layout: RowLayout
