@@ -209,7 +209,7 @@ class EPBuffers:
 
 
 class EPContext(OpContext):
-    """What all MoE layers with the same experts share on ``group`` (its constructor is collective).
+    """What all MoE layers with the same experts share on ``group`` (constructed collectively).
 
     Both directions and all layers of the group use one buffer for rows, whatever their experts. Its content is needed
     only inside an op, and start signals guard it. So ops that move rows run one after another, on whichever streams

@@ -135,7 +135,7 @@ def agree_on_rows(context: OpContext, rows: int, flags: torch.Tensor) -> list[bo
 
     Raises:
         MismatchError: The ranks call it with other ``rows`` or another number of flags.
-        PeerTimeoutError: A peer did not come.
+        PeerTimeoutError: A peer did not arrive.
     """
     if context.rows_channel is None:
         context.rows_channel = context.add_channel("rows", 1, ("rows", "decisions"))

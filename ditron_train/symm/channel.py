@@ -107,7 +107,7 @@ class _StartSignals:
 
 
 class Channel:
-    """Signals, epochs and error record of op ``op_name`` on ``arena``'s group (collective to make).
+    """Signals, epochs and error record of op ``op_name`` on ``arena``'s group (constructed collectively).
 
     Attributes:
         signals: int32 ``SymmetricTensor`` of data-arrival flags; peers write, this rank waits.

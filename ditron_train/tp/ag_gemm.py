@@ -210,7 +210,7 @@ def ag_gemm_kernel(
 
 
 class AgGemmPlan(Plan[TPContext]):
-    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); its constructor is collective. Calls are
+    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); constructed collectively. Calls are
     recorded if they are short and send by copy engines.
 
     Args:
@@ -342,7 +342,7 @@ class AgGemmPlan(Plan[TPContext]):
         )
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
-        """Compiles what a call with these would run, without running it; nothing is sent."""
+        """Compiles what a call with these operands would run, without running it; nothing is sent."""
         out = empty_aligned(self.m, self.n, self._out_dtype, x.device)
         self._launch.compile(*self._arguments(x, aligned_operand(weight), scales, None, out))
         self.gather.compile(x)
@@ -357,7 +357,7 @@ def plan_ag_gemm(
     keeps_gathered: bool,
     buffer: str | None,
 ) -> AgGemmPlan | None:
-    """What ``ag_gemm`` needs for ``Operands`` (collective); None if no rank has rows."""
+    """The plan of ``ag_gemm`` for these ``Operands`` (collective); None if no rank has rows."""
     shapes = Operands(*operands)
     n, k = shapes.sizes("ag_gemm", context, layout)
     partition = row_partition("ag_gemm", context, shapes.x_shape, counts, total=False)
@@ -392,25 +392,25 @@ def ag_gemm(
         x: [s / world, ..., K], this rank's rows; bf16, fp16 or, on Hopper, FP8 (on CPU fp32 too), any strides.
         weight: [N, K] (``nt``: gathered @ weight.T) or [K, N] (``nn``: gathered @ weight; not of FP8).
         context: The group's context.
-        layout: How ``weight`` is.
-        row_counts: Rows (all leading dimensions multiplied) of each rank where they differ.
+        layout: Layout of ``weight``.
+        row_counts: Rows (all leading dimensions multiplied) of each rank, if they differ.
         return_gathered: Also return the gathered rows [total rows, K]: a view that the next gather of this context
             overwrites.
-        gathered_in: Name of the symmetric buffer that the rows are gathered into, all of them, until the next call
-            with it; the same on all ranks. None: the one that all gathers share.
-        plan: How to move the rows; chosen by the shape where None (``tp.choices``).
-        scales: Of FP8 operands; that of ``x`` is the same on all ranks.
-        bias: [N], of the result's type: added in fp32 to the (scaled) product, which is rounded then, as cuBLAS's
-            epilogue does.
+        gathered_in: Name of the symmetric buffer that all rows are gathered into, where they stay until the next call
+            with this name; the same on all ranks. None: the buffer that all gathers share.
+        plan: How to move the rows; None: by the shape (``tp.choices``).
+        scales: Scales of FP8 operands; the scale of ``x`` is the same on all ranks.
+        bias: [N], of the result's type: added in fp32 to the (scaled) product before that is rounded, as in cuBLAS's
+            epilogue.
 
     Returns:
         [s, ..., N] ([total rows, N] with ``row_counts``), bf16 of FP8 operands (``gemm.fp8.matmul_fp8`` with fast
-        accumulation), and the gathered rows if asked for.
+        accumulation), and the gathered rows if requested.
 
     Raises:
-        NotSupportedError: What this rank sees alone does not fit.
+        NotSupportedError: An argument of this rank does not fit.
         MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
-        PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
+        PeerTimeoutError: A peer did not arrive (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     counts = None if row_counts is None else tuple(row_counts)
     check_scaled("ag_gemm", x, scales)

@@ -337,7 +337,7 @@ def order_tables(
 
 
 class AllReduce(SumExchange):
-    """All-reduces of partial sums [num_rows, num_columns] by copy engines (collective to make).
+    """All-reduces of partial sums [num_rows, num_columns] by copy engines (constructed collectively).
 
     ``begin`` and then ``send`` for chunks of ``chunk_rows`` rows as they are done; ``finish`` adds up on the current
     stream. Start signals go before the sends, since slots are single; arrival is told by a flag for each chunk and
@@ -390,7 +390,7 @@ class AllReduce(SumExchange):
 
 
 class PushAllReduce(Plan[TPContext]):
-    """All-reduces of at most ``PUSH_BYTES`` by one kernel that stores to the peers (collective to make).
+    """All-reduces of at most ``PUSH_BYTES`` by one kernel that stores to the peers (constructed collectively).
 
     Args:
         context: Whose buffers are used.
@@ -423,7 +423,7 @@ class PushAllReduce(Plan[TPContext]):
 
     @property
     def identity(self) -> tuple:
-        """Of two with the same one the same kernel is compiled."""
+        """Plans with the same identity share their compiled kernels."""
         return self._launch.identity
 
     def run(self, partial: torch.Tensor) -> None:
@@ -442,7 +442,7 @@ class PushAllReduce(Plan[TPContext]):
 
 
 class MaxAllReduce(Plan[TPContext]):
-    """The largest of one fp32 value a rank, by one kernel that stores to the peers (collective to make).
+    """The largest of one fp32 value a rank, by one kernel that stores to the peers (constructed collectively).
 
     Args:
         context: Whose buffers are used.

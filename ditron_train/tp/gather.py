@@ -276,7 +276,7 @@ class BaseGather(Exchange[TPContext]):
 
 
 class Gather(BaseGather):
-    """Gathers of rows [rows, K] over the context's group, for one partition, K and dtype (collective to make).
+    """Gathers of rows [rows, K] over the context's group, for one partition, K and dtype (constructed collectively).
 
     ``start`` enqueues the sends, concurrent with what the current stream does next; the GEMM of an AG-GEMM, or
     ``wait``, consumes; ``finish`` makes the current stream wait for the sends.
@@ -560,7 +560,7 @@ _ALIGNMENT = 16  # bytes
 
 
 class PartsGather(BaseGather):
-    """Gathers of several tensors of ``sizes`` bytes a rank, the same on all ranks (its constructor is collective).
+    """Gathers of several tensors of ``sizes`` bytes a rank, the same on all ranks (constructed collectively).
 
     The first ``num_flagged_first`` tensors of a rank share a flag, for which ``wait_for`` waits; the others share
     another.

@@ -159,9 +159,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = saved_operands(ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         is_frozen = needs_x and not needs_weight
-        if (
-            not is_frozen
-        ):  # with a frozen weight its shape and strides matter; else torch makes rows before it multiplies
+        if not is_frozen:  # if it is, the product depends on the gradient's shape and strides
             grad_output = as_rows(grad_output)
         deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x, ctx.context))
         grad_output = ctx.wgrad.operand(grad_output)

@@ -96,8 +96,8 @@ class _Check:
 
         Raises:
             _CheckError: It failed on a rank. All ranks have come to the end of what they had in common.
-            PeerTimeoutError: A rank did not come.
-            Exception: It failed here, and a rank did not come, which waits for this one elsewhere.
+            PeerTimeoutError: A rank did not arrive.
+            Exception: It failed here, and a rank did not arrive, which waits for this one elsewhere.
         """
         mine, failure = "", None
         try:
@@ -128,7 +128,7 @@ def _prepare(arguments: dict[str, Any]) -> StepState:
 
     Raises:
         _CheckError: A rank cannot keep it.
-        PeerTimeoutError: A rank did not come.
+        PeerTimeoutError: A rank did not arrive.
     """
     model, iterator, state = arguments["model"], arguments["data_iterator"], None
     try:
