@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ditron_train.policy import Op
@@ -68,9 +68,7 @@ def remove_case(case: BenchCase[Any, Any]) -> None:
 def cases_of(package: str, fp8: str | None = None) -> list[BenchCase[Any, Any]]:
     """The ops of a subpackage that tools measure; ``fp8``: those in a recipe, which needs Transformer Engine."""
     if fp8 is not None:
-        return [
-            case for name in FP8_PACKAGES.get(package, ()) for case in importlib.import_module(name).fp8_cases(fp8)
-        ]
+        return [case for name in FP8_PACKAGES.get(package, ()) for case in import_module(name).fp8_cases(fp8)]
     added = [case for case, _ in _added if case.op.name.split()[0] == package]
     return [*_collect(PACKAGES.get(package, ()), "CASES"), *added]
 
@@ -91,7 +89,7 @@ def _collect(modules: Sequence[str], name: str) -> list[Any]:
     found: list[Any] = []
     for module in modules:
         try:
-            found += getattr(importlib.import_module(module), name)
+            found += getattr(import_module(module), name)
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] not in _NOT_FUSED:
                 raise
