@@ -1,5 +1,5 @@
-"""Combine: rows back to their tokens, added up in the native order. The kernel ``return_rows``, whose sums
-``sum_returned`` can do later, and their host side.
+"""Combine: rows back to their tokens, added up in the native order. The kernel ``return_rows``, the kernel
+``sum_returned`` that can do its sums later, and their host side.
 
     # equivalent
     returned = all_to_all(y[by_source_then_expert], output_split_sizes, input_split_sizes)
@@ -10,7 +10,7 @@
 
 Roles, tiles and masks are those of ``dispatch``.
 
-Senders that take a rank's local shard, too, are no slower: docs/measurements/ep.md.
+Senders also copy the rows that stay on this rank, which is no slower: docs/measurements/ep.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SumOrder = Literal["ascending_rounded", "ascending", "descending"]
 
 @contextmanager
 def deterministic(*, warn_only: bool) -> Iterator[None]:
-    """PyTorch's deterministic mode, in which Megatron's sums repeat themselves."""
+    """PyTorch's deterministic mode, in which Megatron's sums are reproducible."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
@@ -52,10 +52,10 @@ def deterministic(*, warn_only: bool) -> Iterator[None]:
 
 @cache
 def index_add_order(dtype: torch.dtype, device: torch.device) -> SumOrder | None:
-    """How ``index_add_`` of deterministic mode adds rows of one index (rows come by ascending expert).
+    """The order in which ``index_add_`` adds rows of one index in deterministic mode (rows come by ascending expert).
 
-    It differs between devices, so it is tried: eight random rows on one index. None if it is neither of the fused
-    path. The first call for a type and device waits for the device.
+    It differs between devices, so it is found by adding eight random rows at one index. None if it is neither of the
+    two orders that the fused path has. The first call for a type and device waits for the device.
     """
     rows = normal_values((8, 512), dtype, device, 1)
     with deterministic(warn_only=False):
@@ -72,7 +72,7 @@ def index_add_order(dtype: torch.dtype, device: torch.device) -> SumOrder | None
 
 
 class Returned(NamedTuple):
-    """Rows to return and one gradient each, what is kept of their entries, where those of each chunk begin."""
+    """What a combine sends: rows, one gradient for each, their kept entries, and the first entry of each chunk."""
 
     rows: torch.Tensor
     grads: torch.Tensor
@@ -100,7 +100,7 @@ class Sums(NamedTuple):
 
 
 class SumSizes(NamedTuple):
-    """Constants of the kernels that bring rows back."""
+    """Constants of the kernels that return rows."""
 
     WITH_GRADS: bool
     RAGGED: bool
@@ -246,11 +246,12 @@ def return_rows(
     """out[t] = sum over token t's experts of rows[row(t, e)], in the order and with the roundings of the native
     unpermute.
 
-    Every (token, expert) row goes back to place ``t * TOPK + j`` at its source: adding the experts of one rank before
-    would change bits. Senders take (chunk of a source, source) items, neighbours to different sources, so that all
-    links are busy; then set flag [rank, chunk] there. Receivers sum a chunk's tokens once every rank that has rows of
-    it has set its flag; a launch of NUM_SENDERS programs has none, ``sum_returned`` follows it. WITH_GRADS carries one
-    fp32 a row along (the gradient of the probabilities), scattered into ``prob_grads[t, expert]``.
+    Every (token, expert) row goes back to place ``t * TOPK + j`` at its source: adding the rows of one rank's experts
+    before sending them would change bits. Senders take (chunk of a source, source) items, consecutive ones to
+    different sources, so that all links are busy; then they set flag [rank, chunk] there. Receivers sum a chunk's
+    tokens once every rank that has rows of it has set its flag. A launch of NUM_SENDERS programs has no receivers:
+    ``sum_returned`` follows it. WITH_GRADS sends one fp32 with each row (the gradient of the probability), which is
+    scattered into ``prob_grads[t, expert]``.
 
     Waits: senders for all start signals, receivers (acquire) for the flags of ranks that hold rows of the chunk.
     """
@@ -284,10 +285,9 @@ def return_rows(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def sum_returned(sums, inbox, tickets, num_tokens, chunk_tokens, hidden, num_experts, SUM: tl.constexpr):
-    """The second half of ``return_rows``, where that was launched with senders alone: its receivers' work, by all
-    programs.
+    """The receivers' half of ``return_rows``, by all programs, if that was launched with senders alone.
 
-    Runs behind that launch, whose epoch is the number of launches that drew tickets. Waits (acquire) for the flags of
+    Runs after that launch, whose epoch is the number of launches that drew tickets. Waits (acquire) for the flags of
     ranks that hold rows of a chunk: they may still be sending.
     """
     epoch = (tl.load(tickets) >> TICKET_UNIT_LOG2).to(tl.int32)
@@ -298,13 +298,13 @@ def sum_returned(sums, inbox, tickets, num_tokens, chunk_tokens, hidden, num_exp
 
 
 def sum_sizes(
-    context: EPContext, layout: EPHandle, order: SumOrder, hidden: int, elements: int, *, with_grads: bool
+    context: EPContext, handle: EPHandle, order: SumOrder, hidden: int, elements: int, *, with_grads: bool
 ) -> SumSizes:
     """Constants of a kernel that returns rows of ``hidden`` elements, about ``elements`` at a time."""
-    shape, (rows, columns) = layout.shape, move_tile(hidden, elements)
+    shape, (rows, columns) = handle.shape, move_tile(hidden, elements)
     return SumSizes(
         WITH_GRADS=with_grads,
-        RAGGED=layout.ragged,
+        RAGGED=handle.ragged,
         TOPK=shape.topk,
         TOPK_LANES=shape.topk_lanes,
         ROUND_EACH=order == "ascending_rounded",
@@ -320,46 +320,47 @@ def sum_sizes(
 
 
 class PendingCombine:
-    """One combine: what it works on, and its two steps."""
+    """One combine: its operands, and its two steps ``send`` and ``finish``."""
 
     def __init__(
         self,
         y: torch.Tensor,
-        layout: EPHandle,
+        handle: EPHandle,
         context: EPContext,
         order: SumOrder,
         row_grads: torch.Tensor | None,
         probs_dtype: torch.dtype,
     ) -> None:
         check_tokens("combine", y, context)
-        if y.shape[0] != layout.num_rows:
-            raise NotSupportedError(f"combine: {y.shape[0]} rows, the layout has {layout.num_rows}")
-        self._begun_on = context.enter_move(context.combine_channel, layout)
-        shape, move, hidden, with_grads = layout.shape, context.move, y.shape[1], row_grads is not None
-        self._y, self._layout, self._context, self._with_grads = y.contiguous(), layout, context, with_grads
+        if y.shape[0] != handle.num_rows:
+            raise NotSupportedError(f"combine: {y.shape[0]} rows, the handle has {handle.num_rows}")
+        self._begun_on = context.enter_move(context.combine_channel, handle)
+        shape, move, hidden, with_grads = handle.shape, context.move, y.shape[1], row_grads is not None
+        self._y, self._handle, self._context, self._with_grads = y.contiguous(), handle, context, with_grads
         self._row_grads = self._y if row_grads is None else row_grads.contiguous()
-        self._out = torch.empty(layout.num_tokens, hidden, dtype=y.dtype, device=y.device)
+        self._out = torch.empty(handle.num_tokens, hidden, dtype=y.dtype, device=y.device)
         self._prob_grads = torch.zeros(
-            layout.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=y.device
+            handle.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=y.device
         )
-        self._buffers = context.buffers.row_buffers(layout.place_capacity, hidden, y.dtype)
-        self._sizes_of_call = (layout.num_tokens, layout.chunk_tokens, hidden, shape.num_experts)
-        tables = layout.tables
-        self._sums = Sums(self._out, self._prob_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)
-        sizes = sum_sizes(context, layout, order, hidden, move.return_elements, with_grads=with_grads)
-        self._sizes = sizes._replace(ITEM_TOKENS=min(layout.chunk_tokens & -layout.chunk_tokens, move.item_tokens))
+        self._buffers = context.buffers.row_buffers(handle.place_capacity, hidden, y.dtype)
+        self._sizes_of_call = (handle.num_tokens, handle.chunk_tokens, hidden, shape.num_experts)
+        tables = handle.tables
+        self._sums = Sums(self._out, self._prob_grads, tables.chunk_entries, handle.expert_ids, handle.token_places)
+        sizes = sum_sizes(context, handle, order, hidden, move.return_elements, with_grads=with_grads)
+        self._sizes = sizes._replace(ITEM_TOKENS=min(handle.chunk_tokens & -handle.chunk_tokens, move.item_tokens))
 
     def send(self, *, beside: bool) -> None:
-        """Returns the rows: on the side stream, by a few programs, or here, where the others add up what arrives."""
-        layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
-        move, tables, kind = context.move, layout.tables, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE
+        """Returns the rows: ``beside``, on the side stream by a few programs; else on the current stream, where the
+        other programs add up what arrives."""
+        handle, context, channel, y = self._handle, self._context, self._context.combine_channel, self._y
+        move, tables, kind = context.move, handle.tables, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE
         num_programs, num_senders = (context.senders_beside,) * 2
         if not beside:
             num_programs, num_senders = move.num_programs, context.senders("combine", y.shape[1])
         shared = context.target == "interpreter" and not beside
         sizes = self._sizes._replace(NUM_SENDERS=num_senders, SHARED=shared)
         dtypes = (y.dtype, self._row_grads.dtype, self._prob_grads.dtype)
-        sent = Returned(y, self._row_grads, layout.entries, tables.recv_offsets)
+        sent = Returned(y, self._row_grads, handle.entries, tables.recv_offsets)
         given = pointers(context, channel, y.shape[1], y.dtype, kind)
         send = launch(context, return_rows, num_programs, {"SUM": sizes}, move.num_warps, *dtypes)
         stream = context.fork() if beside else None
@@ -370,11 +371,11 @@ class PendingCombine:
             raise
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Behind ``begin_combine``: adds up on the current stream what arrived meanwhile. Returns what ``combine``
-        does."""
-        layout, context, channel, y = self._layout, self._context, self._context.combine_channel, self._y
-        used = (*layout.memory, y, self._row_grads, self._out, self._prob_grads)
-        context.resume(self._begun_on, *used)  # the stream that it was begun on does not wait for the sent rows
+        """After ``begin_combine``: adds up on the current stream what has arrived. Returns what ``combine``
+        returns."""
+        handle, context, channel, y = self._handle, self._context, self._context.combine_channel, self._y
+        used = (*handle.memory, y, self._row_grads, self._out, self._prob_grads)
+        context.resume(self._begun_on, *used)  # the stream that began it does not wait for the sent rows
         context.rejoin()
         dtypes = (y.dtype, self._prob_grads.dtype)
         inbox = RowInbox(self._buffers.rows, self._buffers.grads, channel.signals.local, channel.control)
@@ -392,21 +393,21 @@ class PendingCombine:
 @outside_compile
 def combine(
     y: torch.Tensor,
-    layout: EPHandle,
+    handle: EPHandle,
     context: EPContext,
     *,
     order: SumOrder,
     row_grads: torch.Tensor | None = None,
     probs_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns rows to their tokens and adds each token's up.
+    """Returns rows to their tokens and adds up the rows of each token.
 
     Args:
-        y: [num_rows, hidden] in the layout's order.
-        layout: Of a routing that was dispatched.
-        context: Of the group.
+        y: [num_rows, hidden] in the handle's order.
+        handle: Handle of a routing that was dispatched.
+        context: The group's context.
         order: Order and roundings of the sum.
-        row_grads: [num_rows]: gradients of the probabilities, carried along.
+        row_grads: [num_rows], gradients of the probabilities, returned with the rows.
         probs_dtype: Type of the returned gradients.
 
     Returns:
@@ -415,30 +416,30 @@ def combine(
 
     Raises:
         NotSupportedError: Shape, type or device does not fit.
-        PeerTimeoutError, MismatchError: Of an earlier call.
+        PeerTimeoutError, MismatchError: An earlier call failed.
     """
-    pending = PendingCombine(y, layout, context, order, row_grads, probs_dtype)
+    pending = PendingCombine(y, handle, context, order, row_grads, probs_dtype)
     pending.send(beside=False)
     return pending.results
 
 
 def begin_combine(
     y: torch.Tensor,
-    layout: EPHandle,
+    handle: EPHandle,
     context: EPContext,
     *,
     order: SumOrder,
     row_grads: torch.Tensor | None = None,
     probs_dtype: torch.dtype = torch.float32,
 ) -> PendingCombine:
-    """``combine`` in two steps: rows return on the context's side stream, by a few programs, for the time of other
-    work on the current stream; ``finish`` adds them up.
+    """``combine`` in two steps: a few programs return the rows on the context's side stream, concurrent with other
+    work on the current stream; ``finish`` adds the rows up.
 
     `y` and `row_grads` must live until then, and no other op of the context may come between.
 
     Raises:
         As ``combine``.
     """
-    pending = PendingCombine(y, layout, context, order, row_grads, probs_dtype)
+    pending = PendingCombine(y, handle, context, order, row_grads, probs_dtype)
     pending.send(beside=True)
     return pending

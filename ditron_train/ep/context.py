@@ -49,7 +49,7 @@ class RowBuffers(NamedTuple):
 
 
 _NCCL_BLOCKS = 32  # of one collective, a multiprocessor each, unless NCCL_MIN_CTAS asks for more
-_HEADROOM = 1.125  # routing drifts from step to step: what must grow grows by a little more
+_HEADROOM = 1.125  # routing drifts from step to step: a buffer that must grow grows by a little more
 
 
 @dataclass
@@ -57,9 +57,9 @@ class MoveConfig:
     """Launch constants of the two kernels that move tokens. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs, one a multiprocessor, that push over the links where no table says how many;
-            ``usual_senders`` makes it those of a combine.
-        num_programs: All programs of a launch: those above ``num_senders`` place what arrives.
+        num_senders: Programs, one on each multiprocessor, that push over the links of a dispatch if no tuning table
+            says how many; ``usual_senders`` derives the number for a combine.
+        num_programs: All programs of a launch: those that do not push place what arrives.
         num_warps: Warps of a program: with 32 the kernels would have to spill registers.
         push_elements: Elements of a tile on its way to the experts.
         return_elements: Elements of a tile on its way back.
@@ -77,16 +77,16 @@ class MoveConfig:
 
 
 def usual_senders(op: str, num_senders: int, world_size: int) -> int:
-    """Programs that push in a ``dispatch`` or ``combine``: those of a combine copy the local shard, too, one part of
-    ``world_size``, so there are as many more, and as many for each rank."""
+    """Programs that push in a ``dispatch`` or ``combine``. Those of a combine also copy the rows that stay on this
+    rank, one part in ``world_size``, so a combine has that many more, the same number for each rank."""
     if op != "combine" or not 1 < world_size <= num_senders:
         return num_senders
     return -(-num_senders // (world_size - 1)) * world_size
 
 
 def move_class(num_experts: int, topk: int, hidden: int) -> str:
-    """The class of dispatches, or combines, that share a choice in a tuning table. Tokens differ between ranks, which
-    have to choose alike: they are not in it."""
+    """The class of dispatches, or combines, that share a choice in a tuning table. It leaves out the number of tokens,
+    which differs between ranks, since all ranks have to choose alike."""
     return f"{num_experts} experts top {topk} {class_of_size(hidden)}"
 
 
@@ -95,7 +95,7 @@ class FusedConfig:
     """Launch constants of the grouped GEMM with combine behind it. They change the time, never the bits.
 
     Attributes:
-        num_senders: Programs that return rows instead of computing; of few programs half.
+        num_senders: Programs that return rows instead of computing, at most half of all.
         place_elements: Elements of a tile on its way to its place.
     """
 
@@ -113,12 +113,12 @@ class EPBuffers:
     def _buffer(
         self, name: str, num_rows: int, most_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype
     ) -> SymmetricTensor:
-        """All rows that there are, at least ``num_rows``; with headroom up to ``most_rows`` if it has to grow. Same
-        arguments on every rank."""
+        """The buffer with all its rows, at least ``num_rows``; if it has to grow it gets headroom, up to
+        ``most_rows``. Same arguments on every rank."""
         key = (name, row_shape, dtype)
         kept = self._context.prepared.get(key)
         if kept is None or kept.shape[0] < num_rows:
-            kept = None  # the old memory is free before more is asked for
+            kept = None  # frees the old memory before more is requested
             row_bytes = max(math.prod(row_shape) * dtype.itemsize, 1)
             if self._context.arena.capacity_bytes(name) < max(num_rows, 1) * row_bytes:
                 num_rows = max(min(int(num_rows * _HEADROOM) + 1, max(most_rows, num_rows)), 1)
@@ -128,25 +128,25 @@ class EPBuffers:
         return kept
 
     def rows(self, num_rows: int, most_rows: int, hidden: int, dtype: torch.dtype) -> SymmetricTensor:
-        """The buffer through which tokens and rows travel, ``[num_rows, hidden]``."""
+        """The buffer that tokens and rows are sent to, ``[num_rows, hidden]``."""
         return self._buffer("ep/rows", num_rows, most_rows, (hidden,), dtype)
 
     def _entries_buffer(self, num_rows: int, most_rows: int) -> SymmetricTensor:
-        """Where the entries of a layout arrive, int32 ``[num_rows, 4]``."""
+        """The buffer that the entries of a layout are sent to, int32 ``[num_rows, 4]``."""
         return self._buffer("ep/entries", num_rows, most_rows, (4,), torch.int32)
 
     def _grads_buffer(self, num_places: int) -> SymmetricTensor:
-        """Where gradients of probabilities arrive, fp32 ``[num_places]``."""
+        """The buffer that gradients of probabilities are sent to, fp32 ``[num_places]``."""
         return self._buffer("ep/prob_grads", num_places, num_places, (), torch.float32)
 
     def token_buffers(self, num_slots: int, num_entries: int, hidden: int, dtype: torch.dtype) -> TokenBuffers:
-        """What a dispatch works in: that much room on every rank."""
+        """The buffers of a dispatch, of these sizes on every rank."""
         tokens = self.rows(num_slots, num_slots, hidden, dtype)
         entries = self._entries_buffer(num_entries, num_entries)
         return TokenBuffers(tokens.local, tokens.addresses, entries.local, entries.addresses)
 
     def row_buffers(self, num_places: int, hidden: int, dtype: torch.dtype) -> RowBuffers:
-        """What a combine works in: that much room on every rank."""
+        """The buffers of a combine, of these sizes on every rank."""
         rows, grads = self.rows(num_places, num_places, hidden, dtype), self._grads_buffer(num_places)
         return RowBuffers(rows.local, rows.addresses, grads.local, grads.addresses)
 
@@ -154,10 +154,10 @@ class EPBuffers:
         """Makes every buffer that a layout needs large enough (collective where one must grow).
 
         Args:
-            room: What the largest rank needs.
-            tokens: Of all ranks together.
+            room: The largest need of any rank.
+            tokens: Tokens of all ranks together.
             hidden: Elements of a token.
-            dtype: Their type.
+            dtype: Type of the elements.
 
         Raises:
             ArenaError: They do not fit; on every rank alike.
@@ -174,7 +174,7 @@ class EPBuffers:
             )
 
     def room_now(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Rows of ``rows_buffer`` and entries of ``entries_buffer`` that are there already; the same on every rank."""
+        """Rows of ``rows`` and entries of ``_entries_buffer`` that are allocated; the same on every rank."""
         row_bytes = hidden * dtype.itemsize
         return self._context.arena.capacity_bytes("ep/rows") // row_bytes, self._context.arena.capacity_bytes(
             "ep/entries"
@@ -192,7 +192,7 @@ class EPBuffers:
         """Makes the buffers of a capacity large enough; the first call of its kind is collective and waits for the
         device.
 
-        Call it behind an exchange of counts, whose signature carries the capacity: ranks that differ raise here.
+        Call it after an exchange of counts, whose signature carries the capacity: ranks that differ raise here.
 
         Raises:
             MismatchError: The ranks differ.
@@ -209,13 +209,13 @@ class EPBuffers:
 
 
 class EPContext(OpContext):
-    """What all MoE layers with the same experts share on ``group`` (collective to make).
+    """What all MoE layers with the same experts share on ``group`` (constructed collectively).
 
-    The buffer for rows is one for both directions and for all layers of the group, whatever their experts: it lives
-    only inside an op, guarded by the start signals. So ops that move rows run one after another, on whichever streams
+    Both directions and all layers of the group use one buffer for rows, whatever their experts. Its content is needed
+    only inside an op, and start signals guard it. So ops that move rows run one after another, on whichever streams
     they are called, and so do exchanges of counts, which have buffers of their own and do not wait for the rows of
-    another microbatch. Sizes are exact: the largest need of any rank, which every rank learns from the exchanged
-    counts, so growing it needs no agreement.
+    another microbatch. The buffer's size is the largest need of any rank, which every rank learns from the exchanged
+    counts, so growing the buffer needs no agreement.
 
     Args:
         group: The expert-parallel process group.
@@ -229,10 +229,10 @@ class EPContext(OpContext):
         ArenaError: No symmetric memory, or its cap is exceeded; on every rank alike.
 
     Attributes:
-        buffers: What dispatch and combine work in.
+        buffers: The symmetric buffers of dispatch and combine.
         counts: Orders the exchanges of counts.
         num_moves: How often ``enter_move`` was called.
-        tried_senders: What ``senders`` says while ``tune`` tries it.
+        tried_senders: What ``senders`` returns while ``tune`` tries it.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> None:
@@ -277,8 +277,8 @@ class EPContext(OpContext):
         return LayoutSizes._make([*values, self.target])
 
     def senders(self, op: str, hidden: int) -> int:
-        """Programs that push over the links in a ``dispatch`` or ``combine``: as a tuning table says, else the usual
-        ones; at most half of all, for the others place what arrives."""
+        """How many programs push over the links in a ``dispatch`` or ``combine``: as a tuning table says, else
+        ``usual_senders``; at most half of all, since the others place what arrives."""
         most = max(self.move.num_programs // 2, 1)
         if self.tried_senders is not None:
             return min(self.tried_senders, most)
@@ -291,11 +291,11 @@ class EPContext(OpContext):
         return min(self._senders[key], most)
 
     def leave_room(self) -> None:
-        """Leaves multiprocessors to a collective of NCCL's, of other ranks on another stream.
+        """Leaves multiprocessors to an NCCL collective with other ranks that runs on another stream.
 
-        All blocks of the ops here and of that collective then find one at once, whoever comes first. Else a rank could
-        wait with all of its own for rows of a peer, whose last programs wait for multiprocessors that NCCL holds until
-        that rank has joined its collective."""
+        All blocks of the ops here and of that collective then find a multiprocessor at once, whichever comes first.
+        Else there could be a deadlock: this rank's programs hold all multiprocessors and wait for rows of a peer,
+        whose last programs wait for multiprocessors that NCCL holds until this rank has joined its collective."""
         self.move.num_programs = min(self.move.num_programs, max(self.num_sms - _NCCL_BLOCKS, 2))
 
     @property
@@ -303,25 +303,25 @@ class EPContext(OpContext):
         """Orders the ops that move rows, of all contexts of the group."""
         return self._calls
 
-    def enter_move(self, channel: Channel, layout: EPHandle | None = None) -> torch.cuda.Stream | None:
+    def enter_move(self, channel: Channel, handle: EPHandle | None = None) -> torch.cuda.Stream | None:
         """Start of every op that moves rows: raises what an earlier op of any channel recorded (else each channel
-        would wait a deadline of its own), orders this stream behind the last one's, and keeps the tables of ``layout``
+        would wait a deadline of its own), makes this stream wait for the last op's, and keeps the tables of ``handle``
         for this stream. Returns the stream, None on the CPU."""
         self.check()
         stream = self._follow()
         self.num_moves += 1
-        if layout is not None and stream is not None and stream is not layout.kept_for:
-            layout.record_stream(stream)
+        if handle is not None and stream is not None and stream is not handle.kept_for:
+            handle.record_stream(stream)
         return stream
 
     def rejoin(self) -> None:
-        """``join``, if ``fork`` was called since the last one: a graph's capture asks for no less, and allows no
-        more."""
+        """``join``, if ``fork`` was called since the last ``join``: capturing a graph requires a join after a fork,
+        and allows none without one."""
         if not self.is_joined:
             self.join()
 
     def record(self, op: str, *details: Hashable) -> None:
-        """Notes a call among the process's records, unless it only compiles."""
+        """Notes a call in the process's flight recorder, unless the call only compiles."""
         if not self.only_compiles:
             self._records.record(op, *details)
 
@@ -343,7 +343,7 @@ _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], EPContex
 
 
 def get_ep_context(group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int) -> EPContext:
-    """The one context of these arguments; made at the first call, which is collective."""
+    """The context for these arguments, one for each; made at the first call, which is collective."""
     group = unwrapped(group)
     device = with_index(device)
     key = (group, device, num_experts, topk)
@@ -372,11 +372,11 @@ class Kind(IntEnum):
 def pointers(
     context: EPContext, channel: Channel, hidden: int, dtype: torch.dtype, kind: Kind, row_capacity: int = 0
 ) -> ChannelPointers:
-    """The channel for a launch of an op of kind ``kind``, with what travels along with its start signal; every call of
-    an op asks for it once."""
+    """The channel's pointers for a launch of an op of kind ``kind``, with the signature that its start signal carries;
+    requested once in every call of an op."""
     shape = context.shape
     if is_capturing(context.device):
-        context.arena.graph_captured = True  # replays go on to use the buffers of now, whatever grows meanwhile
+        context.arena.graph_captured = True  # replays keep using today's buffers, even if these grow meanwhile
     context.record(channel.op_name, kind.name.lower().replace("_", " "), hidden, dtype)
     return channel.pointers(channel.signature((hidden, dtype, shape.num_experts, shape.topk, int(kind), row_capacity)))
 
@@ -390,8 +390,8 @@ def launch(
     *dtypes: torch.dtype,
     num_stages: int = 3,
 ) -> Callable[..., None]:
-    """The launch of a kernel with these constants and types of arguments; kept, so that only the first one goes all
-    the way through Triton. Inside ``compiling`` it does not launch."""
+    """The launch of a kernel with these constants and types of arguments. It is cached, so that only the first one
+    goes through all of Triton. Inside ``compiling`` it compiles and does not launch."""
     key = (kernel.__name__, num_programs, num_warps, num_stages, dtypes, *constants.values())
     launch = context.launches.get(key)
     if launch is None:
@@ -406,10 +406,10 @@ def launch(
 
 @contextmanager
 def compiling(context: EPContext) -> Iterator[None]:
-    """Inside, ops of the context compile their kernels, several at a time, and launch none: their results are not to
-    be used.
+    """A context in which ops compile their kernels, several at a time, and launch none: their results must not be
+    used.
 
-    The grouped GEMMs without movement are no ops of a context: they run.
+    Grouped GEMMs without movement are not ops of an ``EPContext``: they run.
     """
     context.only_compiles = True
     try:

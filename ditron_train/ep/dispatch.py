@@ -8,15 +8,16 @@ and their host side.
     senders:    wait for start signals -> push slots and entries of chunk 0, 1, ... to every rank, flag each chunk
     receivers:                            wait for a chunk's flag -> copy each slot to its rows, probabilities too
 
-As in ``combine``, one launch has two roles. Programs below ``NUM_SENDERS`` push over the links; the others,
-which start beside them, work on what has arrived, chunk by chunk. Senders have the lower program ids, so they are
-placed first, and wait for nobody but start signals. In the interpreter one program plays both roles (``SHARED``): it
-sends everything, then receives.
+As in ``combine``, one launch has two roles. Programs below ``NUM_SENDERS`` push over the links; the others run
+concurrently and place what has arrived, chunk by chunk. Senders have the lower program ids, so they are scheduled
+first, and they wait for start signals only. In the interpreter one program plays both roles (``SHARED``): it sends
+everything, then receives.
 
-A tile is ``ROWS`` rows of ``BLOCK_H`` elements. Rows that do not exist are masked: no branch inside a tile. Indices
-that came from a peer are bounded before they are used, so that a call that failed writes nothing outside its buffers.
+A tile is ``ROWS`` rows of ``BLOCK_H`` elements. Rows that do not exist are masked, so there is no branch inside a
+tile. Indices that came from a peer are bounded before they are used, so that a call that failed writes nothing outside
+its buffers.
 
-Time is that of the links, the start and the last chunk: docs/measurements/ep.md.
+The time is that of the links, plus the start and the last chunk: docs/measurements/ep.md.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from ditron_train.runtime.outside_compile import outside_compile
 
 
 class Placed(NamedTuple):
-    """Rows of this rank's experts, their probabilities, and what is kept of the entries, by arrival and by row."""
+    """What receivers write: rows of this rank's experts, their probabilities, and the entries, by arrival and by
+    row."""
 
     rows: torch.Tensor
     probs: torch.Tensor
@@ -122,8 +124,8 @@ def send_tokens(x, dest_slots, buffer_addresses, rank, first, last, hidden, slot
 def send_chunk(
     chunk, x, to, buffers, signal_addresses, rank, epoch, room, num_tokens, chunk_tokens, hidden, MOVE: tl.constexpr
 ):
-    """Sends one chunk of tokens, with its entries if asked for, and sets flag [rank, chunk] at every rank that gets
-    rows of it; ``room`` is that of every rank, for entries and for slots."""
+    """Sends one chunk of tokens, with its entries if ``WITH_ENTRIES``, and sets flag [rank, chunk] at every rank that
+    gets rows of it; ``room``: how many entries and slots every rank has room for."""
     first = chunk * chunk_tokens
     last = tl.minimum(first + chunk_tokens, num_tokens)
     if MOVE.WITH_ENTRIES:
@@ -150,9 +152,10 @@ def _send_chunks(x, to, buffers, channel, rank, epoch, limits, num_tokens, chunk
 def place_rows(
     x, placed, inbox, source, rank, begin, end, hidden, num_tokens, num_rows, slot_capacity, MOVE: tl.constexpr
 ):
-    """rows[row] = tokens[slot] for entries ``begin .. end - 1`` of rank ``source``; the local shard is ``x[slot]``.
+    """rows[row] = tokens[slot] for entries ``begin .. end - 1`` of rank ``source``; tokens of this rank are read from
+    ``x[slot]``.
 
-    Where the entries have just arrived they are kept, also by row: ``origins[row]`` is source and place.
+    Entries that have just arrived are kept, also by row: ``origins[row]`` is source and place.
     """
     for start in range(begin, end, MOVE.ROWS):
         index = start + tl.arange(0, MOVE.ROWS)
@@ -217,10 +220,10 @@ def push_tokens(
 
     Senders read each token once, store it to its slot at every other rank that has one of its experts (ascending
     tokens: consecutive stores leave over different links) and set a flag there, chunk by chunk.
-    WITH_ENTRIES sends the chunk's entries along (the first dispatch of a layout); without, receivers use the entries
-    that they kept. Receivers copy from slot to row (``rows[row] = tokens[slot]``; this rank's own tokens straight from
-    ``x``) and set ``probs[row] = probability``.
-    ZERO_PROBS writes zeros to rows whose probability is 0 (what the fused native permutation does).
+    WITH_ENTRIES also sends the chunk's entries (the first dispatch of a handle); without, receivers use the entries
+    that they kept. Receivers copy from slot to row (``rows[row] = tokens[slot]``; this rank's own tokens directly from
+    ``x``) and set ``probs[row] = probability``. ZERO_PROBS writes zeros to rows whose probability is 0, as the fused
+    native permutation does.
 
     Waits: senders, before their first store, for every rank's start signal; receivers for a chunk's flag (acquire)
     before they read its entries or slots. A chunk without entries for a rank sets no flag there and is not waited for.
@@ -245,8 +248,8 @@ def push_ahead(
 ):
     """The senders of ``push_tokens`` alone, before the host knows any size: ``place_arrived`` follows once it does.
 
-    Sends nothing where slots, places or entries of any rank are more than the buffers hold (``slot_room`` slots and
-    places, ``entry_room`` entries): ``limits`` says so on every rank alike, and so will the host.
+    Sends nothing if any rank has more slots, places or entries than the buffers hold (``slot_room`` slots and places,
+    ``entry_room`` entries). ``limits`` is the same on every rank, and the host will decide by the same numbers.
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
@@ -257,7 +260,8 @@ def push_ahead(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def place_arrived(x, placed, inbox, limits, num_tokens, hidden, MOVE: tl.constexpr):
-    """The receivers of ``push_tokens`` alone, beside this rank's ``push_ahead``, whose epoch ``limits`` holds."""
+    """The receivers of ``push_tokens`` alone, concurrent with this rank's ``push_ahead``, whose epoch is in
+    ``limits``."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     rank = dl.rank(inbox.control)
@@ -288,60 +292,61 @@ def move_sizes(
 @outside_compile
 def dispatch(
     x: torch.Tensor,
-    layout: EPHandle,
+    handle: EPHandle,
     context: EPContext,
     *,
     probs_dtype: torch.dtype = torch.float32,
     zero_probs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sends tokens to their experts: each once to a rank, fanned out there.
+    """Sends tokens to their experts: a token is sent once to each rank, and copied to its experts there.
 
     Args:
         x: [num_tokens, hidden].
-        layout: Of the routing; the first dispatch of a layout carries the probabilities, later ones only rows.
-        context: Of the group.
+        handle: Handle of the routing. The first dispatch of a handle sends the probabilities, too, later ones only
+            rows.
+        context: The group's context.
         probs_dtype: Type of the returned probabilities.
-        zero_probs: Whether rows of probability 0 are zero (the fused native permutation writes them so).
+        zero_probs: Whether rows of probability 0 are zero, as the fused native permutation writes them.
 
     Returns:
-        rows [num_rows, hidden] by local expert, source rank, token; their probabilities [num_rows], or None where it
-        is not the layout's first dispatch.
+        rows [num_rows, hidden] by local expert, source rank, token; their probabilities [num_rows], or None if this is
+        not the handle's first dispatch.
 
     Raises:
         NotSupportedError: Shape, type or device does not fit.
-        PeerTimeoutError, MismatchError: Of an earlier call.
+        PeerTimeoutError, MismatchError: An earlier call failed.
     """
     try:
-        return _dispatch(x, layout, context, probs_dtype, zero_probs)
+        return _dispatch(x, handle, context, probs_dtype, zero_probs)
     except BaseException:  # no memory for the rows, say: the side stream must not outlive what it sends ahead
         context.rejoin()
         raise
 
 
 def _dispatch(
-    x: torch.Tensor, layout: EPHandle, context: EPContext, probs_dtype: torch.dtype, zero_probs: bool
+    x: torch.Tensor, handle: EPHandle, context: EPContext, probs_dtype: torch.dtype, zero_probs: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     check_tokens("dispatch", x, context)
-    if x.shape[0] != layout.num_tokens:
-        raise NotSupportedError(f"dispatch: {x.shape[0]} tokens, the layout has {layout.num_tokens}")
-    channel, tables = context.dispatch_channel, layout.tables
-    context.enter_move(channel, layout)
-    hidden, first = x.shape[1], layout.send_list is not None
+    if x.shape[0] != handle.num_tokens:
+        raise NotSupportedError(f"dispatch: {x.shape[0]} tokens, the handle has {handle.num_tokens}")
+    channel, tables = context.dispatch_channel, handle.tables
+    context.enter_move(channel, handle)
+    hidden, first = x.shape[1], handle.send_list is not None
     x = x.contiguous()
-    out = torch.empty(layout.num_rows, hidden, dtype=x.dtype, device=x.device)
-    out_probs = torch.empty(layout.num_rows if first else 0, dtype=probs_dtype, device=x.device)
-    buffers = context.buffers.token_buffers(layout.slot_capacity, layout.entry_capacity, hidden, x.dtype)
-    placed = Placed(out, out_probs, layout.entries, layout.origins)
-    if layout.ahead is not None:
-        assert layout.ahead.data_ptr() == x.data_ptr() and layout.ahead.shape == x.shape, (
+    out = torch.empty(handle.num_rows, hidden, dtype=x.dtype, device=x.device)
+    out_probs = torch.empty(handle.num_rows if first else 0, dtype=probs_dtype, device=x.device)
+    buffers = context.buffers.token_buffers(handle.slot_capacity, handle.entry_capacity, hidden, x.dtype)
+    placed = Placed(out, out_probs, handle.entries, handle.origins)
+    if handle.ahead is not None:
+        assert handle.ahead.data_ptr() == x.data_ptr() and handle.ahead.shape == x.shape, (
             "other tokens were sent ahead"
         )
-        _place_ahead(x, layout, context, placed, buffers, zero_probs=zero_probs)
+        _place_ahead(x, handle, context, placed, buffers, zero_probs=zero_probs)
     else:
         kind = Kind.DISPATCH if first else Kind.DISPATCH_GRAD
         sizes = move_sizes(context, hidden, context.move.push_elements, with_entries=first, zero_probs=zero_probs)
         given = pointers(context, channel, hidden, x.dtype, kind)
-        sizes_of_call = (layout.num_tokens, layout.chunk_tokens, hidden)
+        sizes_of_call = (handle.num_tokens, handle.chunk_tokens, hidden)
         launch(
             context,
             push_tokens,
@@ -350,42 +355,43 @@ def _dispatch(
             context.move.num_warps,
             x.dtype,
             probs_dtype,
-        )(x, placed, layout.destinations, tables.recv_offsets, buffers, given, tables.limits, *sizes_of_call)
-    layout.send_list = layout.ahead = None
+        )(x, placed, handle.destinations, tables.recv_offsets, buffers, given, tables.limits, *sizes_of_call)
+    handle.send_list = handle.ahead = None
     return out, out_probs if first else None
 
 
 def _place_ahead(
-    x: torch.Tensor, layout: EPHandle, context: EPContext, placed: Placed, buffers: TokenBuffers, *, zero_probs: bool
+    x: torch.Tensor, handle: EPHandle, context: EPContext, placed: Placed, buffers: TokenBuffers, *, zero_probs: bool
 ) -> None:
-    """Moves tokens that were sent ahead, and those of this rank, to their rows; the senders still run beside it."""
-    channel, tables, hidden, move = context.dispatch_channel, layout.tables, x.shape[1], context.move
+    """Copies tokens that were sent ahead, and those of this rank, to their rows; the senders may still be running."""
+    channel, tables, hidden, move = context.dispatch_channel, handle.tables, x.shape[1], context.move
     sizes = move_sizes(context, hidden, move.push_elements, zero_probs=zero_probs)
     inbox = Inbox(tables.recv_offsets, buffers.tokens, buffers.entries, channel.signals.local, channel.control)
     num_programs, dtypes = max(move.num_programs - sizes.NUM_SENDERS, 1), (x.dtype, placed.probs.dtype)
     launch(context, place_arrived, num_programs, {"MOVE": sizes}, move.num_warps, *dtypes)(
-        x, placed, inbox, tables.limits, layout.num_tokens, hidden
+        x, placed, inbox, tables.limits, handle.num_tokens, hidden
     )
     context.rejoin()
 
 
 @outside_compile
 def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
-    """Sends the tokens of a layout before the host knows its sizes, on the side stream; ``dispatch`` then only places
+    """Sends the tokens of a layout on the side stream before the host knows its sizes; ``dispatch`` then only places
     them.
 
-    They travel while the host waits for the counts and prepares what follows (docs/measurements/ep.md). Where
-    the buffers turn out too small nothing is sent, and ``dispatch`` does it all. So it does where rows were moved
-    since ``begin_layout``, or last on another stream: the layout may hold another epoch than that of the next
-    dispatch. The layout must be finished, and dispatched with the same `x`, before any other op of the context.
+    They are sent while the host waits for the counts and prepares what follows (docs/measurements/ep.md). If the
+    buffers turn out too small nothing is sent, and ``dispatch`` does everything. The same holds if rows were moved
+    since ``begin_layout``, or last on another stream, since the epoch in the layout's tables may then not be that of
+    the next dispatch. The layout must be finished, and dispatched with the same ``x``, before any other op of the
+    context.
 
     Args:
         x: [num_tokens, hidden] of the routing; nothing happens unless it is contiguous, or before the buffers exist.
-        pending: With exact sizes.
+        pending: A layout with exact sizes.
 
     Raises:
         NotSupportedError: As ``dispatch``.
-        PeerTimeoutError, MismatchError: Of an earlier call.
+        PeerTimeoutError, MismatchError: An earlier call failed.
     """
     context, tables = pending.context, pending.tables
     check_tokens("dispatch_ahead", x, context)

@@ -45,7 +45,7 @@ Moved = tuple[torch.Tensor, Union[torch.Tensor, None]]
 
 
 class TokenDispatcher(Protocol):
-    """Moves the tokens of one context to their experts and back, by the handle of their routing.
+    """Moves the tokens of one context to their experts and back, as the handle of their routing says.
 
     Arguments, results and errors are those of ``dispatch.dispatch`` and ``combine.combine``.
     """
@@ -53,7 +53,7 @@ class TokenDispatcher(Protocol):
     def dispatch(
         self, x: torch.Tensor, handle: Any, *, probs_dtype: torch.dtype = ..., zero_probs: bool = ...
     ) -> Moved:
-        """``x`` [T, hidden] to rows [N, hidden] of this rank's experts, the first time with their probabilities
+        """``x`` [T, hidden] to rows [N, hidden] of this rank's experts; the first time also their probabilities
         [N]."""
 
     def combine(
@@ -99,7 +99,7 @@ class RailDispatcher:
 
 
 def token_dispatcher(context: AnyContext) -> TokenDispatcher:
-    """What moves the tokens of a context."""
+    """The dispatcher that moves the tokens of a context."""
     return RailDispatcher(context) if isinstance(context, RailContext) else PeerMemoryDispatcher(context)
 
 
@@ -107,18 +107,18 @@ def token_dispatcher(context: AnyContext) -> TokenDispatcher:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, probs: torch.Tensor, layout: AnyHandle, context: AnyContext, order: SumOrder
+        ctx: Any, x: torch.Tensor, probs: torch.Tensor, handle: AnyHandle, context: AnyContext, order: SumOrder
     ):
-        ctx.layout, ctx.dispatcher, ctx.order = layout, token_dispatcher(context), order
+        ctx.handle, ctx.dispatcher, ctx.order = handle, token_dispatcher(context), order
         ctx.probs_dtype = probs.dtype
-        return ctx.dispatcher.dispatch(x, layout, probs_dtype=probs.dtype, zero_probs=order == "descending")
+        return ctx.dispatcher.dispatch(x, handle, probs_dtype=probs.dtype, zero_probs=order == "descending")
 
     @staticmethod
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor):
         refuse_second_derivatives("dispatch")
         grad_x, grad_probs = ctx.dispatcher.combine(
             grad_rows,
-            ctx.layout,
+            ctx.handle,
             order=ctx.order,
             row_grads=grad_row_probs if ctx.needs_input_grad[1] else None,
             probs_dtype=ctx.probs_dtype,
@@ -129,44 +129,44 @@ class _Dispatch(torch.autograd.Function):
 @outside_compile
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, layout: AnyHandle, context: AnyContext, order: SumOrder) -> torch.Tensor:
-        ctx.layout, ctx.dispatcher = layout, token_dispatcher(context)
-        return ctx.dispatcher.combine(y, layout, order=order)[0]
+    def forward(ctx: Any, y: torch.Tensor, handle: AnyHandle, context: AnyContext, order: SumOrder) -> torch.Tensor:
+        ctx.handle, ctx.dispatcher = handle, token_dispatcher(context)
+        return ctx.dispatcher.combine(y, handle, order=order)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor):
         refuse_second_derivatives("combine")
-        return ctx.dispatcher.dispatch(grad_out, ctx.layout)[0], None, None, None
+        return ctx.dispatcher.dispatch(grad_out, ctx.handle)[0], None, None, None
 
 
 @outside_compile
 def dispatch_tokens(
-    x: torch.Tensor, probs: torch.Tensor, layout: AnyHandle, context: AnyContext, order: SumOrder
+    x: torch.Tensor, probs: torch.Tensor, handle: AnyHandle, context: AnyContext, order: SumOrder
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Differentiable ``dispatch`` of a fresh layout.
+    """Differentiable ``dispatch`` of a new handle.
 
     Args:
         x: [num_tokens, hidden].
         probs: [num_tokens, num_experts], as given to ``begin_layout``.
-        layout: Not dispatched yet.
-        context: Of the group.
-        order: Which native permutation is in force; decides how gradients of a token are added up.
+        handle: Handle that was not dispatched yet.
+        context: The group's context.
+        order: Order in which the native permutation in use adds up the gradients of a token.
 
     Returns:
         rows [num_rows, hidden] and their probabilities [num_rows] (type of ``probs``).
     """
-    return _Dispatch.apply(x, probs, layout, context, order)
+    return _Dispatch.apply(x, probs, handle, context, order)
 
 
 @outside_compile
-def combine_rows(y: torch.Tensor, layout: AnyHandle, context: AnyContext, order: SumOrder) -> torch.Tensor:
+def combine_rows(y: torch.Tensor, handle: AnyHandle, context: AnyContext, order: SumOrder) -> torch.Tensor:
     """Differentiable ``combine``: y [num_rows, hidden] to [num_tokens, hidden]."""
-    return _Combine.apply(y, layout, context, order)
+    return _Combine.apply(y, handle, context, order)
 
 
-#: (rows, weights, transpose) -> rows @ weights[e].T, or rows @ weights[e] where not ``transpose``.
+#: (rows, weights, transpose) -> rows @ weights[e].T, or rows @ weights[e] if not ``transpose``.
 Gemm = Callable[[torch.Tensor, Sequence[torch.Tensor], bool], torch.Tensor]
-#: (grad of the output rows, input rows, weights) -> gradient of each weight, or None where it has gone elsewhere.
+#: (grad of the output rows, input rows, weights) -> gradient of each weight, or None if it was written elsewhere.
 Wgrad = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
 #: (grad of the output rows, input rows, their tiles, multiprocessors to spare) -> the same.
 IntoWgrad = Callable[[torch.Tensor, torch.Tensor, RowTiles, int], Sequence[torch.Tensor | None]]
@@ -177,15 +177,15 @@ class ExpertCall:
     """One pass of a layer's experts.
 
     Attributes:
-        layout: Of the routing.
-        context: Of the group.
-        order: Which native permutation is in force.
-        fused: Pairs that run as one kernel, or beside each other.
-        gemm: Grouped GEMM of the others; None: the fused path.
-        wgrad: Weight gradients; None: the fused path.
-        into: Where the fused ones go if not into tensors of their own: ``main_grad``.
-        min_rows: If ``gemm_combine`` is one kernel, experts of fewer rows are multiplied by ``few``.
-        few: Natively; None: the fused path does.
+        layout: Handle of the routing; named as the field of ``GatheredCall`` that holds its row layout.
+        context: The group's context.
+        order: Order of the sums of the native permutation in use.
+        fused: Pairs that run as one kernel, or concurrently.
+        gemm: The native grouped GEMM for all other products; None: ``group_gemm``.
+        wgrad: The native GEMM of the weight gradients; None: ``group_wgrad``.
+        into: Writes the weight gradients to ``main_grad``; None: ``group_wgrad`` into new tensors.
+        min_rows: If ``gemm_combine`` is one kernel, experts with fewer rows are multiplied by ``few``.
+        few: The native product of those experts; None: the kernel multiplies them, too.
     """
 
     layout: EPHandle
@@ -207,7 +207,7 @@ class ExpertCall:
     def weight_grads(
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor], *, spare_sms: int = 0
     ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients; our GEMM leaves ``spare_sms`` to others."""
+        """The weight gradients; the fused path's GEMM leaves ``spare_sms`` multiprocessors to other kernels."""
         if self.wgrad is not None:
             return self.wgrad(grad, rows, weights)
         tiles = layout_tiles(self.layout)
@@ -216,7 +216,7 @@ class ExpertCall:
         return group_wgrad(grad, rows, tiles, spare_sms=spare_sms).unbind(0)
 
 
-def forward_in(
+def dispatch_linear_forward(
     x: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall, probs_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """y, rows and row_probs of ``dispatch_linear``, without autograd."""
@@ -225,7 +225,7 @@ def forward_in(
     return call.product(rows, weights, True), rows, row_probs
 
 
-def backward_in(
+def dispatch_linear_backward(
     grad_y: torch.Tensor,
     rows: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -241,13 +241,13 @@ def backward_in(
         try:
             weight_grads = call.weight_grads(grad_y, rows, weights, spare_sms=call.context.senders_beside)
         finally:
-            grads = pending.finish()  # in any case: the side stream must not outlive its tensors
+            grads = pending.finish()  # even after an error: the side stream must not outlive its tensors
         return (*grads, weight_grads)
     grads = combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
     return (*grads, call.weight_grads(grad_y, rows, weights) if with_wgrad else [None] * len(weights))
 
 
-def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
+def linear_combine_forward(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall) -> torch.Tensor:
     """out of ``linear_combine``, without autograd."""
     if "gemm_combine" in call.fused:
         return gemm_combine(
@@ -256,7 +256,7 @@ def forward_out(h: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCa
     return combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
 
 
-def backward_out(
+def linear_combine_backward(
     grad_out: torch.Tensor, weights: Sequence[torch.Tensor], call: ExpertCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dh and the dispatched gradient rows of ``linear_combine``."""
@@ -268,7 +268,7 @@ def backward_out(
 class _DispatchLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, call: ExpertCall, *weights: torch.Tensor):
-        y, rows, row_probs = forward_in(x, weights, call, probs.dtype)
+        y, rows, row_probs = dispatch_linear_forward(x, weights, call, probs.dtype)
         ctx.call, ctx.probs_dtype = call, probs.dtype
         ctx.save_for_backward(rows_to_save(rows, weights), *weights)
         return y, row_probs
@@ -277,7 +277,7 @@ class _DispatchLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor, grad_row_probs: torch.Tensor):
         refuse_second_derivatives("dispatch_linear")
         rows, *weights = ctx.saved_tensors
-        grad_x, grad_probs, grads = backward_in(
+        grad_x, grad_probs, grads = dispatch_linear_backward(
             grad_y, rows, weights, ctx.call, grad_row_probs, ctx.probs_dtype, any(ctx.needs_input_grad[3:])
         )
         return (grad_x, grad_probs, None, *grads)
@@ -289,13 +289,13 @@ class _LinearCombine(torch.autograd.Function):
     def forward(ctx: Any, h: torch.Tensor, call: ExpertCall, *weights: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         ctx.save_for_backward(rows_to_save(h, weights), *weights)
-        return forward_out(h, weights, call)
+        return linear_combine_forward(h, weights, call)
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor):
         refuse_second_derivatives("linear_combine")
         h, *weights = ctx.saved_tensors
-        grad_h, grad_rows = backward_out(grad_out, weights, ctx.call)
+        grad_h, grad_rows = linear_combine_backward(grad_out, weights, ctx.call)
         grads: Sequence[torch.Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
             grads = ctx.call.weight_grads(grad_rows, h, weights)
@@ -312,7 +312,7 @@ def dispatch_linear(
         x: [num_tokens, hidden].
         probs: [num_tokens, num_experts], as given to ``begin_layout``.
         weights: [N, hidden] of each local expert.
-        call: Of a layout that is not dispatched yet.
+        call: With a handle that was not dispatched yet.
 
     Returns:
         y [num_rows, N] and the rows' probabilities [num_rows].
@@ -327,8 +327,8 @@ def linear_combine(h: torch.Tensor, weights: Sequence[torch.Tensor], call: Exper
     return _LinearCombine.apply(h, call, *weights)
 
 
-#: Where the gradients of weights go: (grad of the output rows, input rows, their tiles) -> gradient of each weight, or
-#: None where it has gone elsewhere.
+#: Computes the gradients of weights: (grad of the output rows, input rows, their tiles) -> gradient of each weight, or
+#: None if it was written elsewhere.
 GroupWgrad = Callable[[torch.Tensor, torch.Tensor, RowTiles], Sequence["torch.Tensor | None"]]
 
 
@@ -360,6 +360,6 @@ class _GroupLinear(torch.autograd.Function):
 def group_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], tiles: RowTiles, wgrad: GroupWgrad | None = None
 ) -> torch.Tensor:
-    """Differentiable ``group_gemm`` forward: x [num_rows, K] times each expert's [N, K] transposed; ``wgrad`` takes
-    the place of ``group_wgrad``."""
+    """Differentiable ``group_gemm``: x [num_rows, K] times each expert's [N, K] transposed; ``wgrad`` replaces
+    ``group_wgrad``."""
     return _GroupLinear.apply(x, tiles, wgrad, *weights)

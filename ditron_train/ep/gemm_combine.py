@@ -2,14 +2,14 @@
 
     # equivalent
     y = group_gemm(h, weights, tiles)              # [num_rows, hidden]
-    out = combine(y, layout, context, order=order)[0]
+    out = combine(y, handle, context, order=order)[0]
 
     most programs:  tile 0 | tile 1 | tile 2 | ...           | return rows | add up tokens
     NUM_SENDERS:    return the rows of each finished row tile ............ | add up tokens
 
-Rows, bits and the use of buffers and flags are those of ``combine`` and ``grouped_gemm``: only when a piece of work
-begins is different. A combine waits for links, so it hides under a GEMM for few of the multiprocessors; a dispatch
-does not (docs/measurements/ep.md, dead ends).
+Rows, bits and the use of buffers and flags are those of ``combine`` and ``grouped_gemm``; the only difference is when
+work begins. A combine waits for links, so it overlaps with a GEMM at the cost of few multiprocessors; a dispatch does
+not (docs/measurements/ep.md, dead ends).
 
 The task level: a layer as queues of tasks in one persistent kernel, held together by a scoreboard.
 
@@ -21,13 +21,13 @@ grow; the board is filled anew before every launch.
 
     @triton.jit
     def _add_tile(task, x, y, board, control, TARGET: tl.constexpr):
-        need(board + COUNTERS + task, 1, control, task, TARGET)  # what the queue in front has made
+        need(board + COUNTERS + task, 1, control, task, TARGET)  # what the queue before has made
         ...
 
     serve(board, num_tasks, _make_tile, (x, board, TARGET))      # every program makes tiles until there are none left,
     serve(board + 32, num_tasks, _add_tile, (x, y, board, control, TARGET))  # then adds
 
-The arguments stand in the call itself: a tuple with a name would lose its constants.
+The arguments are written in the call itself: a tuple with a name would lose its constants.
 
 It cannot deadlock as long as a task waits only for tasks of earlier queues, for earlier tasks of its own queue, or for
 what another rank's tasks do under the same rule: whichever programs are resident draw all tasks, in order. So nothing
@@ -52,7 +52,7 @@ from ditron_train.schedule.tiles import ordered_tile
 
 
 class Produced(NamedTuple):
-    """Rows that a grouped GEMM makes to be returned and one gradient each, and where each row came from."""
+    """What a grouped GEMM produces to be returned: rows, one gradient for each, and where each row came from."""
 
     rows: torch.Tensor
     grads: torch.Tensor
@@ -320,9 +320,9 @@ def gemm_combine_kernel(
     All but the last NUM_SENDERS programs compute tiles, in one pipelined loop as the grouped GEMM alone; a finished
     tile adds TILE_COUNT to its row tile's counter while the next one is being computed (``complete_stored``). Queues:
     shares of the tiles, one for each of those programs, row tiles to return (the other programs first, these when no
-    tiles are left), tokens to sum (all). Nearly every token has a row in the last tiles, so a rank is told once, when
-    all of a peer's rows have left: one flag a source. A program that finds no multiprocessor, since NCCL holds it
-    until a peer has done its part, leaves its share to the others.
+    tiles are left), tokens to sum (all). Nearly every token has a row in the last tiles, so there is one flag for each
+    source, set when all of its rows have left. A program that finds no multiprocessor, since NCCL holds it until a
+    peer has done its part, leaves its share to the others.
 
     Waits: returning programs for every rank's start signal, then for a row tile's counter (acquire; its tiles are
     stored through descriptors and waited for before they count); sums (acquire, system scope) for the flag of every
@@ -388,24 +388,24 @@ def gemm_combine_kernel(
     )
 
 
-_BOARD_WORDS = 128  # in front of the counters
-#: Rows by expert, weights, whether these are transposed, the result and some experts: multiplies the rows of those.
+_BOARD_WORDS = 128  # before the counters
+#: (rows by expert, weights, whether these are transposed, the result, experts): multiplies the rows of those experts.
 FewProduct = Callable[[torch.Tensor, Sequence[torch.Tensor], bool, torch.Tensor, Sequence[int]], None]
 _PLAN_BLOCK = 128  # row tiles that a program of a plan orders
 
 
-def layout_tiles(layout: EPHandle) -> RowTiles:
-    """The row tiles of a layout's experts; listed once, forward and backward use them."""
-    if layout.tiles is None:
-        layout.tiles = row_tiles(layout.expert_tokens, layout.num_rows)
-    return layout.tiles
+def layout_tiles(handle: EPHandle) -> RowTiles:
+    """The row tiles of a handle's experts; computed once and used by forward and backward."""
+    if handle.tiles is None:
+        handle.tiles = row_tiles(handle.expert_tokens, handle.num_rows)
+    return handle.tiles
 
 
 def _plan(
-    layout: EPHandle, context: EPContext, tiles: RowTiles, min_rows: int, tile_count: int
+    handle: EPHandle, context: EPContext, tiles: RowTiles, min_rows: int, tile_count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of the row tiles, and a fresh board; ``tile_count``: what a row tile's counter ends at."""
-    shape = layout.shape
+    shape = handle.shape
     memory = torch.empty(2 * tiles.max_tiles + _BOARD_WORDS, dtype=torch.int32, device=tiles.tiles.device)
     order, board = memory[: tiles.max_tiles], memory[tiles.max_tiles :]
     constants = dict(
@@ -413,7 +413,7 @@ def _plan(
     )
     control = context.dispatch_channel.control
     launch(context, plan_tiles, tiles.max_tiles // _PLAN_BLOCK, constants, 8)(
-        tiles.tiles, layout.tables.sources, order, board, control, tiles.max_tiles, tile_count
+        tiles.tiles, handle.tables.sources, order, board, control, tiles.max_tiles, tile_count
     )
     return order, board
 
@@ -425,7 +425,7 @@ def num_programs(context: EPContext) -> int:
 
 def gemm_combine(
     x: torch.Tensor,
-    layout: EPHandle,
+    handle: EPHandle,
     context: EPContext,
     weights: Sequence[torch.Tensor],
     *,
@@ -437,11 +437,11 @@ def gemm_combine(
 
     Args:
         x: [num_rows, K], bf16 or fp16 (fp32 too in the interpreter).
-        layout: Of a routing that was dispatched.
-        context: Of the group.
+        handle: Handle of a routing that was dispatched.
+        context: The group's context.
         weights: As ``group_gemm``: [hidden, K] each.
         order: As ``combine``.
-        min_rows: Experts of fewer rows are multiplied by ``few``, in front of the kernel.
+        min_rows: Experts with fewer rows are multiplied by ``few``, before the kernel.
         few: (x, weights, True, result, those experts) -> writes their rows of the result.
 
     Returns:
@@ -449,18 +449,18 @@ def gemm_combine(
 
     Raises:
         NotSupportedError: What ``group_gemm`` or ``combine`` does not take.
-        PeerTimeoutError, MismatchError: Of an earlier call.
+        PeerTimeoutError, MismatchError: An earlier call failed.
     """
     check_tokens("gemm_combine", x, context)
-    channel, shape = context.combine_channel, layout.shape
-    context.enter_move(channel, layout)
-    x, tiles = x.contiguous(), layout_tiles(layout)
+    channel, shape = context.combine_channel, handle.shape
+    context.enter_move(channel, handle)
+    x, tiles = x.contiguous(), layout_tiles(handle)
     operands = gemm_operands("gemm_combine", x, weights, tiles, transpose=True)
     y, hidden = operands.y, operands.n
-    out = torch.empty(layout.num_tokens, hidden, dtype=x.dtype, device=x.device)
+    out = torch.empty(handle.num_tokens, hidden, dtype=x.dtype, device=x.device)
     no_grads = torch.empty(0, shape.num_experts, dtype=torch.float32, device=x.device)
-    buffers = context.buffers.row_buffers(layout.place_capacity, hidden, x.dtype)
-    sizes = sum_sizes(context, layout, order, hidden, context.fused.place_elements, with_grads=False)
+    buffers = context.buffers.row_buffers(handle.place_capacity, hidden, x.dtype)
+    sizes = sum_sizes(context, handle, order, hidden, context.fused.place_elements, with_grads=False)
     config = operands.config
     programs = num_programs(context)
     sizes = sizes._replace(
@@ -468,20 +468,20 @@ def gemm_combine(
         TILE_COUNT=config.num_warps if context.target.startswith("sm_") else 1,
     )
     if few is not None:
-        few(x, weights, True, y, layout.experts_below(min_rows))
+        few(x, weights, True, y, handle.experts_below(min_rows))
     tile_count = -(-hidden // config.block_n) * sizes.TILE_COUNT
-    tile_order, board = _plan(layout, context, tiles, 0 if few is None else min_rows, tile_count)
+    tile_order, board = _plan(handle, context, tiles, 0 if few is None else min_rows, tile_count)
     constants = {"SUM": sizes, "GEMM": operands.sizes}
     dtypes = (x.dtype, no_grads.dtype)
-    tables = layout.tables
-    sums = Sums(out, no_grads, tables.chunk_entries, layout.expert_ids, layout.token_places)
+    tables = handle.tables
+    sums = Sums(out, no_grads, tables.chunk_entries, handle.expert_ids, handle.token_places)
     given = pointers(context, channel, hidden, x.dtype, Kind.GEMM_COMBINE)
     descriptors, tasks = (
         (operands.a, operands.b, operands.c),
         TileTasks(operands.places, tiles.tiles, tile_order, board),
     )
-    sizes_of_call = (layout.num_tokens, hidden, operands.k, shape.num_experts)
+    sizes_of_call = (handle.num_tokens, hidden, operands.k, shape.num_experts)
     launch(context, gemm_combine_kernel, programs, constants, config.num_warps, *dtypes, num_stages=config.num_stages)(
-        Produced(y, x, layout.origins), sums, buffers, given, tables.limits, *descriptors, tasks, *sizes_of_call
+        Produced(y, x, handle.origins), sums, buffers, given, tables.limits, *descriptors, tasks, *sizes_of_call
     )
     return out

@@ -1,9 +1,9 @@
-"""What a routing decides, kept from dispatch to backward: the shape of a layout, its tables, and the layout itself.
+"""What a routing decides, kept from dispatch to backward: ``EPHandle``, with its tables and sizes.
 
-The native order that bits need: at the expert's rank rows by local expert, then source rank, then token; at the source
-each token's rows by global expert. A token travels once to each rank that has one of its experts (its *slot* there);
-an *entry* says which row a slot is copied to, and to which *place* ``token * topk + j`` of the source its result
-returns. What a rank sends to itself takes no slot on the way: its entries name the token instead.
+Bitwise identical results need the native order: at the expert's rank, rows by local expert, then source rank, then
+token; at the source, each token's rows by global expert. A token is sent once to each rank that has one of its
+experts, to its *slot* there; an *entry* says which row a slot is copied to, and to which *place* ``token * topk + j``
+of the source its result returns. Tokens that stay on this rank take no slot: their entries name the token instead.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Tables(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """Those of ``Tables`` that say where a chunk's rows, slots and entries begin."""
+    """The tables that say where a chunk's rows, slots and entries begin, as of ``Tables``."""
 
     chunk_counts: torch.Tensor
     chunk_dests: torch.Tensor
@@ -67,7 +67,7 @@ class Starts(NamedTuple):
 
 
 class Destinations(NamedTuple):
-    """What a rank sends where, of one layout."""
+    """What a rank sends to which rank, of one layout."""
 
     dest_slots: torch.Tensor
     send_list: torch.Tensor
@@ -77,7 +77,7 @@ class Destinations(NamedTuple):
 
 
 class LayoutSizes(NamedTuple):
-    """Constants of the kernels that make a layout, see ``layout.LayoutShape``."""
+    """Constants of the kernels that make a layout, see ``LayoutShape``."""
 
     WORLD_SIZE: int
     RANKS: int
@@ -163,7 +163,7 @@ class LayoutShape:
 
     @cached_property
     def table_words(self) -> list[int]:
-        """int32 words of each of ``Tables``, behind each those that fill it up to whole 16 bytes."""
+        """int32 words of each of ``Tables``, each followed by the words that pad it to a multiple of 16 bytes."""
         offsets = self.ranks * (self.num_chunks + 1)
         sizes = dict(
             chunk_counts=self.num_chunks * self.columns,
@@ -182,15 +182,15 @@ class LayoutShape:
         return [words for name in Tables._fields for words in (sizes[name], -sizes[name] % 4)]
 
     def chunk_tokens(self, num_tokens: int, row_bytes: int) -> int:
-        """Tokens of a chunk for a rank that holds ``num_tokens`` of ``row_bytes`` each; every chunk costs a few round
+        """Tokens of a chunk on a rank that holds ``num_tokens`` of ``row_bytes`` each; every chunk costs a few round
         trips (docs/measurements/ep.md)."""
         by_bytes = next_power_of_2(-(-self.min_chunk_bytes // max(row_bytes, 1)))
         return max(self.min_chunk_tokens, min(by_bytes, 128), next_power_of_2(-(-num_tokens // self.num_chunks)))
 
     def room_for(self, num_tokens: int, capacity_factor: float) -> Room:
-        """The fixed sizes of a capacity factor: so many times the rows that a rank gets when routing is even.
+        """The fixed sizes of a capacity factor: a multiple of the rows that a rank gets if routing is even.
 
-        ``num_tokens`` is the number of tokens of every rank. Above ``world_size`` nothing can overflow.
+        ``num_tokens`` is the number of tokens of every rank. With a factor above ``world_size`` nothing can overflow.
         """
         most = num_tokens * self.world_size
         copies = min(self.topk, self.experts_per_rank)  # of a token at one rank
@@ -198,7 +198,7 @@ class LayoutShape:
         return Room(rows, min(most, rows), num_tokens * self.topk)
 
     def room_of_experts(self, num_tokens: int, expert_capacity: int) -> Room:
-        """The sizes where every expert gets ``expert_capacity`` tokens of every rank, each of which has
+        """The sizes if every expert gets ``expert_capacity`` tokens of every rank, and every rank has
         ``num_tokens``."""
         of_a_rank = self.experts_per_rank * expert_capacity
         slots = self.world_size * min(num_tokens, of_a_rank)
@@ -258,10 +258,11 @@ class HostCounts:
         return self.expert_rows.reshape(shape.world_size, shape.experts_per_rank).sum(1)
 
     def unsupported_reason_listed(self, shape: LayoutShape, padding: int, *, ragged: bool) -> str | None:
-        """Why no list holds all entries of some rank, or None; the exchange leaves a layout without rows then.
+        """Why the list of some rank cannot hold all of its entries, or None; the exchange then leaves a layout without
+        rows.
 
         Args:
-            shape: Of the layout.
+            shape: Sizes that all layouts of the context share.
             padding: As of ``room``.
             ragged: Whether a token may have more than ``topk`` experts.
         """
@@ -273,7 +274,7 @@ class HostCounts:
         return None
 
     def room(self, shape: LayoutShape, padding: int = 0) -> Room:
-        """What the rank that needs most needs; ``padding``: places beyond ``topk`` of each token."""
+        """The largest need of any rank; ``padding``: places in addition to ``topk`` for each token."""
         places = int(self.tokens.max()) * shape.topk + padding
         return Room(int(self.rows(shape).max()), int(self.dests.sum(0).max()), places)
 
@@ -282,8 +283,8 @@ class HostCounts:
 class EPHandle:
     """One routing on this rank: made by ``begin_layout``, completed by dispatch, used by combine and by backward.
 
-    Shapes: T tokens of this rank, K top-k (``topk_lanes`` padded to a power of two), R ranks, E experts of a rank,
-    N rows of this rank's experts, P places: T * K, or as many as a padded routing map has entries at most. All tensors
+    Shapes: T tokens of this rank, K top-k (``topk_lanes``: padded to a power of two), R ranks, E experts of a rank,
+    N rows of this rank's experts, P places: T * K, or the most entries that a padded routing map can have. All tensors
     but ``tokens_per_expert`` are int32 on the device.
 
     Attributes:
@@ -294,9 +295,9 @@ class EPHandle:
         tokens_per_expert: int64 [E], rows of each local expert: on the CPU with exact sizes, on the device with a
             capacity.
         tables: Counts and offsets, see ``Tables``.
-        expert_ids: [T, topk_lanes] experts of a token, ascending, -1 beyond; ragged: [P].
-        token_places: ragged: [T + 1] first place of each token, and their number; else ``expert_ids``, not looked at.
-        ragged: Whether a token may have any number of experts (a padded map), and so as many places.
+        expert_ids: [T, topk_lanes] experts of a token, ascending, then -1; ragged: [P].
+        token_places: ragged: [T + 1] first place of each token, and their number; else ``expert_ids``, not read.
+        ragged: Whether a token may have any number of experts, and of places (a padded map).
         dest_slots: [T, R padded to a power of two] slot of a token at each rank, -1 if the token is not sent there.
         send_list: [P, 4] entries that this rank sends; None after the first dispatch.
         entries: [N, 4] entries that this rank received: row, slot, place, probability bits. Written by dispatch.
@@ -306,9 +307,9 @@ class EPHandle:
         place_capacity: Places that every rank has room for.
         ahead: [T, hidden], the tokens, if they were sent before the sizes were known (``dispatch_ahead``) and are not
             placed yet.
-        tiles: The experts' row tiles (``grouped_gemm.RowTiles``), once something asked for them.
+        tiles: The experts' row tiles (``grouped_gemm.RowTiles``), from their first use on.
         expert_rows: NumPy [R * E], rows of each expert of any rank; None if the host does not know.
-        kept_for: A stream that all tables were allocated on, or the last one of ``record_stream``; None if there is
+        kept_for: The stream that all tables were allocated on, or the last one of ``record_stream``; None if there is
             neither.
     """
 
@@ -339,24 +340,24 @@ class EPHandle:
         return self.tables.expert_tokens[: self.shape.experts_per_rank]
 
     def experts_below(self, rows: int) -> list[int]:
-        """The experts of this rank that have some rows, but fewer than that; sizes are exact."""
+        """The experts of this rank that have some, but fewer than ``rows`` rows; sizes must be exact."""
         return [expert for expert, have in enumerate(self.tokens_per_expert.tolist()) if 0 < have < rows]
 
     @property
     def destinations(self) -> Destinations:
-        """What a dispatch sends where; behind the first one nothing is looked up in the list."""
+        """What a dispatch sends to which rank; after the first dispatch the list is not read."""
         tables, send_list = self.tables, self.entries if self.send_list is None else self.send_list
         return Destinations(self.dest_slots, send_list, tables.chunk_entries, tables.list_base, tables.entry_base)
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """One tensor of each allocation; all tables were carved from one."""
+        """One tensor of each allocation; all tables are parts of one."""
         tensors = [self.tables.limits, self.expert_ids, self.token_places, self.dest_slots, self.entries, self.origins]
         tensors += [] if self.send_list is None else [self.send_list]
         return tensors + ([] if self.tiles is None else [self.tiles.tiles])
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the allocator from reusing the tables before ``stream``, on which an op uses them, is past that."""
+        """Keeps the allocator from reusing the tables before ``stream``, on which an op uses them, has run that op."""
         for tensor in self.memory:
             tensor.record_stream(stream)
         self.kept_for = stream

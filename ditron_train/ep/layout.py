@@ -378,8 +378,8 @@ def list_entries(
 
 @dataclass(frozen=True)
 class SentAhead:
-    """Tokens that travel already, if what every rank needs fits into this room (in slots and places, and in
-    entries)."""
+    """Tokens that were sent ahead, provided that every rank's slots and places fit into ``slot_room``, and its entries
+    into ``entry_room``."""
 
     tokens: torch.Tensor
     slot_room: int
@@ -391,9 +391,10 @@ class SentAhead:
 class PendingLayout:
     """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
 
-    With a capacity there is nothing to wait for: ``room`` holds the sizes. With one of each expert
-    ``tokens_per_expert`` does. The epoch of the next dispatch, which the tables hold, was read behind the first
-    ``moves_before`` ops that move rows (None: beside one of them, on another stream). ``padding``: see there.
+    With a capacity there is nothing to wait for: ``room`` holds the sizes. With ``expert_capacity``,
+    ``tokens_per_expert`` holds those of each expert. The tables hold the epoch of the next dispatch, which was read
+    after the first ``moves_before`` ops that move rows (None: while one of them ran on another stream). ``padding``:
+    as of ``begin_layout``.
     """
 
     context: EPContext
@@ -422,13 +423,13 @@ class PendingLayout:
         return Destinations(self.dest_slots, self.send_list, tables.chunk_entries, tables.list_base, tables.entry_base)
 
     def finish(self) -> EPHandle:
-        """Waits for the counts, makes the buffers large enough and returns the layout.
+        """Waits for the counts, makes the buffers large enough and returns the handle.
 
         Raises:
             MismatchError: The ranks called it with different hidden sizes, types, experts, top-k or capacities.
-            NotSupportedError: A token has more than top-k experts, or a padded routing map more than its padding
-                allows; on every rank alike.
-            PeerTimeoutError: A rank did not come.
+            NotSupportedError: A token has more than top-k experts, or a padded routing map has more entries than its
+                padding allows; on every rank alike.
+            PeerTimeoutError: A rank did not arrive.
             ArenaError: The buffers do not fit; on every rank alike.
         """
         context, shape = self.context, self.context.shape
@@ -461,7 +462,7 @@ class PendingLayout:
                 num_rows, tokens_per_expert, room, host.expert_rows, ahead.tokens if ahead and sent else None
             )
         except Exception:
-            context.rejoin()  # no op behind this one may meet what was sent ahead, nor anybody have its memory
+            context.rejoin()  # later ops must not run concurrently with what was sent ahead, nor reuse its memory
             raise
 
     def _layout(
@@ -498,7 +499,7 @@ class PendingLayout:
 
 
 def _tables(context: EPContext) -> Tables:
-    """int32 tables of one layout, carved from one allocation in steps of 16 bytes."""
+    """int32 tables of one layout, parts of one allocation that are aligned to 16 bytes."""
     words = context.shape.table_words
     memory = torch.empty(sum(words), dtype=torch.int32, device=context.device)
     return Tables._make(torch.split(memory, words)[::2])
@@ -541,19 +542,19 @@ def begin_layout(
     """Enqueues the counting of a routing map, the exchange of counts and the listing of what is sent.
 
     Args:
-        routing_map: bool [num_tokens, num_experts]; at most ``topk`` True a row, any number with an
-            ``expert_capacity`` or ``padding``. ``num_tokens`` may differ between ranks where there is no capacity.
+        routing_map: bool [num_tokens, num_experts]; at most ``topk`` True in a row, any number with an
+            ``expert_capacity`` or ``padding``. ``num_tokens`` may differ between ranks if there is no capacity.
         probs: [num_tokens, num_experts] of bf16, fp16 or fp32.
         hidden: Elements of a token, the same on every rank.
-        dtype: Their type.
-        context: Of the group.
-        capacity_factor: None: exact sizes, for one host sync in ``finish``. A number: fixed sizes, so many times the
-            rows of even routing, no host sync; what does not fit, and a token of more than ``topk`` experts, is
-            recorded on the device and raised at the next check.
+        dtype: Type of the elements.
+        context: The group's context.
+        capacity_factor: None: exact sizes, with one host sync in ``finish``. A number: fixed sizes, this multiple of
+            the rows of even routing, without a host sync; if rows do not fit, or a token has more than ``topk``
+            experts, this is recorded on the device and raised at the next check.
         expert_capacity: How many tokens of every rank each expert gets, exactly: the routing map is padded to it.
             Sizes are known without a host sync.
-        padding: How many entries a rank's routing map has at most beyond ``topk`` for each of its tokens, where it is
-            padded to whole multiples of rows an expert; the same on every rank.
+        padding: If the routing map is padded so that each expert has a multiple of some number of rows: the most
+            entries that a rank's map has in addition to ``topk`` for each of its tokens; the same on every rank.
 
     Raises:
         NotSupportedError: Shapes, types or devices that do not fit.
@@ -565,7 +566,7 @@ def begin_layout(
     context.check()
     stream = context.counts.enter()
     moves_before = context.num_moves if context.moves.is_here() else None
-    context.rejoin()  # nothing runs there, unless a layout was given up
+    context.rejoin()  # nothing runs on the side stream, unless a layout was never finished
     room, tokens_per_expert, token_places = None, None, None
     if expert_capacity is not None:
         room = shape.room_of_experts(num_tokens, expert_capacity)
@@ -609,8 +610,8 @@ def begin_layout(
 
 
 def _first_places(routing_map: torch.Tensor, num_places: int, device: torch.device) -> torch.Tensor:
-    """int32 [num_tokens + 1]: the first place of each token, of which padding to capacity leaves some more than
-    others."""
+    """int32 [num_tokens + 1]: the first place of each token; after padding, tokens differ in their number of
+    places."""
     places = torch.zeros(len(routing_map) + 1, dtype=torch.int32, device=device)
     torch.cumsum(routing_map.sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=places[1:])
     return places.clamp_(max=num_places)
@@ -663,7 +664,7 @@ def _exchange(
     *,
     ragged: bool,
 ) -> None:
-    """Launches ``exchange_counts``, which fills the tables; ranks that pad otherwise have another signature."""
+    """Launches ``exchange_counts``, which fills the tables; ranks with another padding have another signature."""
     rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, padding)
     messages, given = (
         context.messages,
@@ -687,14 +688,15 @@ def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event 
 
 
 def min_rows_before(context: EPContext) -> int | None:
-    """Rows of the expert, of those that have some, that had the fewest in an earlier layout of `context`; never waits.
+    """The fewest rows of any expert that had some, in an earlier layout of ``context``; never waits.
 
-    For layouts of a fixed capacity, whose counts the host does not learn: call it behind ``begin_layout``. One call
-    begins to copy the last exchange's counts, the first one behind the copy's end reads them and begins anew. The copy
-    stands on the current stream, in front of the start signal that lets peers write the next counts.
+    For layouts of a fixed capacity, whose counts the host does not learn: call it after ``begin_layout``. A call
+    starts a copy of the last exchange's counts to the host; the first call after the copy has ended reads them and
+    starts the next copy. The copy is on the current stream, before the start signal that lets peers write the next
+    counts.
 
     Returns:
-        None while nothing has arrived, and always while a CUDA graph is captured: replays are not looked at.
+        None while nothing has arrived, and always while a CUDA graph is captured: replays are not observed.
     """
     if is_capturing(context.device):
         return None

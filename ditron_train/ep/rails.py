@@ -239,10 +239,10 @@ class PendingRailLayout:
         except (ArenaError, NotSupportedError) as error:  # raised by every rank of this node alike
             lack = error
         announced = nodes.start_telling(lack, self.routing_map.device)
-        layout = None if inner is None else self._laid_out(inner, visits, segments)
+        handle = None if inner is None else self._laid_out(inner, visits, segments)
         nodes.finish_telling("making room on every node", announced)
-        assert layout is not None, "no node lacks room"
-        return layout
+        assert handle is not None, "no node lacks room"
+        return handle
 
     def _laid_out(self, inner: EPHandle, visits: _Visits, segments: np.ndarray) -> RailHandle:
         context, routed = self.context, self.routing_map
@@ -304,7 +304,7 @@ def begin_layout(
 
 def dispatch(
     x: torch.Tensor,
-    layout: RailHandle,
+    handle: RailHandle,
     context: RailContext,
     *,
     probs_dtype: torch.dtype = torch.float32,
@@ -313,18 +313,18 @@ def dispatch(
     """As ``dispatch.dispatch``."""
     with context.nodes.naming("expert parallel dispatch"):
         visitors = context.nodes.exchange_along_rail(
-            x.index_select(0, layout.send_index), layout.received, layout.sent
+            x.index_select(0, handle.send_index), handle.received, handle.sent
         )
         rows, row_probs = dispatch_in_node(
-            visitors, layout.inner, context.inner, probs_dtype=probs_dtype, zero_probs=zero_probs
+            visitors, handle.inner, context.inner, probs_dtype=probs_dtype, zero_probs=zero_probs
         )
-        in_order = rows.index_select(0, layout.rows_order)
-        return in_order, None if row_probs is None else row_probs.index_select(0, layout.rows_order)
+        in_order = rows.index_select(0, handle.rows_order)
+        return in_order, None if row_probs is None else row_probs.index_select(0, handle.rows_order)
 
 
 def combine(
     y: torch.Tensor,
-    layout: RailHandle,
+    handle: RailHandle,
     context: RailContext,
     *,
     order: SumOrder,
@@ -333,7 +333,7 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``combine``: rows return to the visitors' places, cross to the tokens' ranks and are added up there."""
     with context.nodes.naming("expert parallel combine"):
-        inner, topk = layout.inner, context.inner.shape.topk
+        inner, topk = handle.inner, context.inner.shape.topk
         flat = replace(  # every place of a visitor stands for a token with one expert: returned, not added up
             inner,
             shape=replace(inner.shape, topk=1),
@@ -341,25 +341,25 @@ def combine(
             chunk_tokens=inner.chunk_tokens * topk,
             expert_ids=inner.expert_ids[:, :topk].reshape(-1, 1).contiguous(),
         )
-        grads = None if row_grads is None else row_grads.float().index_select(0, layout.inner_order)
+        grads = None if row_grads is None else row_grads.float().index_select(0, handle.inner_order)
         places, place_grads = combine_in_node(
-            y.index_select(0, layout.inner_order), flat, context.inner, order="ascending", row_grads=grads
+            y.index_select(0, handle.inner_order), flat, context.inner, order="ascending", row_grads=grads
         )
         rows = context.nodes.exchange_along_rail(
-            places.index_select(0, layout.places), layout.awaited, layout.returned
+            places.index_select(0, handle.places), handle.awaited, handle.returned
         )
-        out = _add_up(rows, layout.row_index, order)
+        out = _add_up(rows, handle.row_index, order)
         if place_grads is None:
             return out, None
-        of_place = place_grads.gather(1, flat.expert_ids.clamp(min=0).long())[:, 0].index_select(0, layout.places)
-        awaited = context.nodes.exchange_along_rail(of_place, layout.awaited, layout.returned)
-        held = layout.row_index >= 0
-        values = torch.where(held, awaited[layout.row_index.clamp(min=0)] if len(awaited) else 0.0, 0.0).to(
+        of_place = place_grads.gather(1, flat.expert_ids.clamp(min=0).long())[:, 0].index_select(0, handle.places)
+        awaited = context.nodes.exchange_along_rail(of_place, handle.awaited, handle.returned)
+        held = handle.row_index >= 0
+        values = torch.where(held, awaited[handle.row_index.clamp(min=0)] if len(awaited) else 0.0, 0.0).to(
             probs_dtype
         )
-        prob_grads = torch.zeros(layout.num_tokens, context.num_experts, dtype=probs_dtype, device=y.device)
-        token = torch.arange(layout.num_tokens, device=y.device)[:, None].expand_as(held)
-        prob_grads[token[held], layout.experts[held]] = values[held]
+        prob_grads = torch.zeros(handle.num_tokens, context.num_experts, dtype=probs_dtype, device=y.device)
+        token = torch.arange(handle.num_tokens, device=y.device)[:, None].expand_as(held)
+        prob_grads[token[held], handle.experts[held]] = values[held]
         return out, prob_grads
 
 

@@ -104,7 +104,7 @@ class GemmLaunch:
         k: int,
         scales: TensorScales | None = None,
     ) -> None:
-        """Compiles what a call with these would run, without running it."""
+        """Compiles what a call with these operands would run, without running it."""
         self.launch.compile(*self._arguments(a, b_descriptors, out, k, scales))
 
     def _arguments(

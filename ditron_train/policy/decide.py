@@ -98,10 +98,10 @@ def check_plan(sizes: Mapping[str, int] | None = None) -> None:
     plan = _plan()
     if plan is None:
         return
-    for room, size in (sizes or {}).items():
-        places = plan.places_read(room, get_settings().policy)
+    for package, size in (sizes or {}).items():
+        places = plan.places_read(package, get_settings().policy)
         if places and not any(place.split(",")[0] == f"{size} ranks" for place in places):
-            raise SettingError(_unsuited(plan, room, places, f"{size} ranks"))
+            raise SettingError(_unsuited(plan, package, places, f"{size} ranks"))
 
 
 def _plan() -> Plan | None:

@@ -32,10 +32,10 @@ from ditron_train.runtime.logs import get_logger, log_once
 from ditron_train.runtime.settings import get_settings
 from ditron_train.symm.exchange import exchange
 
-#: What code raises where a library's interface is another than the one that it was written for.
+#: What code raises if a library's interface is not the one that the code was written for.
 INTERFACE_ERRORS = (TypeError, AttributeError, ImportError, LookupError)
-#: With what it raises where Triton cannot compile or launch a kernel, and where what a probe holds beside the job's
-#: own tensors is more than the GPU's memory.
+#: These, and what is raised if Triton cannot compile or launch a kernel, or if a probe's tensors do not fit into the
+#: GPU's memory next to the job's.
 FAILURES = (*INTERFACE_ERRORS, NotImplementedError, TritonError, torch.OutOfMemoryError)
 _CAPTURED = "a shape was first seen while a CUDA graph was being captured (run a warm-up step before)"
 
@@ -48,8 +48,8 @@ class Gate:
     """Decisions of a process, by op, group and key.
 
     Attributes:
-        most_shapes: Of one op and group: sequences of ever new lengths would be tried for ever.
-        lengths: What is decided about calls whose number of rows varies.
+        most_shapes: The most shapes of one op and group: sequences of ever new lengths would be tried for ever.
+        lengths: Decisions about calls whose number of rows varies.
     """
 
     def __init__(self, most_shapes: int = 256) -> None:
@@ -61,7 +61,7 @@ class Gate:
         self.lengths = Lengths(self._decide_family, _native)
 
     def context_for(self, op: Op[Call, Context], call: Call) -> Context | None:
-        """The context to run ``call`` by the fused path, or None for Megatron's (collective where the key is new)."""
+        """The context to run ``call`` by the fused path, or None for the native one (collective if the key is new)."""
         return self.answer_for(op, call).context  # type: ignore[no-any-return]
 
     def is_fused(self, op: Op[Call, Context], call: Call) -> bool:
@@ -69,7 +69,7 @@ class Gate:
         return self.answer_for(op, call).is_fused
 
     def answer_for(self, op: Op[Call, Context], call: Call) -> Answer:
-        """The same with the reason."""
+        """Like ``context_for``, as an ``Answer`` that also holds the reason (collective if the key is new)."""
         call = _with_known_group(call)
         key = _key_of(op, call)
         answer = self._answer(op, call, key)
@@ -98,8 +98,8 @@ class Gate:
         return answer
 
     def recall(self, key: _Key) -> Answer | None:
-        """What was decided for a key of ``key_of``: one look-up, which counts as a call. None where it was not, or may
-        change at this call: then ``answer_for`` is to be asked."""
+        """What was decided for a key of ``key_of``: one lookup, which counts as a call. None if nothing was decided,
+        or if the decision may change at this call: call ``answer_for`` then."""
         answer = self._answers.get(key)
         if answer is None or self._audit_every:
             return None
@@ -108,7 +108,7 @@ class Gate:
         return answer if answer.cpu_bound.count_within() else None
 
     def knows(self, op: Op[Call, Context], call: Call) -> bool:
-        """Whether ``call`` would be answered without asking anybody: it was, or no more shapes are tried."""
+        """Whether ``call`` would be answered without communication: it was decided, or no more shapes are tried."""
         call = _with_known_group(call)
         is_full = self._counts.get(_key_of(op, call)[:3], 0) >= self.most_shapes or self.lengths.knows(op, call)
         return is_full or is_capturing(op.device(call)) or _key_of(op, call) in self._answers
@@ -120,12 +120,12 @@ class Gate:
         return [answer for key, answer in found if group is None or key[1] is group]
 
     def forget(self, name: str = "") -> None:
-        """Decide anew from now on, and let go of the contexts; of one op, one subpackage or all."""
+        """Decides again from now on, and releases the contexts; of one op, one subpackage or all."""
         self._drop(lambda key: _is_named(key, name))
         forget_decided(name)
 
     def release(self) -> None:
-        """Let go of the contexts of groups; what was decided is remembered (``policy.decide``), and each shape is
+        """Releases the contexts of groups. What was decided is remembered (``policy.decide``), and each shape is
         looked up again at its next call (collective)."""
         self._drop(lambda key: key[1] is not None)
 

@@ -30,7 +30,7 @@ from ditron_train.stream.driver import has_driver
 
 _FORMAT = "ditron_train plan 3"
 _KEY = re.compile(
-    r"(?P<op>(?P<room>tp|sp|ep|pp|loss) \D*).* on (?P<place>\d+ ranks(, [\w-]+)?) "
+    r"(?P<op>(?P<package>tp|sp|ep|pp|loss) \D*).* on (?P<place>\d+ ranks(, [\w-]+)?) "
     r"\((?P<mode>strict|fast|bits)(; [a-z0-9 ,]+)?\)"
 )
 # Those that move bits or times. What a process sets for itself, ``switches`` names in the keys.
@@ -127,7 +127,7 @@ class Plan:
         return {
             match["place"]
             for match in found
-            if match is not None and match["mode"] == mode and name in (match["room"], match["op"].rstrip())
+            if match is not None and match["mode"] == mode and name in (match["package"], match["op"].rstrip())
         }
 
     def add(self, key: str, entry: Entry) -> None:

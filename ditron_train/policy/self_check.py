@@ -46,7 +46,7 @@ def self_check(group: dist.ProcessGroup | None, device: torch.device, turns: int
     verdict of WORLD or, where none is known, of a launch by this process alone.
 
     Raises:
-        PeerTimeoutError: A rank did not come within ``turns`` deadlines (``symm.exchange``).
+        PeerTimeoutError: A rank did not arrive within ``turns`` deadlines (``symm.exchange``).
     """
     group = unwrapped(group)
     device = with_index(device)

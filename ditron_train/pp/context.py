@@ -45,7 +45,7 @@ def first_of_crossings(nodes: Sequence[int]) -> frozenset[int]:
 
 
 class PipelineContext:
-    """Senders and receivers to the neighbours in a pipeline group (collective to make).
+    """Senders and receivers to the neighbours in a pipeline group (constructed collectively).
 
     The ring is closed: the last stage's next is the first, which interleaved schedules use. How a neighbour is reached
     is chosen here, once (``paths``): through its memory inside a node, by NVSHMEM or the network between nodes.

@@ -102,7 +102,7 @@ class Sender(_End):
         self._held: deque[_Sent] = deque()
 
     def announce(self, header: Header) -> None:
-        """Publishes the header of the next message."""
+        """Publishes the header of the next message; waits while the receiver's host has ``HEADER_DEPTH`` unread."""
         message = self.messages
         headers = self._host_channel.mailbox.headers
         words = header.to_words()
@@ -114,10 +114,11 @@ class Sender(_End):
         self.messages += 1
 
     def send(self, tensor: torch.Tensor, *, may_lease: bool = True) -> StreamEvent | None:
-        """Enqueues the next message; returns the event behind its copy (None on the CPU, where it is done).
+        """Enqueues the next message; returns the event after its copy (None on the CPU, where the copy is done).
 
-        The storage is kept until the copy is complete. Never blocks the host on a GPU; on the CPU it blocks while no
-        slot is free. ``may_lease``: see ``ops.exchange``.
+        The storage is kept until the copy is complete. On a GPU the host waits only if the receiver's host has
+        ``HEADER_DEPTH`` headers unread (``announce``); on the CPU it also waits while no slot is free. ``may_lease``:
+        see ``ops.exchange``.
         """
         data = tensor.detach().contiguous()
         num_bytes = num_bytes_of(tuple(data.shape), data.dtype)

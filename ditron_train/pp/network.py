@@ -61,7 +61,7 @@ class NetworkWork:
 
 
 class NetworkLanes:
-    """The two lanes of a pipeline group through the network (collective to make).
+    """The two lanes of a pipeline group through the network (constructed collectively).
 
     Attributes:
         groups: One process group a lane.

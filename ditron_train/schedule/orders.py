@@ -6,8 +6,8 @@ Rows of a matrix [M, ...] are spread over the ranks of a group: rank ``r`` owns 
 
 Gather mode (data arrives, compute follows): local rows first, then ranks in the order in which their data arrives; a
 tile that straddles ranks comes after all whole tiles of the last of them.
-Scatter mode (results leave): rows of the farthest rank first, local shard last; a tile that straddles ranks comes
-before all whole tiles of the first of them, since several ranks wait for it.
+Scatter mode (results leave): rows of the farthest rank first, rows that this rank owns last; a tile that straddles
+ranks comes before all whole tiles of the first of them, since several ranks wait for it.
 
 Several nodes: node ``n`` holds ranks ``n * ranks_per_node`` up to ``(n + 1) * ranks_per_node``. Gather starts in the
 own node, scatter in the next one. Inside another node, gather starts with the rank of the same local index, since data
@@ -174,8 +174,8 @@ def _positions_of_owners(
 def gather_row_tile_order(
     row_starts: Sequence[int] | np.ndarray, block_m: int, rank: int, world_size: int, ranks_per_node: int | None = None
 ) -> np.ndarray:
-    """Row tiles in gather mode: local shard, then as data arrives; straddling tiles after whole tiles of their last
-    rank.
+    """Row tiles in gather mode: this rank's own first, then as data arrives; straddling tiles after whole tiles of
+    their last rank.
 
     Returns:
         int32 [ceil(M / block_m)], a permutation: entry ``slot`` is the row tile to compute in that slot.
@@ -191,8 +191,8 @@ def gather_row_tile_order(
 def scatter_row_tile_order(
     row_starts: Sequence[int] | np.ndarray, block_m: int, rank: int, world_size: int, ranks_per_node: int | None = None
 ) -> np.ndarray:
-    """Row tiles in scatter mode: farthest rank first, local shard last; straddling tiles before whole tiles of their
-    first rank.
+    """Row tiles in scatter mode: farthest rank first, this rank's own last; straddling tiles before whole tiles of
+    their first rank.
 
     Returns:
         int32 [ceil(M / block_m)], a permutation: entry ``slot`` is the row tile to compute in that slot.

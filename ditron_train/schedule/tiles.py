@@ -64,7 +64,7 @@ def gather_tile(
     WORLD_SIZE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Tile ``tile_id`` of a gather on one node: local shard first, then in the order of arrival.
+    """Tile ``tile_id`` of a gather on one node: this rank's own tiles first, then in the order of arrival.
 
     With EVEN every rank owns the same whole number of row tiles, and the groups of row tiles that are walked together
     end with a rank's rows: none waits for two ranks. Else ``ordered_tile``. Twin: ``gather_tile_order``. Returns
@@ -93,8 +93,8 @@ def scatter_tile(
 ):
     """Scatter order without a table, where every rank owns the same whole number of row tiles.
 
-    Rows of rank + 1 first, local shard last, the next node before the own. Twin: ``grouped_tile_order`` of
-    ``scatter_row_tile_order``. Returns (tile_m, tile_n, owner): the tile is owed to rank ``owner``.
+    Rows of rank + 1 first, those that this rank owns last, the next node before its own. Twin: ``grouped_tile_order``
+    of ``scatter_row_tile_order``. Returns (tile_m, tile_n, owner): the tile belongs to rank ``owner``.
     """
     NUM_NODES: tl.constexpr = WORLD_SIZE // RANKS_PER_NODE
     slot, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)

@@ -263,7 +263,7 @@ def gemm_a2a(
     Raises:
         NotSupportedError: What this rank sees alone does not fit.
         MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
-        PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
+        PeerTimeoutError: A peer did not arrive (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     if bias is not None:
         check_bias("gemm_a2a", x, bias, weight.shape[0] if weight.dim() else 0)

@@ -273,7 +273,7 @@ def arrived_kernel(channel, num_flag_blocks, WORLD_SIZE: tl.constexpr, TARGET: t
 
     What follows on the stream reads them plainly.
     """
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     for source in range(WORLD_SIZE):
         flags = channel.signals + source * num_flag_blocks
         dl.wait_many(flags, num_flag_blocks, epoch, channel.control, source, 0, 32, TARGET)

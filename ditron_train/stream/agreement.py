@@ -1,4 +1,4 @@
-"""Agreement: all ranks of a group learn whether they make a call alike, before a buffer may grow for it."""
+"""Agreement: all ranks of a group learn whether they make the same call, before a buffer may grow for it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _POLL_S = 0.001
 def agree(
     context: OpContext, channel: Channel, values: Sequence[int | torch.dtype], *, buffer: tuple[str, int] = ("", 0)
 ) -> torch.Tensor:
-    """The signature of ``values``; at a new one, all ranks are asked whether they call the op with the same.
+    """The signature of ``values``. If it is new, all ranks compare their signatures (collective).
 
-    Only after that may buffers grow (collectively). Known signatures cost a lookup. If lengths vary and ``buffer``, a
-    name and the bytes that the call needs, has room already, nobody is asked: the signature goes with the start
-    signal, where kernels compare it.
+    Only after that may buffers grow (collectively). A known signature costs a lookup. If lengths vary and ``buffer``,
+    a name and the bytes that the call needs, is large enough, there is no comparison here: kernels compare the
+    signature that comes with the start signal.
 
     Raises:
         MismatchError: On every rank, if the ranks differ.
@@ -71,16 +71,16 @@ def agree_on_nothing(
 ) -> None:
     """A call without rows: the peers' calls have to be without rows, too (collective each time).
 
-    While a CUDA graph is captured nothing is asked: the call has been made before.
+    While a CUDA graph is captured nothing is compared: the call has been made before.
 
     Args:
-        channels: All that a peer might take for such a call with rows.
-        flagged: The one whose kernels wait for a flag of every source before they compare calls.
-        values: Of the signature, by name; the others are 0.
+        channels: All channels that a peer might use for such a call with rows.
+        flagged: The channel whose kernels wait for a flag of every source before they compare calls.
+        values: Fields of the signature, by name; the others are 0.
 
     Raises:
-        MismatchError: They are not; the same on every rank.
-        PeerTimeoutError: A peer did not come.
+        MismatchError: A peer's call has rows; the same on every rank.
+        PeerTimeoutError: A peer did not arrive.
     """
     if is_capturing(context.device):
         return
@@ -91,9 +91,10 @@ def agree_on_nothing(
 
 
 def compare_calls(channels: Mapping[Channel, int], rank: int) -> None:
-    """Waits until all ranks have begun a call on one of ``channels``, and compares what they begun.
+    """Waits until all ranks have begun a call on one of ``channels``, and compares these calls.
 
-    A peer with rows has taken the channel that its number of rows asks for; one without has announced itself on all.
+    A peer with rows uses the channel that its number of rows calls for; a peer without rows has announced itself on
+    all channels.
 
     Args:
         channels: The epoch of this rank's call by channel, each announced.
@@ -108,7 +109,7 @@ def compare_calls(channels: Mapping[Channel, int], rank: int) -> None:
     while True:
         for channel, epoch in channels.items():
             if not _absent(channel, epoch):
-                signals = channel.start_signals(epoch)  # again: what was read before may be half of it
+                signals = channel.start_signals(epoch)  # again: what was read before may be incomplete
                 if any(words[1:] != signals[rank][1:] for words in signals):
                     channel.record_mismatch(epoch)
                 channel.check()
@@ -130,11 +131,11 @@ def _absent(channel: Channel, epoch: int) -> list[int]:
 
 
 def agree_on_rows(context: OpContext, rows: int, flags: torch.Tensor) -> list[bool]:
-    """Which of ``flags`` (int32) are not 0 on any rank (collective; a host sync).
+    """For each of ``flags`` (int32) whether it is nonzero on all ranks (collective; a host sync).
 
     Raises:
         MismatchError: The ranks call it with other ``rows`` or another number of flags.
-        PeerTimeoutError: A peer did not come.
+        PeerTimeoutError: A peer did not arrive.
     """
     if context.rows_channel is None:
         context.rows_channel = context.add_channel("rows", 1, ("rows", "decisions"))

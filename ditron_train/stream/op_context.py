@@ -45,7 +45,7 @@ class Aborting:
 
 
 class OpContext(VaryingLengths):
-    """Arena, channels and communication stream of one group (collective to make).
+    """Arena, channels and communication stream of one group (constructed collectively).
 
     Ops of one context run one after another, on whichever streams they are called: the context orders them
     (``CallOrder``).

@@ -22,7 +22,7 @@ _Exchange = TypeVar("_Exchange", bound="Exchange[Any]")
 
 
 class Exchange(Generic[_Context]):
-    """What a group exchanges through one channel, prepared for one call signature (collective to make).
+    """What a group exchanges through one channel, prepared for one call signature (constructed collectively).
 
     It owns the kernel launches, and the lists of copies, of all calls with this signature.
 
@@ -85,7 +85,7 @@ class Exchange(Generic[_Context]):
 
 
 class Plan(Exchange[_Context]):
-    """An op prepared for one call signature (collective to make): an exchange that runs as a whole.
+    """An op prepared for one call signature (constructed collectively): an exchange that runs as a whole.
 
     Args:
         context: Whose buffers and streams are used.

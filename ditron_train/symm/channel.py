@@ -107,15 +107,16 @@ class _StartSignals:
 
 
 class Channel:
-    """Signals, epochs and error record of op ``op_name`` on ``arena``'s group (collective to make).
+    """Signals, epochs and error record of op ``op_name`` on ``arena``'s group (constructed collectively).
 
     Attributes:
         signals: int32 ``SymmetricTensor`` of data-arrival flags; peers write, this rank waits.
         ready: int32 ``SymmetricTensor`` ``[2, world_size, READY_WORDS]``: start signals with signatures, by epoch
             parity.
         control: int64 control block on the device (see ``symm.control``).
-        tickets: int64 ``[TICKET_ROLES]``: launch counters in slots 0 and 1, one for each kernel role of the op; slots
-            2 and 3 are zero at first and free for the op's own counters.
+        tickets: int64 ``[TICKET_ROLES]``. Slots 0 and 1 are launch counters, one for each kernel role of the op: slot
+            0 of the kernel that sends (or of the only one), slot 1 of the kernel that waits for what arrives. Slots 2
+            and 3 are zero at first and free for the op's own counters.
         signatures: Made by ``signature``; to be cleared when no launch that uses one is under way.
         turns: How many deadlines a wait of a host or a stream takes; that of a kernel takes one.
 
@@ -195,11 +196,11 @@ class Channel:
         )
 
     def reserve_signals(self, num_signals: int) -> None:
-        """Makes room for ``num_signals`` flags (collective when it must grow; syncs then).
+        """Makes room for ``num_signals`` flags (collective, with a sync, if there are fewer).
 
         Raises:
-            ArenaError: There is no room, on every rank alike; there are as many flags as before, if there is room for
-                those.
+            ArenaError: There is no room, on every rank alike. The former number of flags is kept if there is room for
+                them.
         """
         before = self.signals.local.numel()
         if before >= num_signals:
@@ -209,7 +210,7 @@ class Channel:
         try:
             self.signals = self._filled(name, (num_signals,), epoch)
         except ArenaError:
-            if not self.arena.capacity_bytes(name):  # what they was in has been given back
+            if not self.arena.capacity_bytes(name):  # the former flags' memory has been freed
                 self.signals = self._filled(name, (before,), epoch)
             raise
 

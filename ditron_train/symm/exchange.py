@@ -233,7 +233,8 @@ def exchange(group: dist.ProcessGroup, value: object, turns: int = 1) -> list[An
 
     Raises:
         DitronError: What is in the store was written by somebody else.
-        PeerTimeoutError: A rank did not come within ``turns`` times ``DITRON_TIMEOUT_S``, 30 s each at least; also on
+        PeerTimeoutError: A rank did not arrive within ``turns`` times ``DITRON_TIMEOUT_S``, 30 s each at least; also
+        on
             that rank, where it comes later.
     """
     rendezvous, group = _rendezvous_of(group), unwrapped(group)
@@ -285,7 +286,7 @@ def on_all_ranks(
 
     Raises:
         ArenaError: It failed on a rank; the same on every rank.
-        PeerTimeoutError: A rank did not come, to this or to what ``step`` exchanges.
+        PeerTimeoutError: A rank did not arrive, to this or to what ``step`` exchanges.
     """
     text, result = None, None
     try:

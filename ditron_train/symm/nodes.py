@@ -91,7 +91,7 @@ class AnnouncedAlongRail(NamedTuple):
 
 
 class NodeGroups:
-    """The groups of a group that spans nodes (collective to make).
+    """The groups of a group that spans nodes (constructed collectively).
 
     Attributes:
         group: All ranks, node by node.
@@ -134,7 +134,7 @@ class NodeGroups:
             for_host: The host reads them next, so it waits for them by the deadline.
 
         Raises:
-            PeerTimeoutError: A rank did not come (CPU: here; GPU: at the next exchange that the host waits for).
+            PeerTimeoutError: A rank did not arrive (CPU: here; GPU: at the next exchange that the host waits for).
         """
         with self.naming("an exchange between nodes"):
             out, work = self.start_along_rail(rows, out_splits, in_splits)

@@ -39,7 +39,7 @@ def start_nvshmem(device: torch.device | str = "cuda") -> None:
     it by themselves; a group of all ranks does not need it.
 
     Raises:
-        ArenaError: nvshmem4py is missing or does not start on a rank, or a rank did not come within
+        ArenaError: nvshmem4py is missing or does not start on a rank, or a rank did not arrive within
             ``DITRON_TIMEOUT_S``; on every rank alike.
     """
     NvshmemTransport.get(world_group(), with_index(device))

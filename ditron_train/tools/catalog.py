@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ditron_train.policy import Op
@@ -65,23 +65,23 @@ def remove_case(case: BenchCase[Any, Any]) -> None:
     _added[:] = [pair for pair in _added if pair[0] is not case]
 
 
-def cases_of(room: str, fp8: str | None = None) -> list[BenchCase[Any, Any]]:
+def cases_of(package: str, fp8: str | None = None) -> list[BenchCase[Any, Any]]:
     """The ops of a subpackage that tools measure; ``fp8``: those in a recipe, which needs Transformer Engine."""
     if fp8 is not None:
-        return [case for name in FP8_PACKAGES.get(room, ()) for case in importlib.import_module(name).fp8_cases(fp8)]
-    added = [case for case, _ in _added if case.op.name.split()[0] == room]
-    return [*_collect(PACKAGES.get(room, ()), "CASES"), *added]
+        return [case for name in FP8_PACKAGES.get(package, ()) for case in import_module(name).fp8_cases(fp8)]
+    added = [case for case, _ in _added if case.op.name.split()[0] == package]
+    return [*_collect(PACKAGES.get(package, ()), "CASES"), *added]
 
 
-def spaces_of(room: str) -> list[SearchSpace[Any, Any]]:
+def spaces_of(package: str) -> list[SearchSpace[Any, Any]]:
     """The choices of a subpackage's ops."""
-    added = [space for _, space in _added if space is not None and space.case.op.name.split()[0] == room]
-    return [*_collect(_SPACES.get(room, ()), "SPACES"), *added]
+    added = [space for _, space in _added if space is not None and space.case.op.name.split()[0] == package]
+    return [*_collect(_SPACES.get(package, ()), "SPACES"), *added]
 
 
-def ops_of(room: str) -> list[Op[Any, Any]]:
+def ops_of(package: str) -> list[Op[Any, Any]]:
     """Every op of a subpackage once: what tools measure, and what layers ask the gate about."""
-    ops = [*(case.op for case in cases_of(room)), *_collect(_ASKED.get(room, ()), "OPS")]
+    ops = [*(case.op for case in cases_of(package)), *_collect(_ASKED.get(package, ()), "OPS")]
     return list(dict.fromkeys(ops))
 
 
@@ -89,7 +89,7 @@ def _collect(modules: Sequence[str], name: str) -> list[Any]:
     found: list[Any] = []
     for module in modules:
         try:
-            found += getattr(importlib.import_module(module), name)
+            found += getattr(import_module(module), name)
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] not in _NOT_FUSED:
                 raise

@@ -4,7 +4,7 @@
     dist.all_gather_into_tensor(gathered, x, group=group)
     y = gathered @ weight.T
 
-Streams of one rank (local shard are multiplied first, then those of rank + 1, rank + 2, ... as they arrive):
+Streams of one rank (its own rows are multiplied first, then those of rank + 1, rank + 2, ... as they arrive):
 
     communication   start signals | rows to rank - 1 | rows to rank - 2 | ...
     current         GEMM: own tiles | tiles of rank + 1 | tiles of rank + 2 | ...  then joins the communication stream
@@ -58,8 +58,8 @@ class AgGemmConstants(NamedTuple):
 
 
 class _Gathered(NamedTuple):
-    """Rows of all ranks as a tile reads them: from the buffer by ``desc``, own ones by ``own_desc`` where shares are
-    even."""
+    """Rows of all ranks as a tile reads them: from the buffer through ``desc``, or, if every rank owns the same whole
+    number of row tiles, this rank's own rows through ``own_desc``."""
 
     desc: Any
     own_desc: Any
@@ -72,11 +72,11 @@ class _Gathered(NamedTuple):
 
 @triton.jit
 def _rows_token(gathered, channel, row, last_row, OP: tl.constexpr, TARGET: tl.constexpr):
-    """Waits for rows [row, last_row] of the gathered buffer, whichever peers they belong to: a zero, as
-    ``dl.wait_token``.
+    """Waits for rows [row, last_row] of the gathered buffer, whichever peers they belong to. Returns zero, as
+    ``dl.wait_token`` does.
 
-    The loops stand under conditions that only the running kernel knows to hold: beside a bare loop the compiler would
-    not flatten the loop of tiles.
+    The loops are inside conditions that are known at run time only: with an unconditional loop here the compiler would
+    not flatten the loop over tiles.
     """
     rank, flag_block_rows = gathered.rank, gathered.flag_block_rows
     token = tl.cast(0, tl.int32)
@@ -116,7 +116,7 @@ def _gathered_product(
     OP: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """Columns ``part * PART_N`` on, PART_N of them, of tile ``tile_id``, once its rows are there: (product, row,
+    """PART_N columns of tile ``tile_id``, from ``part * PART_N`` on, once its rows have arrived: (product, row,
     column)."""
     TILE: tl.constexpr = OP.tile
     M, rank = gathered.num_rows, gathered.rank
@@ -165,28 +165,28 @@ def ag_gemm_kernel(
     It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch,
     which are enqueued before it and need no SM that this grid could take (the grid leaves theirs free).
 
-    Program p computes tiles p, p + num_programs, ... of the gather's order, local shard first, as one pipelined loop
-    (``flatten``): the wait of a tile stands where its first loads are issued, under the last products of the tile
-    before, and costs nothing where the rows are there (``dl.wait_token``).
+    Program p computes tiles p, p + num_programs, ... of the gather's order, this rank's own rows first, as one
+    pipelined loop (``flatten``): a tile waits when its first loads are issued, during the last products of the tile
+    before, and the wait costs nothing if the rows have arrived (``dl.wait_token``).
 
     Args:
-        a_desc, own_desc: The gathered rows, and this rank's own where the caller has them.
+        a_desc, own_desc: The gathered rows, and this rank's own rows in the caller's tensor.
         b_desc, half_b_desc, c_desc: B in whole tiles and in halves of them, and the result.
         channel: ``ChannelPointers``.
         tables: ``RowTables``.
         scales: ``TensorScales`` of FP8 operands (of A one for the rows of all ranks), else None.
         bias: [N], added before the result is rounded, or None.
         M, N, K, flag_block_rows, num_whole_tiles: Sizes; a flag stands for ``flag_block_rows`` rows.
-        OP: ``AgGemmConstants``. ``even``: every rank owns the same whole number of row tiles, and the local shard is
-            read through ``own_desc``, so that nobody copies them in front of the GEMM; else the order is a table, a
-            tile may wait for several ranks, and the local shard has been copied to its place. ``split_last_wave``: the
-            tiles from ``num_whole_tiles`` on, at most half a wave, are computed in halves of columns, as in
-            ``gemm_kernel``.
+        OP: ``AgGemmConstants``. ``even``: every rank owns the same whole number of row tiles, and this rank's own rows
+            are read through ``own_desc``, so that they need not be copied before the GEMM; else the order is a table,
+            a tile may wait for several ranks, and this rank's own rows have been copied to their place.
+            ``split_last_wave``: the tiles from ``num_whole_tiles`` on, at most half a wave, are computed in halves of
+            columns, as in ``gemm_kernel``.
         TARGET: See ``runtime.device.kernel_target``.
     """
     TILE: tl.constexpr = OP.tile
     HALF_N: tl.constexpr = TILE.block_n // 2
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     scale = None
     if scales is not None:
@@ -210,8 +210,8 @@ def ag_gemm_kernel(
 
 
 class AgGemmPlan(Plan[TPContext]):
-    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); collective to make. It is recorded if it is
-    short and sends by copy engines.
+    """Gathered [m, k] times a weight [n, k] (``nt``) or [k, n] (``nn``); constructed collectively. Calls are
+    recorded if they are short and send by copy engines.
 
     Args:
         context: Whose buffers and streams are used.
@@ -273,7 +273,7 @@ class AgGemmPlan(Plan[TPContext]):
 
     @property
     def identity(self) -> tuple:
-        """Of two with the same one the GEMM's kernel is compiled once."""
+        """Plans with the same identity share one compiled GEMM kernel."""
         return self._launch.identity
 
     def run(
@@ -301,7 +301,8 @@ class AgGemmPlan(Plan[TPContext]):
         out: torch.Tensor,
         key: tuple,
     ) -> bool:
-        """Whether it reads the weight as given: addresses and strides, ``key``, say all that it does."""
+        """Returns whether the weight is read in place, so that the addresses and strides in ``key`` determine the
+        call."""
         is_as_given = True
         self.gather.start(x, copies_own=not self._reads_own)
         with self.aborting:
@@ -341,7 +342,7 @@ class AgGemmPlan(Plan[TPContext]):
         )
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
-        """Compiles what a call with these would run, without running it; nothing is sent."""
+        """Compiles what a call with these operands would run, without running it; nothing is sent."""
         out = empty_aligned(self.m, self.n, self._out_dtype, x.device)
         self._launch.compile(*self._arguments(x, aligned_operand(weight), scales, None, out))
         self.gather.compile(x)
@@ -356,7 +357,7 @@ def plan_ag_gemm(
     keeps_gathered: bool,
     buffer: str | None,
 ) -> AgGemmPlan | None:
-    """What ``ag_gemm`` needs for ``Operands`` (collective); None if no rank has rows."""
+    """The plan of ``ag_gemm`` for these ``Operands`` (collective); None if no rank has rows."""
     shapes = Operands(*operands)
     n, k = shapes.sizes("ag_gemm", context, layout)
     partition = row_partition("ag_gemm", context, shapes.x_shape, counts, total=False)
@@ -391,25 +392,25 @@ def ag_gemm(
         x: [s / world, ..., K], this rank's rows; bf16, fp16 or, on Hopper, FP8 (on CPU fp32 too), any strides.
         weight: [N, K] (``nt``: gathered @ weight.T) or [K, N] (``nn``: gathered @ weight; not of FP8).
         context: The group's context.
-        layout: How ``weight`` is.
-        row_counts: Rows (all leading dimensions multiplied) of each rank where they differ.
+        layout: Layout of ``weight``.
+        row_counts: Rows (all leading dimensions multiplied) of each rank, if they differ.
         return_gathered: Also return the gathered rows [total rows, K]: a view that the next gather of this context
             overwrites.
-        gathered_in: Name of the symmetric buffer that the rows are gathered into, all of them, until the next call
-            with it; the same on all ranks. None: the one that all gathers share.
-        plan: How to move the rows; chosen by the shape where None (``tp.choices``).
-        scales: Of FP8 operands; that of ``x`` is the same on all ranks.
-        bias: [N], of the result's type: added in fp32 to the (scaled) product, which is rounded then, as cuBLAS's
-            epilogue does.
+        gathered_in: Name of the symmetric buffer that all rows are gathered into, where they stay until the next call
+            with this name; the same on all ranks. None: the buffer that all gathers share.
+        plan: How to move the rows; None: by the shape (``tp.choices``).
+        scales: Scales of FP8 operands; the scale of ``x`` is the same on all ranks.
+        bias: [N], of the result's type: added in fp32 to the (scaled) product before that is rounded, as in cuBLAS's
+            epilogue.
 
     Returns:
         [s, ..., N] ([total rows, N] with ``row_counts``), bf16 of FP8 operands (``gemm.fp8.matmul_fp8`` with fast
-        accumulation), and the gathered rows if asked for.
+        accumulation), and the gathered rows if requested.
 
     Raises:
-        NotSupportedError: What this rank sees alone does not fit.
+        NotSupportedError: An argument of this rank does not fit.
         MismatchError: The ranks' calls differ (at the first call of a shape here, else at the next ``check``).
-        PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
+        PeerTimeoutError: A peer did not arrive (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     counts = None if row_counts is None else tuple(row_counts)
     check_scaled("ag_gemm", x, scales)

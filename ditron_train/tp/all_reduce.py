@@ -155,7 +155,7 @@ def reduce_all_kernel(
     a program waits for a chunk (acquire) before its first block there, so what came early is added up while the last
     chunk is on its way.
     """
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     num_elements = tl.cast(num_elements, tl.int64)
     chunk_elements = tl.cast(chunk_elements, tl.int64)
@@ -192,7 +192,7 @@ def reduce_local_shard_kernel(
     out is this rank's rows; ``partial_ptr`` [total rows, N] its own partial sums, slots [world, slot_rows, N] those of
     the others, read once the flag of their source holds this epoch (acquire).
     """
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     first = tl.load(row_starts_ptr + rank).to(tl.int64) * N
     behind = tl.load(row_starts_ptr + rank + 1).to(tl.int64) * N
@@ -337,7 +337,7 @@ def order_tables(
 
 
 class AllReduce(SumExchange):
-    """All-reduces of partial sums [num_rows, num_columns] by copy engines (collective to make).
+    """All-reduces of partial sums [num_rows, num_columns] by copy engines (constructed collectively).
 
     ``begin`` and then ``send`` for chunks of ``chunk_rows`` rows as they are done; ``finish`` adds up on the current
     stream. Start signals go before the sends, since slots are single; arrival is told by a flag for each chunk and
@@ -390,7 +390,7 @@ class AllReduce(SumExchange):
 
 
 class PushAllReduce(Plan[TPContext]):
-    """All-reduces of at most ``PUSH_BYTES`` by one kernel that stores to the peers (collective to make).
+    """All-reduces of at most ``PUSH_BYTES`` by one kernel that stores to the peers (constructed collectively).
 
     Args:
         context: Whose buffers are used.
@@ -423,7 +423,7 @@ class PushAllReduce(Plan[TPContext]):
 
     @property
     def identity(self) -> tuple:
-        """Of two with the same one the same kernel is compiled."""
+        """Plans with the same identity share their compiled kernels."""
         return self._launch.identity
 
     def run(self, partial: torch.Tensor) -> None:
@@ -442,7 +442,7 @@ class PushAllReduce(Plan[TPContext]):
 
 
 class MaxAllReduce(Plan[TPContext]):
-    """The largest of one fp32 value a rank, by one kernel that stores to the peers (collective to make).
+    """The largest of one fp32 value a rank, by one kernel that stores to the peers (constructed collectively).
 
     Args:
         context: Whose buffers are used.

@@ -142,7 +142,7 @@ _PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it 
 _STORE_STALL = 0.45  # of the time that the links take for the stores of one wave, whatever the tile's products take
 _SHORT_US = 400.0  # so long an op takes, three times what the host needs to enqueue its parts one by one
 _MIN_FOR_PARTS = 4  # ranks: with fewer one source is most of what there is to add
-_PASSES_BEHIND_LAST = 4  # over the local shard: the sum so far, the last source, own partial sums, the result
+_PASSES_BEHIND_LAST = 4  # over a rank's rows: the sum so far, the last source, own partial sums, the result
 _EXCHANGE_US = 10.0  # of an all-reduce by one kernel's stores, beside its bytes
 
 
@@ -250,7 +250,7 @@ def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
     world_size = problem.world_size
     own_us = (
         problem.m / world_size * problem.n * problem.result_bytes / (rates.memory_gbps * 1e3)
-    )  # one pass over the local shard
+    )  # one pass over the rows that a rank owns
     reduce_us = (world_size + 1) * own_us
     if choice.scatter == "store":
         return _stored_us(problem, choice, machine, rates) + reduce_us
@@ -334,9 +334,9 @@ def _chunks_us(
 ) -> tuple[float, float]:
     """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: rows of the first chunk that
     are sent before its others; None: all at once. One rank transfers nothing."""
-    world_size, local_shard = problem.world_size, problem.m // problem.world_size
-    rank_bytes = local_shard * problem.n * problem.result_bytes
-    waves = num_waves(local_shard, problem.n, choice.config, machine.num_sms)
+    world_size, rank_rows = problem.world_size, problem.m // problem.world_size
+    rank_bytes = rank_rows * problem.n * problem.result_bytes
+    waves = num_waves(rank_rows, problem.n, choice.config, machine.num_sms)
     busy_us = world_size * waves * tile_us(problem.k, choice.config, machine.num_sms, rates)
     rank_us = rates.launch_us + throttled_us(busy_us, rates) / world_size
     parts = [
@@ -344,8 +344,8 @@ def _chunks_us(
     ]  # chunks done by then, and how much of one it is
     if not parts:
         return rank_us, 0.0
-    if num_first is not None and num_first < local_shard:
-        share = num_first / local_shard
+    if num_first is not None and num_first < rank_rows:
+        share = num_first / rank_rows
         parts[:1] = [(share, share), (1.0, 1.0 - share)]
     sent_us = rates.start_us
     for done, of_chunk in parts:

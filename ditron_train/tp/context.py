@@ -93,7 +93,7 @@ class RowTables(NamedTuple):
 
 
 class TPContext(OpContext):
-    """Buffers, channels and the communication stream of one tensor-parallel group (collective to make).
+    """Buffers, channels and the communication stream of one tensor-parallel group (constructed collectively).
 
     Args:
         group: The tensor-parallel process group (``None``: WORLD).

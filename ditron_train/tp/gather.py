@@ -10,17 +10,17 @@ Streams of one rank, by copy engines:
     communication   start signals (one program) | rows to rank - 1, flag | rows to rank - 2, flag | ...
     current         ... | a program that waits for the flags of all peers, or of one after the other (``consume``)
 
-By pushes, multiprocessors take the place of the copy engines: one kernel on the communication stream signals, stores
-the rows and sets a flag for each block of rows.
+By pushes, multiprocessors replace the copy engines: one kernel on the communication stream signals, stores the rows
+and sets a flag for each block of rows.
 
 Who waits for whom: nothing is written to a peer before its start signal of this epoch, which says that its stream is
 done with what the buffer held. The consumer waits for flags that hold the epoch. The current stream joins the
 communication stream at the end, so that what was sent may be reused.
 
-Several tensors at once (``start_gather_of_parts``) are what a quantized operand consists of, its bytes and its scales.
-They are stored tensor by tensor, each in the order of the ranks, so that each is whole. Peers get the first ones in
-turn, then the others: who computes with those of one rank after the other begins early, and the others arrive
-meanwhile.
+A quantized operand consists of several tensors, its bytes and its scales, which are gathered by one call
+(``start_gather_of_parts``). Each tensor is contiguous in the buffer, in the order of the ranks. All peers get the
+first tensors, each rank's with a flag of their own, before any gets the others: a consumer that computes with one rank
+after the other begins early, and the others arrive meanwhile.
 
 Sizes that change no code are not specialised on (``do_not_specialize``): a new shape needs no compilation.
 """
@@ -52,10 +52,10 @@ from ditron_train.tp.context import FLAGS_PER_RANK, GATHERED, RowPartition, TPCo
 
 @triton.jit
 def _in_vectors(num_elements, ptr):
-    """``num_elements``, which are whole 16 bytes, as a number of which the compiler sees that, and moves 16 bytes at a
-    time (``tl.multiple_of`` says nothing of an argument)."""
+    """Returns ``num_elements``, a multiple of 16 bytes, in a form from which the compiler can tell that it is one, so
+    that it moves 16 bytes at a time (``tl.multiple_of`` has no effect on an argument)."""
     NUM_BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-    VECTOR: tl.constexpr = 128 // (8 if NUM_BITS < 8 else NUM_BITS)  # truth values have 1, and take a byte
+    VECTOR: tl.constexpr = 128 // (8 if NUM_BITS < 8 else NUM_BITS)  # booleans have 1, and take a byte
     return num_elements // VECTOR * VECTOR
 
 
@@ -76,8 +76,8 @@ def push_shard_kernel(
 
     First to rank - 1, then rank - 2, ...: so every rank receives from rank + 1 first, the order in which the GEMM
     consumes, and no two ranks push to the same one. Programs share the flag blocks (``flag_block_rows`` rows each); a
-    flag block's flag is released once its rows are stored. Before the first store to a peer: its start signal,
-    acquired.
+    flag block's flag is set (release) once its rows are stored. Before the first store to a peer, a program waits for
+    its start signal (acquire).
     """
     K = _in_vectors(K, x_ptr)
     epoch = dl.next_epoch(channel.tickets)
@@ -107,11 +107,11 @@ def push_shard_kernel(
 def gather_start_kernel(
     epochs_ptr, num_flags, channel, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TARGET: tl.constexpr
 ):
-    """One program in front of a gather by copy engines: start signals both ways, then ``epochs_ptr[:num_flags] =
+    """One program before a gather by copy engines: exchanges start signals and stores ``epochs_ptr[:num_flags] =
     epoch``.
 
-    The copy engines copy those words behind the data onto the peers' flags: the epoch stays in device memory, so a
-    captured graph replays with fresh ones.
+    After the data the copy engines copy those words onto the peers' flags. Since the epoch is read from device memory,
+    every replay of a captured graph gets a new one.
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
@@ -141,8 +141,9 @@ def gather_wait_kernel(
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """One program behind a gather: every peer's rows have arrived. What follows on the stream reads them plainly."""
-    epoch = dl.next_epoch(channel.tickets + 1)
+    """One program after a gather: waits until every peer's rows have arrived. Later work on the stream can read them
+    by ordinary loads."""
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     for step in tl.static_range(1, WORLD_SIZE):
         _await_rows(
@@ -154,16 +155,16 @@ def gather_wait_kernel(
 def gather_wait_one_kernel(
     channel, row_starts_ptr, peer, flag_block_rows, FLAGS_PER_RANK: tl.constexpr, TARGET: tl.constexpr
 ):
-    """One program in front of what reads the rows of ``peer`` alone: they have arrived. The epoch is the one that
-    ``gather_wait_kernel``, which follows on the stream, will draw."""
-    epoch = dl.last_epoch(channel.tickets + 1) + 1
+    """One program before what reads the rows of ``peer`` alone: waits until they have arrived. The epoch is the one
+    that ``gather_wait_kernel``, which follows on the stream, will draw."""
+    epoch = dl.last_epoch(channel.tickets + 1) + 1  # slot 1: the role that waits
     _await_rows(peer, epoch, channel, row_starts_ptr, flag_block_rows, FLAGS_PER_RANK, TARGET)
 
 
 @triton.jit
 def copy_rows_kernel(source_ptr, destination_ptr, num_elements, BLOCK: tl.constexpr):
-    """Copies ``num_elements`` inside own memory, both contiguous and whole 16 bytes. Few warps, few registers and no
-    shared memory: it runs on multiprocessors that a GEMM holds."""
+    """Copies ``num_elements``, contiguous and a multiple of 16 bytes, within this rank's memory. With few warps, few
+    registers and no shared memory it fits on multiprocessors that a GEMM occupies."""
     dl.putmem(
         destination_ptr, source_ptr, _in_vectors(num_elements, source_ptr), tl.program_id(0), tl.num_programs(0), BLOCK
     )
@@ -176,7 +177,7 @@ _FLAG_BLOCK_BYTES = 1 << 18  # a notify costs a program some 3 us
 
 
 def _push_flag_block_rows(partition: RowPartition, row_bytes: int, block_m: int) -> int:
-    """Rows of one flag block of a push: so many that the notify is cheap, but few enough for the flags."""
+    """Rows of one flag block of a push: enough that a notify costs little, and that there is a flag for each block."""
     rows = 8
     while rows < block_m and 2 * rows * row_bytes <= _FLAG_BLOCK_BYTES:
         rows *= 2
@@ -195,21 +196,22 @@ def _num_chunks(partition: RowPartition, wanted: int, block_m: int) -> int:
 
 
 class BaseGather(Exchange[TPContext]):
-    """What gathers share: start signals in front of copy engines, programs that wait for arrivals behind.
+    """What gathers share: start signals before the copy engines' work, and programs that wait for arrivals after it.
 
     Args:
         context: Whose buffers and streams are used.
-        values: Of the signature: what all ranks gather alike (collective).
-        buffer: As of ``TPContext.gathered``; of the signature, too: peers write into the one of that name.
-        num_bytes: That are gathered, if a call that fits into the buffer needs no agreement of its own.
+        values: Of the signature: what must be equal on all ranks (collective).
+        buffer: As of ``TPContext.gathered``. It is part of the signature, since peers write into the buffer of that
+            name.
+        num_bytes: Bytes that are gathered, if a call that fits into the buffer needs no agreement of its own.
 
     Attributes:
-        arrival_order: Ranks, as their data arrives.
+        arrival_order: Ranks in the order in which their data arrives.
     """
 
     buffer: SymmetricTensor
-    row_starts: torch.Tensor  #: Where the flags of each rank begin, in units of which one flag stands for ...
-    flag_block_rows: int  #: ... so many.
+    row_starts: torch.Tensor  #: First row of each rank, and the end of the last; of parts, a row stands for a flag.
+    flag_block_rows: int  #: Rows that one flag stands for.
 
     def __init__(
         self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None, num_bytes: int = 0
@@ -236,7 +238,7 @@ class BaseGather(Exchange[TPContext]):
             self._wait_one(self.pointers, row_starts, source, self.flag_block_rows, key=source)
 
     def wait(self) -> torch.Tensor:
-        """Holds the current stream until all rows have arrived; returns them, a view of the buffer."""
+        """Makes the current stream wait until all rows have arrived; returns them, a view of the buffer."""
         with self.aborting:
             if not self._wait.repeat("wait", current_handle(self.context.device)):
                 self._wait(self.pointers, self.row_starts, self.flag_block_rows, key="wait")
@@ -246,10 +248,10 @@ class BaseGather(Exchange[TPContext]):
     def consume(
         self, blocks: Sequence[Sequence[int]], each: Callable[[Sequence[int]], None], key: Hashable | None = None
     ) -> None:
-        """Instead of ``wait``: ``each`` of the blocks of ranks in turn, the current stream held until their data is
-        there. When it ends, or fails, all have arrived, as after ``wait``.
+        """Instead of ``wait``: calls ``each`` for one block of ranks after the other, and makes the current stream
+        wait for the block's data before it. When it ends, or fails, all data has arrived, as after ``wait``.
 
-        ``key``: says all that ``each`` does, which then allocates nothing: what comes often is recorded.
+        ``key``: determines everything that ``each`` does, which must not allocate then; frequent calls are recorded.
         """
 
         def enqueue() -> None:
@@ -264,22 +266,22 @@ class BaseGather(Exchange[TPContext]):
             self.wait()
 
     def wait_for(self, source: int) -> None:
-        """Holds the current stream until what is consumed of rank ``source`` is there; ``wait`` has to come."""
+        """Makes the current stream wait for what is consumed of rank ``source``; ``wait`` must be called later."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Orders the current stream behind the sends, so that what was sent may be reused."""
+        """Makes the current stream wait for the sends, so that what was sent may be reused."""
         self.context.join()
         self.context.leave(self.channel)
 
 
 class Gather(BaseGather):
-    """Gathers of rows [rows, K] over the context's group, for one partition, K and dtype (collective to make).
+    """Gathers of rows [rows, K] over the context's group, for one partition, K and dtype (constructed collectively).
 
-    ``start`` enqueues the sends beside whatever the current stream does next; the GEMM of an AG-GEMM, or ``wait``,
-    consumes; ``finish`` orders the current stream behind the sends.
+    ``start`` enqueues the sends, concurrent with what the current stream does next; the GEMM of an AG-GEMM, or
+    ``wait``, consumes; ``finish`` makes the current stream wait for the sends.
 
-    ``flag_block_rows`` is what one arrival flag stands for; with copy engines that is one of the plan's chunks.
+    One arrival flag stands for ``flag_block_rows`` rows; with copy engines these are one of the plan's chunks.
     ``local_shard`` is this rank's part of the buffer.
 
     Args:
@@ -287,10 +289,10 @@ class Gather(BaseGather):
         partition: The rows of all ranks.
         num_columns: K, with rows of whole 16 bytes.
         dtype: Of the rows.
-        plan: SM pushes or copy engines (pushes where ``cuda-bindings`` is missing).
+        plan: SM pushes or copy engines (pushes if ``cuda-bindings`` is missing).
         block_m: Row tile of the consumer: chunks of copy engines are whole tiles.
-        is_awaited: Whether nobody consumes rows before all are there (``wait``): flags are one command behind all rows
-            then, where peers' memory can be mapped side by side.
+        is_awaited: Whether rows are consumed only when all have arrived (``wait``). Flags are then one command after
+            all rows, if peers' memory can be mapped contiguously.
         buffer: As of ``TPContext.gathered``.
     """
 
@@ -356,7 +358,7 @@ class Gather(BaseGather):
         return copies
 
     def _strided_copy_of_flags(self) -> StridedCopy | None:
-        """The flags of all peers as one command; None where they are sent behind the rows of each."""
+        """The flags of all peers as one command; None if each peer's flag is sent after its rows."""
         if len(self._copies) != self.context.world_size - 1:  # one chunk for each peer has one flag
             return None
         rank, words = self.context.rank, self.context.gather_epochs.data_ptr()
@@ -366,22 +368,22 @@ class Gather(BaseGather):
         return x, self.buffer.addresses, self.pointers, self.row_starts, self.num_columns, self.flag_block_rows
 
     def compile(self, x: torch.Tensor) -> None:
-        """Compiles the kernel of a push, without running it; the one in front of copy engines takes no time."""
+        """Compiles the kernel of a push without running it; the one before copy engines compiles in no time."""
         if self.by_push:
             self._push.compile(*self._push_arguments(x))
 
     def start(self, x: torch.Tensor, *, copies_own: bool = True) -> None:
-        """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream is behind ``finish``.
+        """Sends ``x``, this rank's rows, contiguous; it must stay unchanged until the stream has passed ``finish``.
 
-        Without ``copies_own`` this rank's local shard of the buffer stay as they are; so they do where ``x`` is
-        them."""
+        ``copies_own``: whether ``x`` is also copied to this rank's part of the buffer, unless it already is that part.
+        """
         address = x.data_ptr()
         if self.by_push:
             self.fork(lambda: self._send_by_push(x))
         else:
             self.fork(lambda: self._send_by_copies(x), (self, address), (address,))
         if copies_own and x.data_ptr() != self.local_shard.data_ptr():
-            # By the current stream: between buffers of one device it needs SMs, which a GEMM would take first.
+            # On the current stream: a copy within one device needs SMs, which a GEMM would take first.
             try:
                 self.local_shard.copy_(x)
             except BaseException:
@@ -394,11 +396,12 @@ class Gather(BaseGather):
             self._push(*self._push_arguments(x), stream=context.comm_stream, key=key)
 
     def copy_own(self, x: torch.Tensor) -> None:
-        """Copies ``x`` to its place in the buffer on the communication stream, behind the sends: for a consumer that
-        has been launched, reads the local shard elsewhere, and leaves room on its multiprocessors.
+        """Copies ``x`` to its place in the buffer on the communication stream, after the sends: for a consumer that
+        has been launched, reads this rank's own rows from ``x``, and leaves room on its multiprocessors.
 
-        Enqueued before the consumer it would keep it waiting for the sends where a device has one connection, and the
-        driver's copy kernel finds no room beside a GEMM (``docs/measurements/tp.md``).
+        Enqueued before the consumer, the copy would keep it waiting for the sends if the device has one connection
+        (``CUDA_DEVICE_MAX_CONNECTIONS=1``), and the driver's copy kernel finds no room next to a GEMM
+        (``docs/measurements/tp.md``).
         """
         if self._copy is None:
             self.local_shard.copy_(x)
@@ -419,11 +422,11 @@ class Gather(BaseGather):
             return
         copy_in_sequence(((to, address + offset, num_bytes) for to, offset, num_bytes, _, _ in self._copies), stream)
         if not send_strided((self._flags,), stream):
-            self._flags = None  # from now on each behind its rows
+            self._flags = None  # from now on each after its rows
             copy_in_sequence(((flag, word, 4) for _, _, _, flag, word in self._copies), stream)
 
     def wait_for(self, source: int) -> None:
-        """Holds the current stream until the rows of rank ``source`` are there; ``wait`` still has to come."""
+        """Makes the current stream wait for the rows of rank ``source``; ``wait`` must still be called."""
         self._wait_for_flags(source, self.row_starts)
 
 
@@ -433,9 +436,9 @@ def plan_all_gather(
     dtype: torch.dtype,
     device: torch.device,
     counts: tuple[int, ...] | None,
-    in_ring_order: bool,
+    flags_each_rank: bool,
 ) -> Gather:
-    """What ``start_all_gather`` needs for x of this shape (collective).
+    """The gather that ``start_all_gather`` uses for x of this shape (collective).
 
     Raises:
         NotSupportedError: As ``start_all_gather``; also if there are no rows.
@@ -449,13 +452,13 @@ def plan_all_gather(
         agree_on_nothing(context, (context.gather_channel,), dtype=dtype)
         raise NotSupportedError(f"all_gather: nothing to gather in {tuple(shape)}")
     columns = padded_columns(shape[-1], dtype)
-    return Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1, is_awaited=not in_ring_order)
+    return Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1, is_awaited=not flags_each_rank)
 
 
 def sendable_rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, K] with rows of whole 16 bytes, contiguous: symmetric memory must be describable as it is."""
+    """``x`` as contiguous [rows, K], padded to rows of whole 16 bytes, as descriptors of the gathered rows need it."""
     columns = x.shape[-1]
-    if x.requires_grad:  # a copy into symmetric memory would make autograd's history of all calls part of it
+    if x.requires_grad:  # else a copy into symmetric memory would attach the autograd history of all calls to it
         x = x.detach()
     if x.is_contiguous() and x.data_ptr() % 16 == 0 and columns * x.dtype.itemsize % 16 == 0:
         return x if x.dim() == 2 else x.view(-1, columns)
@@ -469,16 +472,16 @@ def sendable_rows(x: torch.Tensor) -> torch.Tensor:
 
 @outside_compile
 class PendingGather(Pending[Gather]):
-    """A gather on its way; ``wait()``, once and before the next one starts, gives the rows: starts and waits are
-    counted. ``rows``: where they will be.
+    """A gather that has been started. ``wait()`` returns the rows; call it once, before the next gather starts, since
+    starts and waits are counted. ``rows``: where the rows will be.
 
     Args:
-        gather: What moves the rows.
-        rows: This rank's, with ``num_columns`` of which the others are padding.
+        gather: The collective that moves the rows.
+        rows: This rank's rows; columns from ``num_columns`` on are padding.
         num_columns: K.
-        started_on: What ``enter`` gave; ``wait`` may come on another stream.
-        copies_own: Else ``rows`` lack this rank's own, which ``consume`` gives where they are: they are read on its
-            stream, as late as that.
+        started_on: The stream that ``enter`` returned; ``wait`` may be called on another one.
+        copies_own: As of ``start_all_gather``. If not, ``consume`` reads ``rows`` on its stream, so they must stay
+            unchanged until then.
     """
 
     def __init__(
@@ -490,30 +493,30 @@ class PendingGather(Pending[Gather]):
         copies_own: bool,
     ) -> None:
         super().__init__(gather, started_on, rows)
-        self._local_shard = None if copies_own else rows[:, :num_columns]
+        self._own_rows = None if copies_own else rows[:, :num_columns]
         self.rows = gather.buffer.local[:, :num_columns]
         gather.start(rows, copies_own=copies_own)
 
     def wait(self) -> torch.Tensor:
-        """Holds the current stream until all rows are there: [total rows, K], a view of the context's buffer that the
-        next gather overwrites."""
-        assert self._local_shard is None, "the local shard is not there"
+        """Makes the current stream wait until all rows have arrived. Returns [total rows, K], a view of the context's
+        buffer that the next gather overwrites."""
+        assert self._own_rows is None, "this rank's own rows were not copied into the buffer"
         self._resume()
         self._exchange.wait()
         return self.rows
 
     def consume(self, each: Callable[[slice, torch.Tensor], None], key: Hashable | None = None) -> None:
-        """Instead of ``wait``: ``each`` rank's place among all and its rows, this rank's own first, then the others'
-        in the order of arrival, the current stream held until they are there. When it ends all are there and counted,
-        as after ``wait``. ``key``: as of ``BaseGather.consume``."""
-        assert key is None or self._local_shard is None, "the local shard is stored elsewhere in each call"
+        """Instead of ``wait``: calls ``each`` with every rank's slice of the gathered rows and its rows, this rank's
+        own first, then the others' in the order of arrival; the current stream waits for the rows before each call.
+        When it ends all rows have arrived, as after ``wait``. ``key``: as of ``BaseGather.consume``."""
+        assert key is None or self._own_rows is None, "this rank's own rows are stored elsewhere in each call"
         gather, starts = self._exchange, self._exchange.partition.starts
         self._resume()
 
         def consume_rank(ranks: Sequence[int]) -> None:
             share = slice(starts[ranks[0]], starts[ranks[0] + 1])
             is_own = ranks[0] == gather.context.rank
-            each(share, self.rows[share] if self._local_shard is None or not is_own else self._local_shard)
+            each(share, self.rows[share] if self._own_rows is None or not is_own else self._own_rows)
 
         gather.consume([(source,) for source in gather.arrival_order], consume_rank, key)
 
@@ -524,19 +527,26 @@ def start_all_gather(
     *,
     context: TPContext,
     row_counts: Sequence[int] | None = None,
-    in_ring_order: bool = False,
+    flags_each_rank: bool = False,
     copies_own: bool = True,
 ) -> PendingGather:
-    """Starts a gather of ``x`` [rows, ..., K] by copy engines, concurrently with later work of the current stream.
-    ``in_ring_order``: each peer is signalled as soon as its rows have arrived, for ``PendingGather.consume``. Without
-    ``copies_own`` that returns this rank's local shard as ``x``, and the gathered rows lack it.
+    """Starts a gather of ``x`` [rows, ..., K] by copy engines, concurrent with what the current stream does next.
+
+    Args:
+        x: This rank's rows.
+        context: The group's context.
+        row_counts: Rows of each rank if they differ.
+        flags_each_rank: Whether a flag follows the rows of each rank, so that ``PendingGather.consume`` can consume
+            them one rank after the other; else the flags of all ranks come last.
+        copies_own: Whether ``x`` is copied into the gathered rows. If not, the gathered rows lack this rank's own, and
+            ``PendingGather.consume`` reads them from ``x``.
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
     counts = None if row_counts is None else tuple(row_counts)
     stream = context.enter("all_gather", x.shape if counts is None else counts, x.dtype)
-    gather = context.plan(plan_all_gather, x.shape, x.dtype, x.device, counts, in_ring_order)
+    gather = context.plan(plan_all_gather, x.shape, x.dtype, x.device, counts, flags_each_rank)
     return PendingGather(gather, sendable_rows(x), x.shape[-1], stream, copies_own)
 
 
@@ -550,38 +560,37 @@ _ALIGNMENT = 16  # bytes
 
 
 class PartsGather(BaseGather):
-    """Gathers of tensors of ``sizes`` bytes a rank, the same on all ranks (collective to make).
+    """Gathers of several tensors of ``sizes`` bytes a rank, the same on all ranks (constructed collectively).
 
-    The first ``num_in_ring_order`` of a rank have a flag, the others have one: ``wait_for`` waits for the former.
+    The first ``num_flagged_first`` tensors of a rank share a flag, for which ``wait_for`` waits; the others share
+    another.
 
     ``totals``: the bytes of each tensor of all ranks, views of the buffer. ``blocks``: ranks whose parts are consumed
-    together, as they arrive; this rank's comes first.
+    together, in the order of arrival; this rank's block comes first.
     """
 
-    def __init__(self, context: TPContext, sizes: tuple[int, ...], num_in_ring_order: int, num_blocks: int) -> None:
+    def __init__(self, context: TPContext, sizes: tuple[int, ...], num_flagged_first: int, num_blocks: int) -> None:
         world, num_bytes = context.world_size, sum(sizes)
         units = world * num_bytes // _ALIGNMENT
-        turns = num_blocks << 8 | num_in_ring_order
-        super().__init__(context, (units, hash(sizes) & 0x7FFFFFFF, _ALIGNMENT, torch.uint8, turns))
+        blocks_and_flags = num_blocks << 8 | num_flagged_first
+        super().__init__(context, (units, hash(sizes) & 0x7FFFFFFF, _ALIGNMENT, torch.uint8, blocks_and_flags))
         self.blocks = rank_blocks(self.arrival_order, num_blocks)
         order = [context.rank, *chunk_order(context.rank, world, "gather_push").tolist()]
-        in_ring_order = [
-            one for block in rank_blocks(order, num_blocks) for one in order_in_block(context.rank, block)
-        ]
-        self._peers = [one for one in in_ring_order if one != context.rank]
+        sent_to = [peer for block in rank_blocks(order, num_blocks) for peer in order_in_block(context.rank, block)]
+        self._peers = [peer for peer in sent_to if peer != context.rank]
         self.buffer = context.gathered(units, _ALIGNMENT, torch.uint8)
         starts = [world * before for before in accumulate(sizes, initial=0)]
         flat = self.buffer.local.view(-1)
         self.totals = [flat[first:last] for first, last in zip(starts, starts[1:])]
         parts = list(zip(range(len(sizes)), starts, sizes))
-        self._stages = [stage for stage in (parts[:num_in_ring_order], parts[num_in_ring_order:]) if stage]
+        self._stages = [stage for stage in (parts[:num_flagged_first], parts[num_flagged_first:]) if stage]
         self._own = [(total.data_ptr() + context.rank * size, size) for total, size in zip(self.totals, sizes)]
         self.flag_block_rows, count = 1, len(self._stages)
         self._first_starts = context.table(("flags", 1), range(world + 1))
         self.row_starts = context.table(("flags", count), range(0, count * world + 1, count))
 
     def start(self, parts: Sequence[torch.Tensor]) -> None:
-        """Sends contiguous ``parts``, which must stay unchanged until the stream is behind ``finish``."""
+        """Sends contiguous ``parts``, which must stay unchanged until the stream has passed ``finish``."""
         context = self.context
         addresses = tuple(part.data_ptr() for part in parts)
         self.fork(lambda: self._send(addresses), (self, addresses), addresses)
@@ -607,7 +616,7 @@ class PartsGather(BaseGather):
         copy_in_sequence(moves, context.comm_stream)
 
     def wait_for(self, source: int) -> None:
-        """Holds the current stream until the first tensors of rank ``source`` are there; ``wait`` has to come."""
+        """Makes the current stream wait for the first tensors of rank ``source``; ``wait`` must be called later."""
         self._wait_for_flags(source, self._first_starts)
 
 
@@ -615,10 +624,10 @@ def plan_gather_of_parts(
     context: TPContext,
     sizes: tuple[int, ...],
     devices: frozenset[torch.device],
-    num_in_ring_order: int,
+    num_flagged_first: int,
     num_blocks: int,
 ) -> PartsGather:
-    """What ``start_gather_of_parts`` needs for parts of ``sizes`` bytes (collective).
+    """The gather that ``start_gather_of_parts`` uses for parts of ``sizes`` bytes (collective).
 
     Raises:
         NotSupportedError: As ``start_gather_of_parts``.
@@ -629,14 +638,14 @@ def plan_gather_of_parts(
         raise NotSupportedError(f"{name}: parts on {set(devices)}, the context is on {context.device}")
     if not sizes or min(sizes) == 0 or any(size % _ALIGNMENT for size in sizes):
         raise NotSupportedError(f"{name}: parts of {list(sizes)} bytes; each has to be whole {_ALIGNMENT} bytes")
-    if not 0 <= num_in_ring_order <= len(sizes):
-        raise NotSupportedError(f"{name}: {num_in_ring_order} of {len(sizes)} parts in turn")
-    return PartsGather(context, sizes, num_in_ring_order, num_blocks)
+    if not 0 <= num_flagged_first <= len(sizes):
+        raise NotSupportedError(f"{name}: num_flagged_first={num_flagged_first} for {len(sizes)} parts")
+    return PartsGather(context, sizes, num_flagged_first, num_blocks)
 
 
 @outside_compile
 class PendingParts(Pending[PartsGather]):
-    """A gather of parts on its way; ``wait()`` or ``consume()``, once and before the next gather starts.
+    """A gather of parts that has been started; call ``wait()`` or ``consume()`` once, before the next gather starts.
 
     Attributes:
         totals: Where the parts of all ranks will be, along dimension 0: views of the context's buffer that its next
@@ -647,61 +656,62 @@ class PendingParts(Pending[PartsGather]):
         self,
         gather: PartsGather,
         parts: Sequence[torch.Tensor],
-        num_in_ring_order: int,
+        num_flagged_first: int,
         started_on: torch.cuda.Stream | None,
     ) -> None:
         super().__init__(gather, started_on, *parts)
-        self._num_in_ring_order = num_in_ring_order
+        self._num_flagged_first = num_flagged_first
         world = gather.context.world_size
-        self.totals = [  # of this call alone: who takes them may empty them
+        self.totals = [  # views made for this call: Transformer Engine may empty them
             total.view(part.dtype).view(world * part.shape[0], *part.shape[1:])
             for total, part in zip(gather.totals, parts)
         ]
         gather.start(parts)
 
     def wait(self) -> list[torch.Tensor]:
-        """Holds the current stream until all parts of all ranks are there."""
+        """Makes the current stream wait until all parts of all ranks have arrived."""
         self._resume()
         self._exchange.wait()
         return self.totals
 
     def consume(self, each: Callable[[int, list[torch.Tensor]], None], key: Hashable | None = None) -> None:
-        """Instead of ``wait``: ``each`` of the blocks of ranks, by its number, and its parts that come in turn, along
-        dimension 0; that of this rank first, then the others in the order of arrival, the current stream held until
-        they are there. When it ends everything is there and counted, as after ``wait``. ``key``: as of
-        ``BaseGather.consume``."""
+        """Instead of ``wait``: calls ``each`` with the number of every block of ranks and the block's first
+        ``num_flagged_first`` parts, along dimension 0: this rank's block first, then the others in the order of
+        arrival; the current stream waits for the parts before each call. When it ends all parts have arrived, as after
+        ``wait``. ``key``: as of ``BaseGather.consume``."""
         gather, num_blocks = self._exchange, len(self._exchange.blocks)
         self._resume()
 
         def consume_block(ranks: Sequence[int]) -> None:
             block = ranks[0] // len(ranks)
-            each(block, [total.chunk(num_blocks)[block] for total in self.totals[: self._num_in_ring_order]])
+            each(block, [total.chunk(num_blocks)[block] for total in self.totals[: self._num_flagged_first]])
 
         gather.consume(gather.blocks, consume_block, key)
 
 
 @outside_compile
 def start_gather_of_parts(
-    parts: Sequence[torch.Tensor], *, context: TPContext, num_in_ring_order: int = 0, num_blocks: int | None = None
+    parts: Sequence[torch.Tensor], *, context: TPContext, num_flagged_first: int = 0, num_blocks: int | None = None
 ) -> PendingParts:
-    """Starts a gather of each of ``parts`` along dimension 0 by copy engines, beside what the current stream does
-    next. Equivalent: ``dist.all_gather_into_tensor`` of each.
+    """Starts a gather of each of ``parts`` along dimension 0 by copy engines, concurrent with what the current stream
+    does next. Equivalent: ``dist.all_gather_into_tensor`` of each.
 
     Args:
         parts: [rows, ...] each, of any types, the same sizes on all ranks.
         context: The group's context.
-        num_in_ring_order: So many of ``parts`` peers get in turn and before the others, for ``PendingParts.consume``.
-        num_blocks: Of ranks whose parts are consumed together: a divisor of the group's size. Default: each rank's
-            by themselves.
+        num_flagged_first: How many of ``parts`` are sent first, with a flag after those of each rank, so that
+            ``PendingParts.consume`` can consume them one block of ranks after the other.
+        num_blocks: Number of blocks of ranks whose parts are consumed together: a divisor of the group's size.
+            Default: one for each rank.
 
     Raises:
         NotSupportedError: Devices, sizes that are not whole 16 bytes, no ``cuda-bindings`` on a GPU.
         MismatchError: The ranks' calls differ (at the first call of sizes here, else at the next ``check``).
-        PeerTimeoutError: A peer did not come (CPU: here, GPU: at a later call or ``context.synchronize()``).
+        PeerTimeoutError: A peer did not arrive (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
     parts = [part.detach().contiguous() for part in parts]
     sizes = tuple(part.nbytes for part in parts)
     stream = context.enter("gather_of_parts", sizes)
     devices = frozenset(part.device for part in parts)
-    gather = context.plan(plan_gather_of_parts, sizes, devices, num_in_ring_order, num_blocks or context.world_size)
-    return PendingParts(gather, parts, num_in_ring_order, stream)
+    gather = context.plan(plan_gather_of_parts, sizes, devices, num_flagged_first, num_blocks or context.world_size)
+    return PendingParts(gather, parts, num_flagged_first, stream)

@@ -3,7 +3,7 @@
     y = x @ weight.T
     dist.all_reduce(y, group=group)
 
-There are three ways.
+There are three ways to move the partial sums.
 
 * Little to send: cuBLAS's GEMM, then one kernel that stores to the peers, waits for their flags and adds up.
 
@@ -15,11 +15,12 @@ There are three ways.
       current         GEMM of chunk 0 | GEMM of chunk 1    | ... | sum
       communication   start signals   | chunk 0 to all     | ...
 
-* In two rounds, for many ranks: a GEMM-RS in chunks (``tp.gemm_rs``), each row's sum at one rank, in the orders of the
-  all-reduce; then a gather of the rows (``tp.gather``), each rank's copied to the result while the next one's are on
-  their way.
+* In two rounds, for many ranks: a GEMM-RS in chunks (``tp.gemm_rs``), which adds up each row at one rank, in the
+orders
+  of the all-reduce; then a gather of the rows (``tp.gather``), of which each rank's are copied to the result while the
+  next rank's arrive.
 
-Who waits for whom is said with the exchanges: ``tp.all_reduce``, ``tp.reduce_scatter``, ``tp.gather``.
+Who waits for whom is described with the exchanges: ``tp.all_reduce``, ``tp.reduce_scatter``, ``tp.gather``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from ditron_train.tp.reduce_scatter import REDUCE_BLOCK, SumOrder
 
 
 class GemmArPushPlan(Plan[TPContext]):
-    """cuBLAS's product, then ``PushAllReduce``; collective to make."""
+    """cuBLAS's product, then ``PushAllReduce``; constructed collectively."""
 
     def __init__(self, context: TPContext, problem: Problem, choice: Choice) -> None:
         super().__init__(context, context.push_channel)
@@ -56,7 +57,7 @@ class GemmArPushPlan(Plan[TPContext]):
 
     @property
     def identity(self) -> Hashable:
-        """Of two with the same one the same kernels are compiled."""
+        """Plans with the same identity share their compiled kernels."""
         return None if self._sum is None else self._sum.identity
 
     def run(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,13 +68,13 @@ class GemmArPushPlan(Plan[TPContext]):
         return product
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """Compiles what a call with these would run, without running it."""
+        """Compiles what a call with these operands would run, without running it."""
         if self._sum is not None:
             self._sum.compile(x.new_empty(x.shape[0], weight.shape[0 if self._transpose_b else 1]))
 
 
 class GemmArCopyPlan(ChunkedGemmPlan):
-    """[m, k] times a weight, in chunks of rows that are sent to every peer; collective to make."""
+    """[m, k] times a weight, in chunks of rows that are sent to every peer; constructed collectively."""
 
     def __init__(self, context: TPContext, problem: Problem, choice: Choice) -> None:
         rows = chunk_rows_of(problem.m, choice)
@@ -90,8 +91,8 @@ class GemmArCopyPlan(ChunkedGemmPlan):
 
 
 class GemmArTwoRoundPlan(Plan[TPContext]):
-    """A GEMM-RS whose owners add in the all-reduce's orders, into their place in the result, then the gather;
-    collective to make."""
+    """A GEMM-RS whose owners add in the all-reduce's orders, into their part of the result, then the gather;
+    constructed collectively."""
 
     def __init__(self, context: TPContext, problem: Problem, choice: Choice) -> None:
         m, n, dtype, world_size = problem.m, problem.n, problem.dtype, context.world_size
@@ -110,7 +111,7 @@ class GemmArTwoRoundPlan(Plan[TPContext]):
 
     @property
     def identity(self) -> Hashable:
-        """Of two with the same one the same kernels are compiled."""
+        """Plans with the same identity share their compiled kernels."""
         return self._product.identity
 
     def run(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ class GemmArTwoRoundPlan(Plan[TPContext]):
         return out
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """Compiles what a call with these would run, without running it."""
+        """Compiles what a call with these operands would run, without running it."""
         self._product.compile(x, weight)
 
 
@@ -136,7 +137,7 @@ GemmArPlan = GemmArPushPlan | GemmArCopyPlan | GemmArTwoRoundPlan
 
 
 def gemm_ar_by(context: TPContext, problem: Problem, choice: Choice, *, can_copy: bool) -> GemmArPlan:
-    """A GEMM-AR as ``choice`` says, stored by multiprocessors where it cannot be copied (collective).
+    """The plan of a GEMM-AR as ``choice`` says; multiprocessors store what cannot be copied (collective).
 
     Raises:
         NotSupportedError: It cannot be stored either; on every rank alike.
@@ -157,7 +158,7 @@ def gemm_ar_by(context: TPContext, problem: Problem, choice: Choice, *, can_copy
 def plan_gemm_ar(
     context: TPContext, operands: tuple[Any, ...], layout: Layout, choice: Choice | None
 ) -> GemmArPlan | None:
-    """What ``gemm_ar`` needs for ``Operands`` (collective); None if there are no rows."""
+    """The plan of ``gemm_ar`` for these ``Operands`` (collective); None if there are no rows."""
     shapes = Operands(*operands)
     n, k = shapes.sizes("gemm_ar", context, layout)
     m = shapes.x_shape[:-1].numel()
@@ -181,14 +182,14 @@ def gemm_ar(
         x: [..., K], this rank's share of K; bf16 or fp16 (on CPU fp32 too), any strides.
         weight: [N, K] (``nt``) or [K, N] (``nn``).
         context: The group's context.
-        layout: How ``weight`` is.
-        choice: Tiles and way to move partial sums; by the shape where None (``tp.choices``).
+        layout: Layout of ``weight``.
+        choice: Tiles and way to move partial sums; None: by the shape (``tp.choices``).
 
     Returns:
         [..., N].
 
     Raises:
-        NotSupportedError: As ``ag_gemm``; also where NCCL's order cannot be had (``policy.all_reduce_order``).
+        NotSupportedError: As ``ag_gemm``; also if NCCL's order cannot be followed (``policy.all_reduce_order``).
         MismatchError, PeerTimeoutError: As ``ag_gemm``.
     """
     check_scaled("gemm_ar", x, None)
@@ -199,5 +200,5 @@ def gemm_ar(
     if made is None:
         return x.new_empty(*x.shape[:-1], n)
     y = made.run(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight)
-    # No view of it: what an autograd function returns may be edited in place.
+    # Not a view: the result of an autograd function may be edited in place.
     return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], n])

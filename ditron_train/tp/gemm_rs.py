@@ -6,14 +6,14 @@
 
 There are two ways to move the partial sums.
 
-By copy engines, in chunks: a GEMM for the rows of each rank, sent while the next one runs. Local shard are last, so
-that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``).
+By copy engines, in chunks: a GEMM for the rows that each rank owns, sent while the next one runs. The rows that this
+rank owns are last, so that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``).
 
-    current         GEMM of rank - 1's rows | GEMM of rank - 2's rows | ... | GEMM of local shard | sum
+    current         GEMM of rank - 1's rows | GEMM of rank - 2's rows | ... | GEMM of own rows | sum
     communication   start signals           | rows to rank - 1        | ... | rows to rank + 1
 
-By the GEMM's epilogue: one persistent kernel that stores each tile into its owner's slots and adds up local shard at
-the end. It loses some 60 to 80 us whatever the size, since loads queue behind the stores.
+By the GEMM's epilogue: one persistent kernel that stores each tile into its owner's slots, and at the end adds up the
+rows that this rank owns. It loses some 60 to 80 us whatever the size, since loads queue behind the stores.
 
     current         start signals, tiles of rank - 1 | tiles of rank - 2 | ... | own tiles | sum
 
@@ -87,7 +87,7 @@ class _Reduction(NamedTuple):
         slot_rows: Rows of one source in a rank's slots.
         slot_stride: Elements between rows of the slots.
         flags_per_rank: Flags of one source.
-        epoch, rank: Of this launch.
+        epoch, rank: Epoch of this launch, and this rank.
     """
 
     tables: Any
@@ -170,7 +170,7 @@ def _flag_of(reduction, channel, owner, local_tile, tile_n, TILE: tl.constexpr):
 
 @triton.jit
 def _store_to_owners(acc, tile_m, tile_n, peers, channel, reduction, OP: tl.constexpr, TARGET: tl.constexpr):
-    """Stores a tile to every rank that owns rows of it, and signals it at once: it may go to several."""
+    """Stores a tile to every rank that owns rows of it, of which there may be several, and signals it at once."""
     TILE: tl.constexpr = OP.tile
     row = tile_m * TILE.block_m
     last_row = tl.minimum(row + TILE.block_m, reduction.M) - 1
@@ -190,8 +190,8 @@ def _store_to_owners(acc, tile_m, tile_n, peers, channel, reduction, OP: tl.cons
 def _store_to_owner(
     acc, tile_m, tile_n, owner, ready_owner, peers, channel, reduction, OP: tl.constexpr, TARGET: tl.constexpr
 ):
-    """Begins to store a tile to its only owner, first waiting for it unless it is ``ready_owner``: the address of its
-    flag."""
+    """Begins to store a tile to its only owner, after waiting for the owner unless it is ``ready_owner``. Returns the
+    address of the tile's flag."""
     TILE: tl.constexpr = OP.tile
     if owner != ready_owner:
         dl.await_ready(channel.ready, reduction.epoch, channel.control, owner, OP.world_size, TARGET)
@@ -203,7 +203,8 @@ def _store_to_owner(
 
 @triton.jit
 def _work_counter(tickets_ptr, epoch):
-    """Where this launch draws its work from; sets the next launch's counter, of the other epoch parity, to zero."""
+    """The counter that this launch draws its work from. Sets the next launch's counter, of the other epoch parity, to
+    zero."""
     counter_ptr = tickets_ptr + 2 + (epoch & 1)
     if tl.program_id(0) == 0:
         tl.store(tickets_ptr + 2 + ((epoch + 1) & 1), tl.cast(0, tl.int64))
@@ -245,20 +246,20 @@ def gemm_rs_kernel(
 ):
     """out [rows of this rank, N] = reduce-scatter over ranks of A [M, K] @ B, persistent, one launch.
 
-    Tiles are computed in scatter order and stored straight into their owner's slots (slot ``rank``, rows aligned down
-    to the tile grid, so a tile that straddles two owners goes whole to both). Before the first store to an owner: its
-    start signal. A tile is signalled one tile later, when its asynchronous stores are complete (``bulk_store_wait``),
-    by a release after a block barrier; so the store of one tile runs under the products of the next. At the end every
-    program reduces blocks of its own rank's rows (``_ring_reduce``).
+    Tiles are computed in scatter order and stored directly into their owner's slots (slot ``rank``, rows aligned down
+    to the tile grid, so a tile that straddles two owners is sent whole to both). Before its first store to an owner a
+    program waits for the owner's start signal. A tile is signalled one tile later, when its asynchronous stores are
+    complete (``bulk_store_wait``), by a release after a block barrier; so the store of one tile overlaps with the
+    products of the next. At the end every program reduces blocks of its own rank's rows (``_ring_reduce``).
 
     Programs draw tiles, then blocks to reduce in ring order, from a counter (ticket slots 2 and 3 by epoch parity; the
-    other one is reset for the next launch). So the programs that run do all the work: one that finds no SM, because
-    another stream's kernel holds it, is not waited for, and two ranks cannot block each other that way.
+    other one is reset for the next launch). So the programs that run do all the work: nothing waits for a program that
+    finds no SM because another stream's kernel holds it, and two ranks cannot block each other that way.
 
     Args:
         a_desc, b_desc: The operands.
-        slots0 to slots7: Every rank's slots (a tuple of descriptors is no kernel's argument); this rank's alone where
-            ranks are written to through pointers.
+        slots0 to slots7: Every rank's slots (a kernel takes no tuple of descriptors); only this rank's if peers are
+            written to through pointers.
         slots: ``Slots``.
         channel: ``ChannelPointers``.
         out_ptr: The result.
@@ -322,7 +323,7 @@ def gemm_rs_kernel(
 
 
 class GemmRsStorePlan(Plan[TPContext]):
-    """[m, k] times a weight, reduce-scattered by rows; collective to make."""
+    """[m, k] times a weight, reduce-scattered by rows; constructed collectively."""
 
     def __init__(self, context: TPContext, partition: RowPartition, problem: Problem, choice: Choice) -> None:
         n, dtype, transpose_b = problem.n, result_dtype(problem.dtype), problem.layout == "nt"
@@ -331,7 +332,7 @@ class GemmRsStorePlan(Plan[TPContext]):
         config, world_size = choice.config, context.world_size
         self._a_block, self._b_block = (config.block_m, config.block_k), config.b_block(transpose_b)
         channel = self.channel
-        self._num_local_shard = partition.count(context.rank)
+        self._num_own_rows = partition.count(context.rank)
         block = config.block_m
         values = (self.m, partition.fingerprint, n, dtype, block, config.block_n)
         ends = zip(partition.starts, partition.starts[1:])
@@ -376,7 +377,7 @@ class GemmRsStorePlan(Plan[TPContext]):
 
     @property
     def identity(self) -> tuple:
-        """Of two with the same one the GEMM's kernel is compiled once."""
+        """Plans with the same identity share one compiled GEMM kernel."""
         return self._launch.identity
 
     def run(
@@ -392,8 +393,8 @@ class GemmRsStorePlan(Plan[TPContext]):
         self.context.leave(self.channel)
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
-        """Compiles what a call with these would run, without running it."""
-        out = x.new_empty(self._num_local_shard, self.n, dtype=self._slots.local.dtype)
+        """Compiles what a call with these operands would run, without running it."""
+        out = x.new_empty(self._num_own_rows, self.n, dtype=self._slots.local.dtype)
         self._launch.compile(*self._arguments(aligned_operand(x), aligned_operand(weight), out, scales))
 
     def _arguments(
@@ -419,9 +420,9 @@ class GemmRsStorePlan(Plan[TPContext]):
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Rows of one owner, or the first or other part of them, and the GEMM for them; None where there are none.
-    Compared by identity: part of a launch's key. ``position``: the owner's among those that rows are sent to; None:
-    this rank."""
+    """Rows of one owner, all or one of two parts of them, and the GEMM for them, None if there are no rows. Compared
+    by identity, since it is part of a launch's key. ``position``: the owner's among the ranks that rows are sent to;
+    None: this rank."""
 
     rows: slice
     k: int
@@ -432,7 +433,7 @@ class _Chunk:
     def multiply(
         self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, partial: torch.Tensor, key: Hashable
     ) -> None:
-        """On aligned operands; see ``KernelLaunch`` for ``key``."""
+        """Runs the GEMM on aligned operands; ``key``: as of ``KernelLaunch``."""
         assert self.gemm is not None
         self.gemm(x[self.rows], self.gemm.b_descriptors(weight), partial[self.rows], self.k, scales, key=key)
 
@@ -443,16 +444,17 @@ def covers(n: int, dtype: torch.dtype) -> bool:
 
 
 class ChunkedGemmPlan(Plan[TPContext]):
-    """A GEMM in chunks of rows, each sent when it is done; then the sum. What the exchanges by copy engines share.
+    """A GEMM in chunks of rows, each sent when it is computed, then the sum: what plans that send by copy engines
+    share.
 
-    Where the op is short, and only there may a step wait for its host, it is recorded as a whole once its operands,
-    result and partial sums have lain at the same addresses a few times, with the same strides: a training step
-    allocates alike each time. The graph runs on the current stream, from the start signals to the join: who may free
-    or overwrite what it reads, and when, is as without it. Start signals, epochs, deadlines and errors are the
-    kernels' own, so they are in every repetition; what a call does on the host (``OpContext.enter``) is done before.
+    A short op, for which a step may be CPU-bound, is recorded as a whole once its operands, result and partial sums
+    have been at the same addresses a few times, with the same strides: a training step allocates alike each time. The
+    graph runs on the current stream, from the start signals to the join, so operands may be freed or overwritten as
+    without it. Kernels handle start signals, epochs, deadlines and errors themselves, so these are part of every
+    replay; what a call does on the host (``OpContext.enter``) is done before it.
 
     Args:
-        context: Whose streams are used.
+        context: The context whose streams are used.
         problem: The op at its shape.
         choice: Tiles.
         exchange: Sends the chunks and adds up.
@@ -474,7 +476,7 @@ class ChunkedGemmPlan(Plan[TPContext]):
 
     @property
     def identity(self) -> tuple:
-        """Of two with the same one the same kernels are compiled."""
+        """Plans with the same identity share their compiled kernels."""
         return tuple(chunk.gemm.launch.identity for chunk in self._chunks if chunk.gemm is not None)
 
     def into(
@@ -496,10 +498,11 @@ class ChunkedGemmPlan(Plan[TPContext]):
         out: torch.Tensor,
         key: tuple,
     ) -> bool:
-        """Whether it reads the operands as given: addresses and strides, ``key``, say all that it does."""
+        """Returns whether the operands are read in place, so that the addresses and strides in ``key`` determine the
+        call."""
         context, exchange = self.context, self._exchange
         stream = current_handle(context.device)
-        operands, is_as_given = None, not context.varies  # nothing is kept of a length that comes once
+        operands, is_as_given = None, not context.varies  # nothing is cached for a length that comes once
         exchange.begin()
         with self.aborting:
             for chunk in self._chunks:
@@ -514,7 +517,7 @@ class ChunkedGemmPlan(Plan[TPContext]):
         return is_as_given
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
-        """Compiles what a call with these would run, without running it."""
+        """Compiles what a call with these operands would run, without running it."""
         x, weight = aligned_operand(x), aligned_operand(weight)
         partial = x.new_empty(self.m, self.n, dtype=self._out_dtype)
         for gemm, chunk in {chunk.gemm: chunk for chunk in self._chunks if chunk.gemm is not None}.items():
@@ -522,11 +525,11 @@ class ChunkedGemmPlan(Plan[TPContext]):
 
 
 class GemmRsCopyPlan(ChunkedGemmPlan):
-    """[m, k] times a weight, reduce-scattered by rows; collective to make.
+    """[m, k] times a weight, reduce-scattered by rows; constructed collectively.
 
-    Rows of rank - 1 first, in halves where the links are last and begin earlier that way; local shard last: their GEMM
-    hides the last transfer. Then the sum (``ReduceScatter.finish``), whose order is that of the arrivals: rank + 1
-    first.
+    Rows of rank - 1 first, in halves if the transfers finish last and would begin earlier that way. The rows that this
+    rank owns are last: their GEMM hides the last transfer. Then the sum (``ReduceScatter.finish``), in the order of
+    the arrivals: rank + 1 first.
     """
 
     def __init__(
@@ -564,7 +567,7 @@ GemmRsPlan = GemmRsCopyPlan | GemmRsStorePlan
 
 
 def gemm_rs_by(context: TPContext, partition: RowPartition, problem: Problem, choice: Choice) -> GemmRsPlan:
-    """A GEMM-RS as ``choice`` says, stored by the GEMM where it cannot be copied (collective)."""
+    """The plan of a GEMM-RS as ``choice`` says; tiles are stored by the GEMM if they cannot be copied (collective)."""
     by_copy = choice.scatter == "copy" and can_copy(context) and covers(problem.n, result_dtype(problem.dtype))
     kind = GemmRsCopyPlan if by_copy else GemmRsStorePlan
     return kind(context, partition, problem, choice)
@@ -577,7 +580,7 @@ def plan_gemm_rs(
     counts: tuple[int, ...] | None,
     scatter: ScatterMode | None,
 ) -> GemmRsPlan | None:
-    """What ``gemm_rs`` needs for ``Operands`` (collective); None if there are no rows."""
+    """The plan of ``gemm_rs`` for these ``Operands`` (collective); None if there are no rows."""
     shapes = Operands(*operands)
     n, k = shapes.sizes("gemm_rs", context, layout)
     partition = row_partition("gemm_rs", context, shapes.x_shape, counts, total=True)
@@ -612,11 +615,12 @@ def gemm_rs(
         x: [s, ..., K], all rows, this rank's share of K; bf16, fp16 or, on Hopper, FP8 (on CPU fp32 too), any strides.
         weight: [N, K] (``nt``) or [K, N] (``nn``; not of FP8).
         context: The group's context.
-        layout: How ``weight`` is.
-        row_counts: Rows that each rank gets where they differ.
-        scatter: How to move partial sums; chosen by the shape where None (``tp.choices``). Without ``cuda-bindings``,
-            or where rows of the result are not whole 16 bytes, they are stored by the GEMM whatever is said here.
-        scales: Of FP8 operands, this rank's own: partial sums are bf16.
+        layout: Layout of ``weight``.
+        row_counts: Rows that each rank gets, if they differ.
+        scatter: How to move partial sums; None: by the shape (``tp.choices``). Without ``cuda-bindings``, or if rows
+        of
+            the result are not a multiple of 16 bytes, the GEMM stores them in any case.
+        scales: Scales of FP8 operands, this rank's own: partial sums are bf16.
 
     Returns:
         [s / world, ..., N] ([rows of this rank, N] with ``row_counts``).

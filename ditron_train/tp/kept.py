@@ -1,9 +1,9 @@
 """Gathered inputs of column layers that stay where they arrived until backward has read them
 (``DITRON_KEEP_GATHERED``).
 
-Who keeps an input does not gather it in backward, and its peers do not send it: so ranks have to decide alike, without
-a word between them. They do, since everything here follows from the calls of the group in their order, and nothing
-from what this rank's memory holds or which graphs it still refers to.
+A rank that keeps an input does not gather it in backward, and its peers do not send it. So all ranks have to make the
+same decision without communicating. They do, since every decision here depends only on the sequence of the group's
+calls, and not on this rank's free memory or the graphs that it still refers to.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ditron_train.runtime.errors import ArenaError
 from ditron_train.runtime.logs import log_once
 from ditron_train.symm.arena import SymmetricArena
 
-#: Shapes by place. Ranks agree on each once and remember it, as far as there is room (``MAX_KNOWN_SHAPES``): sequences
-#: of ever new lengths would take it all.
+#: The most shapes of kept inputs, by place. Ranks agree on each once and remember it, as far as there is room
+#: (``MAX_KNOWN_SHAPES``): sequences of ever new lengths would take all of it.
 _MOST_SHAPES = 256
-#: Calls behind which nobody waits for the backward of one any more: of a model that is gone, most likely.
+#: After so many later calls a kept input is no longer kept: its model is gone, most likely.
 _MOST_CALLS = 1 << 14
 _MOST_SEEN = 1 << 16  # of weights that are new at each call
 
 
 class _Place:
-    """A buffer of the arena, and who had it last: its rows are right until another one has it."""
+    """A buffer of the arena and its last holder, whose rows are valid until another input gets the buffer."""
 
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes
@@ -35,7 +35,7 @@ class _Place:
 
 
 class KeptInput:
-    """The gathered input of one call [rows of all ranks, K], or that there was no room for it."""
+    """The gathered input of one call, [rows of all ranks, K]; without a buffer if there was no room for it."""
 
     def __init__(self, owner: KeptInputs, call: tuple[int, int], shape: tuple[int, int], x: torch.Tensor) -> None:
         self._owner, self._shape, self._num_columns, self._dtype = owner, shape, x.shape[-1], x.dtype
@@ -44,18 +44,18 @@ class KeptInput:
 
     @property
     def buffer(self) -> str | None:
-        """Name of the arena's buffer that its rows are gathered into; None where there is no room."""
+        """Name of the arena's buffer that its rows are gathered into; None if there is no room."""
         return None if self.place is None else self.place.name
 
     def rows(self) -> torch.Tensor | None:
-        """All rows, if they are still there: a view that is right until ``release`` and the next forward."""
+        """All rows, if they are still there: a view that is valid until the next forward after ``release``."""
         if self.place is None or self.place.holder is not self:
             return None
         return self._owner.arena.tensor(self.place.name, self._shape, self._dtype).local[:, : self._num_columns]
 
     def release(self) -> None:
-        """Its backward has read it: on the stream what comes next may have its place. Calls of the same layer that
-        are older lose theirs, too: pipelines go back in the order in which they came, so those never will."""
+        """Its backward has read it: later work on the stream may reuse its place. Older calls of the same layer lose
+        their places, too: pipelines run backward in the order of the forward passes, so theirs will never come."""
         self._owner.release(self)
 
 
@@ -63,8 +63,8 @@ class KeptInputs:
     """Places for the gathered inputs of one group, up to a number of bytes on each rank.
 
     Args:
-        arena: Of the group; places are allocated as they are needed (collective) and stay.
-        most_bytes: That they have together.
+        arena: The group's arena; places are allocated as they are needed (collective) and stay.
+        most_bytes: Limit of the places together.
     """
 
     def __init__(self, arena: SymmetricArena, most_bytes: int) -> None:
@@ -78,12 +78,12 @@ class KeptInputs:
         self._waiting: dict[int, list[KeptInput]] = {}  # those with a place, by layer, the oldest first
 
     def reserve(self, x: torch.Tensor, weight: torch.Tensor) -> KeptInput | None:
-        """Room for all ranks' rows of ``x`` [s / W, ..., K] in a call of the layer of ``weight``.
+        """Reserves a place for all ranks' rows of ``x`` [s / W, ..., K] in a call of the layer of ``weight``.
 
-        A layer's first call of a shape gets none: all layers then have the memory that they cannot do without, and
-        captured graphs, in which nothing is kept, what they launch. None where nothing is to be kept: without a weight
-        gradient to come, where what a layer saves is counted, moved or computed again (hooks on saved tensors:
-        ``torch.utils.checkpoint``, offloading), and in a captured graph, which would have its place for ever.
+        A layer's first call of a shape gets no place: this way all layers allocate the memory that they cannot do
+        without first, and captured graphs, in which nothing is kept, have run the kernels that they launch. Returns
+        None if nothing is to be kept: if no weight gradient will be computed, if saved tensors have hooks
+        (``torch.utils.checkpoint``, offloading), or in a captured graph, which would hold its place for ever.
         """
         if not (torch.is_grad_enabled() and weight.requires_grad) or _are_saved_tensors_hooked():
             return None
@@ -108,7 +108,7 @@ class KeptInputs:
         return kept
 
     def release(self, kept: KeptInput) -> None:
-        """See ``KeptInput``; again it does nothing."""
+        """As ``KeptInput.release``; a second call does nothing."""
         waiting = self._waiting.get(kept.layer, [])
         while waiting and waiting[0].number <= kept.number:
             place = waiting.pop(0).place
@@ -118,7 +118,7 @@ class KeptInputs:
             self._waiting.pop(kept.layer, None)
 
     def _layer_of(self, weight: torch.Tensor) -> int:
-        """A number for each weight: by its address, which another one may have later, ranks would not agree."""
+        """A number for each weight. Ranks would not agree on its address, which another weight may have later."""
         number: int | None = self._layers.get(weight)
         if number is None:
             self._num_layers += 1
@@ -131,16 +131,16 @@ class KeptInputs:
         self._shapes.add(shape)
         return True
 
-    def _abort_old(self) -> None:
-        """Frees the places of calls whose backward has not come for long; if it comes nevertheless it gathers."""
+    def _reclaim_old(self) -> None:
+        """Frees the places of calls that have waited for their backward for long; if it does come, it gathers."""
         for waiting in list(self._waiting.values()):
             if waiting[0].number + _MOST_CALLS < self._num_calls:
                 self.release(waiting[0])
 
     def _place_of(self, num_bytes: int) -> _Place | None:
-        """The smallest free place that holds as much, or a new one, as far as there is memory for it."""
+        """The smallest free place that is large enough, else a new one if there is memory for it."""
         if num_bytes > self._left_bytes:
-            self._abort_old()
+            self._reclaim_old()
         fitting = [place for place in self._places if place.is_free and place.num_bytes >= num_bytes]
         if fitting:
             return min(fitting, key=lambda place: place.num_bytes)
@@ -158,7 +158,7 @@ class KeptInputs:
         log_once(
             f"keep {self.arena.group_name}",
             f"gathered inputs are kept for backward (DITRON_KEEP_GATHERED): up to {self._most_bytes / 2**20:.0f} MiB "
-            f"of a rank in group {self.arena.group_name}, {num_bytes / 2**20:.1f} MiB the first",
+            f"on each rank in group {self.arena.group_name}, the first takes {num_bytes / 2**20:.1f} MiB",
             name="tp",
         )
         return place

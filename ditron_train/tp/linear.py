@@ -16,7 +16,7 @@ Without sequence parallelism every rank holds all s tokens:
 
 The column layer is native then: Megatron overlaps the all-reduce of its backward with the weight gradient itself.
 
-Of a group that spans nodes, by rails (``tp.nodes``) if the policy did not find that to be slower:
+In a group that spans nodes, along rails (``tp.nodes``) unless the policy has found that to be slower:
 
     column: Y = AG(X) @ Wt^T by rails;  dX = RS(dY @ Wt) by rails, dWt = dY^T @ AG(X) as natively
     row:    Y = RS(X @ Wt^T) by rails;  dX = AG(dY) @ Wt by rails, which leaves AG(dY) for dWt
@@ -25,8 +25,8 @@ Order of roundings as in Megatron's ``LinearWithGradAccumulationAndAsyncCommunic
 GEMMs round once to the activation dtype, partial sums are added in NCCL's order with a rounding at every hop, bias is
 a separate addition, wgrad is one GEMM over all rows in canonical order.
 
-cuBLAS chooses its kernel by the strides of its operands, and so the bits: the plain products get a gradient as the
-native layer hands it over (``Wgrad.operand``).
+cuBLAS chooses its kernel, and so the bits, by the strides of its operands: the plain GEMMs get a gradient as the
+native layer passes it (``Wgrad.operand``).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_whole(x: torch.Tensor) -> bool:
-    """Whether ``x`` is stored as a new tensor does, in dimensions of size 1, too: of others ``torch.matmul`` may
-    multiply matrix by matrix, though torch calls them contiguous."""
+    """Whether ``x`` has the strides of a new tensor, in dimensions of size 1, too. Others ``torch.matmul`` may
+    multiply matrix by matrix, although torch calls them contiguous."""
     shape, strides = x.shape, x.stride()
     return x.is_contiguous() and all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(x.dim() - 2))
 
@@ -67,11 +67,14 @@ def is_whole(x: torch.Tensor) -> bool:
 def product_and_reduce_scatter(
     grad_output: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, is_frozen: bool
 ) -> torch.Tensor:
-    """As stock Megatron: dX of a gradient with strides. Torch multiplies sequence by sequence where rows are no view
-    and the weight is frozen.
+    """dX of a gradient with strides, as stock Megatron computes it: a plain GEMM, then the process group's
+    reduce-scatter.
 
-    How a gradient is is known in backward alone, when only the kernel for whole ones was compared with native's
-    product. It stands in where the weight is frozen, or where rows cannot be copied by copy engines.
+    This is the one place where an op of ``tp`` falls back to the process group instead of raising
+    ``NotSupportedError``. The strides of a gradient are known in backward only, when the forward has already run
+    fused, and cuBLAS may choose another kernel for them than the one that was compared with the native product. It is
+    needed if the weight is frozen, or if rows cannot be copied by copy engines: the normal backward
+    (``_column_gradients``) multiplies the gradient by cuBLAS in any case.
     """
     if is_frozen:
         log_native("tp column", "a gradient with strides goes back through a frozen weight")
@@ -84,26 +87,29 @@ def product_and_reduce_scatter(
 
 
 class Wgrad(Protocol):
-    """Computes the weight gradient of one call of a layer, and says where it goes, and how its gradients are."""
+    """Computes the weight gradient of one call of a layer, decides where it is written, and prepares the output
+    gradient for the layer's GEMMs."""
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
-        """[rows, N] and [rows, K] to [N, K], or None where it went elsewhere (``main_grad``)."""
+        """[rows, N] and [rows, K] to [N, K], or None if it was written elsewhere (``main_grad``)."""
 
     def defer(self, grad_output: torch.Tensor) -> bool:
-        """Whether it is left to later: then nothing is gathered, and ``result_without_gemm`` goes to autograd."""
+        """Whether the weight gradient is computed later: then nothing is gathered, and autograd gets
+        ``result_without_gemm``."""
 
     def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
-        """The gradient as the layer multiplies it by the weight: itself, its rows, or a whole copy."""
+        """The gradient as the layer multiplies it by the weight: itself, its rows, or a contiguous copy."""
 
     def result_without_gemm(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What autograd gets for a deferred gradient."""
+        """What autograd gets for a deferred weight gradient."""
 
     def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor | None:
-        """Of a bias that the layer adds, from ``grad_output`` [rows, N]; asked for behind the weight's."""
+        """The gradient of a bias that the layer adds, from ``grad_output`` [rows, N]; called after the weight
+        gradient."""
 
 
 class PlainWgrad:
-    """grad_output^T @ input, at once, as the native path without fused accumulation computes it."""
+    """grad_output^T @ input, not deferred, as the native path without fused accumulation computes it."""
 
     def __call__(self, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
         return grad_output.contiguous().t().matmul(total_input.contiguous())
@@ -121,7 +127,7 @@ class PlainWgrad:
         return None
 
     def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor:
-        """A sum of its own."""
+        """The sum over rows, by a kernel of its own."""
         return grad_output.contiguous().sum(dim=0)
 
 
@@ -144,7 +150,7 @@ class _ColumnLinear(torch.autograd.Function):
         inside = bias if rounds_once else None
         y = ag_gemm(as_rows(x), weight, context=context, bias=inside, gathered_in=kept.buffer if kept else None)
         y = y if bias is None or rounds_once else y + bias
-        # What a Function returns must not be a view: Megatron's cross entropy edits the logits in place.
+        # The result of a Function must not be a view: Megatron's cross entropy edits the logits in place.
         return torch.ops.aten._unsafe_view(y, _shape_of_result(y, x, context))
 
     @staticmethod
@@ -153,7 +159,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = saved_operands(ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         is_frozen = needs_x and not needs_weight
-        if not is_frozen:  # else how it is counts: torch makes rows of others before it multiplies
+        if not is_frozen:  # if it is, the product depends on the gradient's shape and strides
             grad_output = as_rows(grad_output)
         deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x, ctx.context))
         grad_output = ctx.wgrad.operand(grad_output)
@@ -170,7 +176,7 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred, total_x)
         else:
             if total_x is not None and not needs_x:
-                ctx.context.resume(None)  # no op is called: who gets the place next, on another stream, is to wait
+                ctx.context.resume(None)  # no op follows here: the place's next user, on another stream, has to wait
             is_gathered = needs_weight and not deferred and total_x is None
             gather = start_all_gather(x, context=ctx.context) if is_gathered else None
             try:
@@ -204,18 +210,18 @@ def _column_gradients(
     deferred: bool = False,
     total_x: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dX and dWt: the gather of X, where ``total_x`` was not kept, overlaps with the dgrad GEMM, the reduce-scatter of
-    dX under the wgrad GEMM.
+    """dX and dWt. The gather of X, unless ``total_x`` was kept, overlaps with the dgrad GEMM, and the reduce-scatter
+    of dX with the wgrad GEMM.
 
-    Where dWt is ``deferred`` dX is the same product by the same kernels: what a policy has compared is what runs.
+    If dWt is ``deferred``, dX is computed by the same kernels, so what the policy has compared is what runs.
 
-    What was started is waited for whatever is raised meanwhile: starts and waits are counted, and what the
-    communication stream reads must not be freed under it."""
+    Whatever is raised meanwhile, what was started is waited for: starts and waits are counted, and what the
+    communication stream reads must not be freed before."""
     gather = None if deferred or total_x is not None else start_all_gather(x, context=ctx.context)
     try:
         partial = grad_output.matmul(weight)
     finally:
-        # before the scatter starts: it also orders this stream behind the communication stream
+        # before the scatter starts: the wait also makes this stream wait for the communication stream
         total_x = total_x if gather is None else gather.wait()
     scatter = start_reduce_scatter(partial, context=ctx.context)
     try:
@@ -268,7 +274,7 @@ def column_linear(
         context: The tensor-parallel group's context, also of a group that spans nodes (``tp.nodes``).
         bias: [N / W] or None; added after the GEMM's rounding.
         wgrad: Computes the weight gradient from the gathered input (None: ``PlainWgrad``).
-        rounds_once: The bias is added inside the GEMM, in front of its rounding, as Transformer Engine does it.
+        rounds_once: Whether the bias is added inside the GEMM, before its rounding, as Transformer Engine does.
 
     Returns:
         [s, ..., N / W].
@@ -369,7 +375,7 @@ class ColumnOverNodes(torch.autograd.Function):
         else:
             y = _all_gather(rows, context).matmul(weight.t())
         y = y if bias is None else y + bias
-        # What a Function returns must not be a view: Megatron's cross entropy edits the logits in place.
+        # The result of a Function must not be a view: Megatron's cross entropy edits the logits in place.
         shape = [x.shape[0] * context.world_size, *x.shape[1:-1], y.shape[-1]]
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, shape)
 

@@ -1,6 +1,6 @@
 """Estimates of tensor parallel linear layers, forward and backward, on the groups of a node and across nodes.
 
-    column   forward: all-gather, GEMM. Backward: the gather anew beside dgrad, the reduce-scatter beside wgrad
+    column   forward: all-gather, GEMM. Backward: the gather again with dgrad, the reduce-scatter with wgrad
     row      forward: GEMM, reduce-scatter. Backward: all-gather, dgrad, wgrad
 
 Across nodes only the native path is estimated: no fused op was measured on two machines.
@@ -23,7 +23,7 @@ _ITEMSIZE = 2
 
 
 def op_estimate(problem: Problem, machine: Machine, rates: MachineRates) -> Estimate:
-    """AG-GEMM or GEMM-RS inside a node, as `tp.choices` runs it."""
+    """Time of an AG-GEMM or GEMM-RS inside a node, run as ``tp.choices`` chooses."""
     return predict(problem, choose(problem, machine), machine, rates)
 
 
@@ -55,22 +55,22 @@ def _op(
 def linear_forward(
     kind: Kind, m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates, fp8: Recipe | None = None
 ) -> Estimate:
-    """A layer of N x K features before they are divided over the ranks, on ``m`` tokens of all ranks."""
+    """Time of the forward of a layer of N x K features, all ranks' together, on ``m`` tokens of all ranks."""
     if kind == "column":
         return _op("ag_gemm", m, n // span.ranks, k, "nt", span, machine, rates, fp8)
     return _op("gemm_rs", m, n, k // span.ranks, "nt", span, machine, rates, fp8)
 
 
 def reduced(m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates) -> Estimate:
-    """Without sequence parallelism a row layer's forward, or a column layer's dgrad: GEMM, then an all-reduce; ``k``
-    before it is divided over the ranks."""
+    """Time of a row layer's forward, or a column layer's dgrad, without sequence parallelism: a GEMM, then an
+    all-reduce; ``k``: of all ranks together."""
     return _op("gemm_ar", m, n, k // span.ranks, "nt", span, machine, rates)
 
 
 def linear_backward(
     kind: Kind, m: int, n: int, k: int, span: Span, machine: Machine, rates: MachineRates, fp8: Recipe | None = None
 ) -> Estimate:
-    """Both gradients of the same layer; what is gathered in FP8 is of one byte, sums are of two."""
+    """Time of both gradients of the same layer; elements gathered in FP8 have one byte, those of sums two."""
     ranks, dtype = span.ranks, operands(fp8)
     of_wgrad = product_rates(rates, fp8, "wgrad")
     if kind == "row":

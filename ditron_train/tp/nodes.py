@@ -49,7 +49,7 @@ _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device], NodesTPContext] = 
 
 
 class NodesTPContext:
-    """A tensor parallel group that spans nodes (collective to make).
+    """A tensor parallel group that spans nodes (constructed collectively).
 
     Attributes:
         group: All ranks.
@@ -206,8 +206,8 @@ _Part = Literal[
 
 
 class _NodeSum(ReduceScatter):
-    """What a node adds onto the sums of one block, for one shape (collective to make): ``begin``, ``hand_out``, then
-    ``add_up`` behind what the current stream has been given meanwhile."""
+    """What a node adds onto the sums of one block, for one shape (constructed collectively): ``begin``, ``hand_out``,
+    then ``add_up`` behind what the current stream has been given meanwhile."""
 
     def __init__(
         self, context: TPContext, num_rows: int, num_columns: int, dtype: torch.dtype, ring_step: int

@@ -1,5 +1,5 @@
-"""Reduce-scatters along dimension 0 by copy engines, concurrent with GEMMs, of whose multiprocessors they take
-none. Equivalent PyTorch code:
+"""Reduce-scatters along dimension 0 by copy engines, concurrent with GEMMs, which keep all multiprocessors. Equivalent
+PyTorch code:
 
     out = partial.new_empty(len(partial) // world_size, partial.shape[1])
     work = dist.reduce_scatter_tensor(out, partial, group=group, async_op=True)
@@ -45,7 +45,7 @@ from ditron_train.tp.gather import gather_start_kernel
 
 
 class _Sources(NamedTuple):
-    """Partial sums: this rank's local shard, the slots of all ranks, and what a slot has of them."""
+    """Partial sums of the rows that this rank owns: its own, the slots of all ranks, and a slot's size."""
 
     own: Any
     slots: Any
@@ -64,9 +64,9 @@ def _add_up(
     BLOCK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
 ):
-    """Adds the sources ``rank + FIRST`` to ``rank + LAST``, in this order; ``rank + WORLD_SIZE`` is this one's own.
-    The sum so far is read from ``out_ptr`` if it GOES_ON: it has been rounded there as it would be here, and each
-    thread reads what it wrote."""
+    """Adds the sources ``rank + FIRST`` to ``rank + LAST``, in this order; ``rank + WORLD_SIZE`` is this rank. If it
+    GOES_ON, the sum so far is read from ``out_ptr``: storing it has rounded it as adding here would, and each thread
+    reads what it wrote."""
     lanes = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), tl.cdiv(sources.num_elements, BLOCK), tl.num_programs(0)):
         offsets = tl.cast(block, tl.int64) * BLOCK + lanes
@@ -106,10 +106,10 @@ def reduce_rows_kernel(
     memory, once the flag of their source holds this epoch (acquire). Elementwise over one contiguous range, since rows
     of a slot follow each other.
 
-    FIRST_PART: so many sources are added up, into ``out``, while the others are still on their way (0: all when all
-        are there).
+    FIRST_PART: how many sources are added up, into ``out_ptr``, before the others have arrived (0: all are added up
+    when all have arrived).
     """
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     first_row = tl.load(row_starts_ptr + rank)
     num_elements = (tl.load(row_starts_ptr + rank + 1) - first_row).to(tl.int64) * N
@@ -144,14 +144,14 @@ def reduce_onto_kernel(
     TARGET: tl.constexpr,
 ):
     """out = ((total + x[first]) + x[first + STEP]) + ... of ``count`` ranks, for this rank's rows, each + in fp32,
-    rounded at every hop: a node's part of a sum that goes from node to node. None: nothing is added or written.
+    rounded at every hop: a node's part of a sum that goes from node to node. If ``count`` is 0, nothing is written.
 
     ``x[rank]`` is read from ``partial_ptr`` [total rows, N], the others from slots [world, slot_rows, N] in own
-    memory, once the flags of all peers hold this epoch (acquire); of ranks that are not added up nothing has come.
+    memory, once the flags of all peers hold this epoch (acquire); ranks that are not added up have sent nothing.
 
     GOES_ON: ``total_ptr`` holds the sum so far; else it begins with ``x[first]``.
     """
-    epoch = dl.next_epoch(channel.tickets + 1)
+    epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
     dl.wait_peers(channel.signals, 1, epoch, channel.control, rank, 0, 1, WORLD_SIZE - 1, WORLD_SIZE, TARGET)
     first_row = tl.load(row_starts_ptr + rank)
@@ -181,7 +181,7 @@ def reduce_onto_kernel(
         tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-#: What is added up: in fp32, each sum rounded.
+#: Types of partial sums: each addition is in fp32 and rounded to the type.
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCE_BLOCK = 4096  # elements that a program adds up at once
 
@@ -190,9 +190,9 @@ class SumOrder(NamedTuple):
     """An order of sums other than the ring's.
 
     Attributes:
-        kernel: Adds in this order.
-        tables: Of the order, an argument of the kernel.
-        constants: What the kernel is compiled for.
+        kernel: The kernel that adds in this order.
+        tables: Tables of the order, an argument of the kernel.
+        constants: Constants of the kernel.
     """
 
     kernel: Any
@@ -201,11 +201,12 @@ class SumOrder(NamedTuple):
 
 
 class SumExchange(Exchange[TPContext]):
-    """What exchanges of partial sums by copy engines share: start signals in front, a kernel behind that adds up.
+    """What exchanges of partial sums by copy engines share: start signals before the sends, and a kernel after them
+    that adds up.
 
     Args:
-        context: Whose streams are used.
-        channel: Of the exchange: start signals draw from its first ticket slot, the sum from its second.
+        context: The context whose streams are used.
+        channel: Channel of the exchange: start signals draw from its ticket slot 0, the sum from slot 1.
         pointers: The channel as kernels take it.
         epochs: Words whose epoch copy engines copy onto the peers' flags.
     """
@@ -223,7 +224,7 @@ class SumExchange(Exchange[TPContext]):
         return context.launch(kernel, num_programs, {**constants, **world}, num_warps=8)
 
     def begin(self) -> None:
-        """Start signals, behind what the current stream has done; ``send`` follows, inside ``aborting``."""
+        """Enqueues the start signals after what the current stream has; ``send`` follows, inside ``aborting``."""
         self.fork(self._signal_start)
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
@@ -238,10 +239,10 @@ class SumExchange(Exchange[TPContext]):
             self._start(*arguments, stream=context.comm_stream, key="start")
 
     def finish(self, partial: torch.Tensor, out: torch.Tensor, *, beside: bool = False) -> None:
-        """``out``, contiguous: the sum over ranks, when all have arrived.
+        """Writes the sum over ranks to ``out``, contiguous, once all partial sums have arrived.
 
-        ``beside``: as soon as the own sends are done, beside what the current stream has been given since ``start``
-        (``partial`` must be whole by then).
+        ``beside``: on the communication stream, as soon as this rank's sends are done, concurrent with what was
+        enqueued on the current stream since ``start`` (``partial`` must be complete by then).
         """
         context, ring_reduce = self.context, self._ring_reduce
         key = (partial.data_ptr(), out.data_ptr())
@@ -256,24 +257,25 @@ class SumExchange(Exchange[TPContext]):
     _ring_reduce: KernelLaunch
 
     def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
-        """Of the kernel behind ``_ring_reduce``."""
+        """Arguments of the kernel ``_ring_reduce``."""
         raise NotImplementedError
 
 
 class ReduceScatter(SumExchange):
-    """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (collective to make).
+    """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (constructed
+    collectively).
 
-    ``start`` enqueues the sends behind what the current stream has done, or ``begin`` and then ``send`` for rows as
-    they are done; ``finish`` adds up on the current stream. ``peers``: in the order of delivery, so that rows arrive
-    in the order of the sum.
+    ``start`` enqueues all sends after what the current stream has; or ``begin``, then ``send`` for rows as they are
+    computed. ``finish`` adds up on the current stream. ``peers``: in the order of delivery, so that rows arrive in the
+    order of the sum.
 
     Args:
-        context: Whose buffers and streams are used.
+        context: The context whose buffers and streams are used.
         partition: The rows of all ranks.
         num_columns: N, with rows of whole 16 bytes.
-        dtype: Of the partial sums.
-        in_parts: Whether ``finish`` comes long before the last rows do, and adds up the others meanwhile.
-        order: Of the sums, where it is not the ring's: an all-reduce's.
+        dtype: Type of the partial sums.
+        in_parts: Whether ``finish`` is called long before the last rows arrive, and adds up the others meanwhile.
+        order: Order of the sums if it is not the ring's: an all-reduce's.
     """
 
     def __init__(
@@ -309,7 +311,7 @@ class ReduceScatter(SumExchange):
         self._first_flags = self._strided_copy_of_flags(num_skipped=1) if in_parts else None
 
     def _list_copies(self, row_bytes: int) -> list[tuple[int, int, int, int, int]]:
-        """For each of ``peers`` what ``copy_with_flags`` takes: its rows of the partial to its slot."""
+        """Arguments of ``copy_with_flags`` for each of ``peers``: copies its rows of the partial to its slot."""
         context, partition, rank = self.context, self.partition, self.context.rank
         slot = rank * partition.max_count * row_bytes
         return [
@@ -324,7 +326,7 @@ class ReduceScatter(SumExchange):
         ]
 
     def _strided_copy_of_flags(self, num_skipped: int) -> StridedCopy | None:
-        """The flags of all ``peers`` but the last ``num_skipped``, as one command; None where they are sent one by
+        """The flags of all ``peers`` but the last ``num_skipped``, as one command; None if they are sent one by
         one."""
         rank, words = self.context.rank, self.context.reduce_epochs.data_ptr()
         return flags_of_peers(self.channel.signals, rank, 4 * rank, words, num_skipped=num_skipped)
@@ -337,8 +339,8 @@ class ReduceScatter(SumExchange):
         self.fork(lambda: self._send_all(partial), (self, address), (address,))
 
     def _send_all(self, partial: torch.Tensor) -> None:
-        """Rows peer by peer: in one command for several GPUs they would take four times as long
-        (``docs/measurements/tp.md``). Nobody adds up before all rows are there, so flags come last."""
+        """Sends rows peer by peer: one command for several GPUs would take four times as long
+        (``docs/measurements/tp.md``). No rank adds up before all rows have arrived, so flags come last."""
         self._signal_start()
         address, stream = partial.data_ptr(), self.context.comm_stream
         if self._all_flags is None:
@@ -351,9 +353,9 @@ class ReduceScatter(SumExchange):
             copy_in_sequence(((flag, word, 4) for _, _, _, flag, word in self._copies), stream)
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
-        """Sends ``rows``, of those of ``peers[position]``, behind what the communication stream has; it ``signals``
-        behind the last of them. Peers that add up in parts wait for all sources but one: so long flags can wait, to be
-        one command."""
+        """Sends ``rows``, a part of those of ``peers[position]``, after what the communication stream has;
+        ``signals``: they are the last of them, so that a flag follows. Peers that add up in parts wait for all sources
+        but one at first, so those flags can be sent together as one command."""
         stream = self.context.comm_stream
         destination, offset, _, flag, word = self._copies[position]
         skipped = rows.start * self._row_bytes - offset
@@ -379,7 +381,7 @@ class ReduceScatter(SumExchange):
 def plan_reduce_scatter(
     context: TPContext, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> ReduceScatter:
-    """What a reduce-scatter of partial sums of this shape needs (collective).
+    """The reduce-scatter of partial sums of this shape (collective).
 
     Raises:
         NotSupportedError: Shape, type or device do not fit, or there are no rows.
@@ -397,10 +399,13 @@ def plan_reduce_scatter(
 
 @outside_compile
 class PendingReduceScatter(Pending[ReduceScatter]):
-    """A reduce-scatter on its way; ``wait()``, once and before the next one starts, gives this rank's rows. ``out``:
-    where they will be.
+    """A reduce-scatter that has been started. ``wait()`` returns this rank's rows; call it once, before the next one
+    starts. ``out``: where the rows will be.
 
     Args:
+        exchange: The collective that moves and adds up the partial sums.
+        partial: The partial sums.
+        shape: Shape of the result.
         started_on: As of ``PendingGather``.
     """
 
@@ -427,8 +432,8 @@ class PendingReduceScatter(Pending[ReduceScatter]):
 
 @outside_compile
 def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> PendingReduceScatter:
-    """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, concurrently with later
-    work of the current stream. One at a time: ``wait()`` before the next op of this context.
+    """Starts the reduce-scatter of ``partial`` [s, ..., N] along dimension 0 by copy engines, concurrent with what the
+    current stream does next. One at a time: call ``wait()`` before the next op of this context.
 
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_rs``; also without ``cuda-bindings`` on a GPU.
@@ -441,7 +446,8 @@ def start_reduce_scatter(partial: torch.Tensor, *, context: TPContext) -> Pendin
 
 
 def reserve_reduce_scatter(shape: torch.Size, dtype: torch.dtype, *, context: TPContext) -> None:
-    """Makes what ``reduce_scatter_rows`` of this shape and type needs, before anything depends on it.
+    """Allocates and agrees on what ``reduce_scatter_rows`` of this shape and type needs, before anything depends on
+    it.
 
     Raises:
         ArenaError, NotSupportedError, MismatchError: It cannot be had; on every rank alike.
@@ -458,15 +464,15 @@ def reduce_scatter_rows(
     context: TPContext,
     behind: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """The reduce-scatter of partial sums that are made rank by rank: copy engines send the rows of one while those of
-    the next are made.
+    """The reduce-scatter of partial sums that are computed rank by rank: copy engines send the rows of one rank while
+    those of the next are computed.
 
     Args:
-        like: [s, ..., N] of the partial sums' shape, type and device, contiguous; it is overwritten by them.
+        like: [s, ..., N], contiguous, of the partial sums' shape, type and device; overwritten by them.
         produce: ``(rows, owner)``: enqueues what writes the rows of ``owner`` [s / world, ..., N] on the current
-            stream; called once for each rank, this one last.
+            stream; called once for each rank, for this one last.
         context: The group's context.
-        behind: Enqueues what is to run under the last transfer.
+        behind: Enqueues what is to run during the last transfer.
 
     Returns:
         [s / world, ..., N]: the sum over ranks, in NCCL's ring order.
@@ -504,18 +510,20 @@ def scatter_as_computed(
     key: Hashable | None = None,
     before: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """The reduce-scatter along dimension 0 of a product [s, ..., N] that ``compute`` writes share by share: each is
-    sent by copy engines while the next is computed, that with this rank's own last. Sums are those of ``gemm_rs``.
+    """The reduce-scatter along dimension 0 of a product [s, ..., N] that ``compute`` writes share by share: copy
+    engines send each share while the next one is computed. The share with the rows that this rank owns is last. Sums
+    are those of ``gemm_rs``.
 
     Args:
-        compute: Called with rows of [s * ..., N] and where they go, contiguous; enqueues on the current stream.
-        shape: Of the product.
-        dtype: Of the product.
+        compute: ``(rows, out)``: enqueues what computes these rows of [s * ..., N] into ``out``, contiguous, on the
+            current stream.
+        shape: Shape of the product.
+        dtype: Type of the product.
         context: The group's context.
-        num_products: In how many shares, of as many ranks each: a divisor of the group's size. Default: a share a
-            rank. Fewer take the host less, and leave more to be sent behind the last.
-        key: Says all that ``compute`` does, and that it allocates nothing: what comes often is recorded.
-        before: Enqueues what comes first and is not recorded, behind all that the last op of the context does.
+        num_products: Number of shares, each for equally many ranks: a divisor of the group's size. Default: a share
+            for each rank. Fewer shares cost less host time, and leave more to be sent after the last product.
+        key: Determines everything that ``compute`` does, which must not allocate then; frequent calls are recorded.
+        before: Enqueues what comes first and is not recorded, after the last op of the context.
 
     Returns:
         [s / world, ..., N].
@@ -528,7 +536,7 @@ def scatter_as_computed(
     call = (torch.Size(shape), dtype, context.device)
     starts, rank = context.plan(plan_reduce_scatter, *call).partition.starts, context.rank
     partial = context.scratch("products", (starts[-1], shape[-1]), dtype)
-    exchange = context.plan(plan_reduce_scatter, *call)  # anew where other memory has moved for these
+    exchange = context.plan(plan_reduce_scatter, *call)  # again, since allocating ``partial`` may have moved buffers
     out = partial.new_empty(shape[0] // context.world_size, *shape[1:])
 
     def enqueue() -> None:
@@ -543,7 +551,7 @@ def scatter_as_computed(
             for owner in receivers:
                 place = slice(starts[owner], starts[owner + 1])
                 exchange.send(partial, exchange.peers.index(owner), place, signals=True)
-        context.join()  # by ``finish``, too, behind the sum: but what is recorded has to join what it forks
+        context.join()  # ``finish`` also joins, after the sum, but a recording has to join what it forks
 
     if before is not None:
         before()

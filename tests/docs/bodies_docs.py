@@ -154,3 +154,20 @@ def gathered_experts() -> None:
         plain(all_tokens, routed[:, 2 * r : 2 * r + 2], *(w[2 * r : 2 * r + 2] for w in weights)) for r in range(world)
     )
     assert torch.equal(out, whole[mine])
+
+
+def cross_entropy() -> None:
+    """Loss and gradient, on values that round."""
+    from ditron_train.loss import cross_entropy
+
+    code, rank, world, words = plain_code("cross_entropy.md"), dist.get_rank(), dist.get_world_size(), 100
+    logits = torch.randn(7, 2, words, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
+    shared = torch.Generator().manual_seed(100)
+    target, grad = torch.randint(words * world, (7, 2), generator=shared), torch.randn(7, 2, generator=shared)
+    first_word = rank * words
+    loss = cross_entropy(logits, target, dist.group.WORLD, first_word=first_word)
+    loss.backward(grad)
+    with torch.no_grad():
+        wanted, softmax = code["plain_cross_entropy"](logits, target, dist.group.WORLD, first_word)
+    gradient = code["plain_cross_entropy_backward"](softmax, target, grad, first_word, logits.dtype)
+    assert torch.equal(loss, wanted) and torch.equal(logits.grad, gradient)

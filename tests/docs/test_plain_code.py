@@ -24,6 +24,7 @@ from tests.support.processes import run_workers  # noqa: E402
         bodies.experts,
         bodies.gathered_experts,
         bodies.pipeline,
+        bodies.cross_entropy,
     ],
 )
 def test_the_op_gives_the_same(body, world_size: int) -> None:

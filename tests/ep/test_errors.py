@@ -24,8 +24,8 @@ from tests.support.processes import run_workers, run_workers_once  # noqa: E402
         ("probs_shape", "NotSupportedError", "differs"),
         ("probs_dtype", "NotSupportedError", "float64"),
         ("tokens_dtype", "NotSupportedError", "int8"),
-        ("fewer_tokens", "NotSupportedError", "2 tokens, the layout has 3"),
-        ("fewer_rows", "NotSupportedError", "rows, the layout has"),
+        ("fewer_tokens", "NotSupportedError", "2 tokens, the handle has 3"),
+        ("fewer_rows", "NotSupportedError", "rows, the handle has"),
         ("experts", "NotSupportedError", "5 experts do not divide by the group's 2 ranks"),
     ],
 )

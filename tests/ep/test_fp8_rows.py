@@ -43,7 +43,7 @@ def expected_numbers(rows, max_fp8, epsilon, power_of_2):
     "dtype, epsilon", [(torch.float8_e4m3fn, 0.0), (torch.float8_e5m2, 0.0), (torch.float8_e4m3fn, 0.25)]
 )
 @pytest.mark.parametrize("columns", [16, 272])
-def test_every_expert_has_the_scale_of_its_local_shard(columns, dtype, epsilon, power_of_2):
+def test_every_expert_has_the_scale_of_its_own_rows(columns, dtype, epsilon, power_of_2):
     """Few rows and many, none, zeros, the smallest and the largest numbers, infinity and what is no number."""
     splits = [16, 0, 80, 32, 16, 16, 16, 16, 16, 1168]
     generator = torch.Generator().manual_seed(columns)

@@ -71,7 +71,7 @@ def test_of_few_programs_half_place_what_arrives(monkeypatch, num_programs, send
 
 
 @pytest.mark.parametrize(("world_size", "senders"), [(1, 16), (2, 32), (3, 24), (4, 24), (8, 24), (16, 32), (32, 16)])
-def test_a_combine_has_as_many_more_senders_as_copy_local_shard(world_size, senders):
+def test_a_combine_has_as_many_more_senders_as_copy_own_rows(world_size, senders):
     assert usual_senders("dispatch", 16, world_size) == 16
     found = usual_senders("combine", 16, world_size)
     assert found == senders and found % min(world_size, 16) == 0

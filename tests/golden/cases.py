@@ -45,7 +45,7 @@ class Case:
     """One way to call one op.
 
     Attributes:
-        name: The room first.
+        name: Begins with the subpackage.
         world: How many processes.
         prepare: From a process group, and a stack of what is left behind the last call, to operands and the call.
         is_exact: Whether bits are the same on any CPU.

@@ -159,7 +159,7 @@ def _seldom(device: torch.device):
         )  # fmt: skip
         with in_a_ring:
             product = gemm_ar(x, weight, context=tp, choice=in_two_rounds)
-        started = start_gather_of_parts(parts, context=tp, num_in_ring_order=1)
+        started = start_gather_of_parts(parts, context=tp, num_flagged_first=1)
         sources: list[int] = []
         started.consume(lambda source, _: sources.append(source))
         node_sum.hand_out(partial, "whole")

@@ -71,7 +71,7 @@ def test_gathers_and_scatters_have_the_bits_of_nccl_and_cublas(device, all_equal
             y, gathered = ag_gemm(x, weight, context=context, scales=scales, plan=plan, return_gathered=True)
             assert all_equal(y, expected) and all_equal(gathered.view(torch.uint8), total), (index, plan)
         seen = torch.zeros_like(total)
-        start_all_gather(x.view(torch.uint8), context=context, in_ring_order=True).consume(seen.__setitem__)
+        start_all_gather(x.view(torch.uint8), context=context, flags_each_rank=True).consume(seen.__setitem__)
         assert all_equal(seen, total), index
 
         owned = torch.empty(rows, n, dtype=torch.bfloat16, device=device)

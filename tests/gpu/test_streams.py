@@ -103,7 +103,7 @@ def test_an_op_follows_the_last_one_though_another_was_captured_between(tensor_p
 
 
 def test_a_gather_that_is_waited_for_on_another_stream(tensor_parallel, streams, device, all_equal, monkeypatch):
-    """It has the local shard, which the first stream copies, and stays until the second one has read it."""
+    """It has this rank's own rows, which the first stream copies, and stays until the second one has read it."""
     first, second = streams
     context, x = tensor_parallel, values(256, 512, seed=1, device=device)
     expected = start_all_gather(x, context=context).wait().clone()
@@ -112,7 +112,7 @@ def test_a_gather_that_is_waited_for_on_another_stream(tensor_parallel, streams,
     with monkeypatch.context() as patch, torch.cuda.stream(first):
         run_again = context.recorder.run
 
-        def run_again_and_sleep(*arguments):  # in front of the copy of the local shard
+        def run_again_and_sleep(*arguments):  # in front of the copy of this rank's own rows
             run_again(*arguments)
             torch.cuda._sleep(_CYCLES)
 

@@ -342,14 +342,14 @@ def test_memory_that_is_given_back_and_had_again(device, all_equal, monkeypatch,
 
     monkeypatch.setattr(driver, "allocation_of", noted)
     context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
-    local_shard = min(4096, 16384 // context.world_size)  # so few in all that ops are recorded
-    rows, weight = local_shard * context.world_size, normals(256, 4096, seed=1)
+    rank_rows = min(4096, 16384 // context.world_size)  # so few in all that ops are recorded
+    rows, weight = rank_rows * context.world_size, normals(256, 4096, seed=1)
 
     def run(seed):
         if op == "gemm_rs":
             x = normals(rows, 256, seed=seed)
             return gemm_rs(x, weight, context=context, layout="nn", scatter="copy"), scattered(matmul_nn(x, weight))
-        x = normals(local_shard if op != "reduce_scatter" else rows, 4096, seed=seed)
+        x = normals(rank_rows if op != "reduce_scatter" else rows, 4096, seed=seed)
         if op == "reduce_scatter":
             return start_reduce_scatter(x, context=context).wait(), scattered(x)
         if op == "all_gather":

@@ -19,7 +19,6 @@ RETIRED = {
     r"(?i)nothing cover(s|ed)": "exposed",
     r"(?i)late[ _]host|hosts? (is|was|are) late|LateHost": "CPU-bound",
     r"rows[ _]at[ _]once|_?AtOnce": "grouped quantization",
-    r"(?i)own[ _]rows": "local shard",
     r"\w*why_(not|no|hidden|native|otherwise|all)\w*": "unsupported_reason",
     r"\w*revealing\w*|reveals": "order-probe inputs",
     r"(?i)(?<!left )fold(s|ed|ing)?|\w+_fold|fold_\w+": "ring-order reduction",
@@ -28,7 +27,7 @@ RETIRED = {
     r"(?i)granules?": "flag block",
     r"_?PADS|pad_ptr": "signal buffer",
     r"_?Fan|\w*_fans?": "strided copy",
-    r"\w*in_turn": "in_ring_order, in_sequence, interleaved",
+    r"\w*in_turn": "flags_each_rank, in_sequence, interleaved",
     r"beside_wgrad": "overlap_wgrad",
     r"own_wgrad\w*": "triton_wgrad",
     r"(?i)\w*fewest_\w+|few_rows": "min_rows",
@@ -105,7 +104,7 @@ def test_retired_words(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "by ours", '"ours"', "OURS = 1", "in Megatron's\n  # path", "the host is late", "own\nrows", "a posed node",
+        "by ours", '"ours"', "OURS = 1", "in Megatron's\n  # path", "the host is late", "a posed node",
         "def why_not(self): ...", "self._why_not_layer(x)", "it lies there", "num_loans", "See above.",
         "FOLD_BLOCK = 1", "that nothing\n# covers",
     ],

@@ -210,7 +210,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "ditron_train/tp/gather.py",
         "            except BaseException:\n                self.abort()\n",
         "            except BaseException:\n",
-        (f"{TP_OPS}::test_a_copy_of_local_shard_that_fails_leaves_no_open_epoch",),
+        (f"{TP_OPS}::test_a_copy_of_own_rows_that_fails_leaves_no_open_epoch",),
     ),
     Mutation(
         "bias-inside-added-twice",

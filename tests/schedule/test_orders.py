@@ -155,7 +155,7 @@ def test_scatter_computes_first_what_is_owed_farthest(layout):
     for slot, own in enumerate(owners):
         if len(own) > 1:  # comes before every whole tile of each of its ranks
             assert all(slot < s for s, o in enumerate(owners) if len(o) == 1 and o[0] in own)
-        if own == [rank]:  # local shard last: nothing that a peer waits for comes after
+        if own == [rank]:  # this rank's own rows last: nothing that a peer waits for comes after
             assert all(o == [rank] for o in owners[slot:])
 
 

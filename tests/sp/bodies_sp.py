@@ -132,7 +132,7 @@ def check_projections(
 
 def check_bias(rounds_once: bool) -> None:
     """The QKV projection with a bias: each rank adds that of its own heads, once, and its gradient is that of the
-    rank's local shard."""
+    rank's own rows."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context, layout = get_sp_context(None, torch.device("cpu")), qkv_layout(4 * world, 2 * world, 8, world)
     columns = world * layout.num_columns

@@ -54,7 +54,7 @@ def _gathered(op: str, x: torch.Tensor, context: TPContext) -> torch.Tensor:
         return start_all_gather(x, context=context).wait().clone()
     if op == "consume":
         parts: dict[int, torch.Tensor] = {}
-        started = start_all_gather(x, context=context, in_ring_order=True)
+        started = start_all_gather(x, context=context, flags_each_rank=True)
         started.consume(lambda place, rows: parts.update({place.start: rows.clone()}))
         return torch.cat([parts[start] for start in sorted(parts)])
     plan = GatherPlan(op.removeprefix("ag_gemm "), push_programs=1, num_chunks=2)

@@ -23,28 +23,28 @@ def _parts(rank: int, rows: int, columns: int, seed: int) -> list[torch.Tensor]:
 
 
 def check_parts(rows: int, columns: int) -> None:
-    """Gathers of several tensors, with any number of them in turn, between gathers of rows; ranks come late."""
+    """Gathers of several tensors, any number of them flagged first, between gathers of rows; ranks come late."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context, rng = get_tp_context(None, CPU), random.Random(rank)
-    for seed, num_in_ring_order in enumerate((0, 2, 4, 1, 2)):
+    for seed, num_flagged_first in enumerate((0, 2, 4, 1, 2)):
         shares = [_parts(peer, rows, columns, 10 * seed) for peer in range(world)]
         totals = [torch.cat(parts) for parts in zip(*shares)]
         time.sleep(rng.random() * 0.02)
-        started = start_gather_of_parts(shares[rank], context=context, num_in_ring_order=num_in_ring_order)
-        if num_in_ring_order:
+        started = start_gather_of_parts(shares[rank], context=context, num_flagged_first=num_flagged_first)
+        if num_flagged_first:
             seen = []
 
             def see(
-                source: int, parts: list[torch.Tensor], seen=seen, shares=shares, num_in_ring_order=num_in_ring_order
+                source: int, parts: list[torch.Tensor], seen=seen, shares=shares, num_flagged_first=num_flagged_first
             ) -> None:
-                assert len(parts) == num_in_ring_order and all(map(torch.equal, parts, shares[source]))
+                assert len(parts) == num_flagged_first and all(map(torch.equal, parts, shares[source]))
                 seen.append(source)
 
             started.consume(see)
             assert seen == [(rank + step) % world for step in range(world)]
         else:
             started.wait()
-        assert all(map(torch.equal, started.totals, totals)), num_in_ring_order
+        assert all(map(torch.equal, started.totals, totals)), num_flagged_first
         x = shares[rank][1]
         assert torch.equal(start_all_gather(x, context=context).wait(), totals[1])
     for stop in (0, 1):  # it fails: nothing is lost of the next
@@ -56,7 +56,7 @@ def check_parts(rows: int, columns: int) -> None:
             consumed.append(source)
 
         with pytest.raises(MemoryError):
-            start_gather_of_parts(shares[rank], context=context, num_in_ring_order=1).consume(fail)
+            start_gather_of_parts(shares[rank], context=context, num_flagged_first=1).consume(fail)
         assert len(consumed) == stop
         assert all(map(torch.equal, start_gather_of_parts(shares[rank], context=context).wait(), totals))
 
@@ -70,7 +70,7 @@ def check_blocks(rows: int, columns: int, num_blocks: int) -> None:
         totals = [torch.cat(parts) for parts in zip(*shares)]
         time.sleep(rng.random() * 0.02)
         started, seen = (
-            start_gather_of_parts(shares[rank], context=context, num_in_ring_order=2, num_blocks=num_blocks),
+            start_gather_of_parts(shares[rank], context=context, num_flagged_first=2, num_blocks=num_blocks),
             [],
         )
 
@@ -113,9 +113,9 @@ def check_scatter_as_computed(shape: tuple[int, ...], dtype_name: str, num_produ
         raise AssertionError("it was swallowed")
 
 
-def _said(parts: list[torch.Tensor], num_in_ring_order: int) -> str:
+def _said(parts: list[torch.Tensor], num_flagged_first: int) -> str:
     try:
-        start_gather_of_parts(parts, context=get_tp_context(None, CPU), num_in_ring_order=num_in_ring_order).wait()
+        start_gather_of_parts(parts, context=get_tp_context(None, CPU), num_flagged_first=num_flagged_first).wait()
     except DitronError as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
@@ -126,8 +126,8 @@ def refused_parts() -> list[str]:
     context, logged = get_tp_context(None, CPU), []
     x, weight = integers((4, 16), 1), integers((8, 16), 2)
     calls = [([], 0), ([x[:0]], 0), ([x[:1, :1]], 0), ([x, torch.empty(4, 4, device="meta")], 0), ([x], 2), ([x], -1)]
-    for parts, num_in_ring_order in calls:
-        logged.append(_said(parts, num_in_ring_order))
+    for parts, num_flagged_first in calls:
+        logged.append(_said(parts, num_flagged_first))
         assert torch.equal(ag_gemm(x, weight, context=context), torch.cat([x @ weight.t()] * dist.get_world_size()))
     return logged
 

@@ -153,7 +153,7 @@ def check_fp8_products(rows: int, n: int, k: int) -> None:
         y = ag_gemm(x, weight, context=context, scales=scales, plan=plan, bias=bias)
         assert torch.equal(y, (product + bias.float()).bfloat16())
 
-        started, places = start_all_gather(x.view(torch.uint8), context=context, in_ring_order=True), []
+        started, places = start_all_gather(x.view(torch.uint8), context=context, flags_each_rank=True), []
 
         def see(place: slice, part: torch.Tensor, total=total, places=places) -> None:
             assert torch.equal(part, total.view(torch.uint8)[place])
@@ -389,7 +389,7 @@ def check_recorded_ops() -> list[list[int]]:
         recorded[key] = enqueue
         counts[-1][1] += 1
 
-    def in_ring_order(self: torch.Tensor, *shape: int, **options: object) -> torch.Tensor:
+    def from_memory(self: torch.Tensor, *shape: int, **options: object) -> torch.Tensor:
         if options not in ({}, {"dtype": self.dtype}):
             return new_empty(self, *shape, **options)
         calls[shape] = calls.get(shape, -1) + 1
@@ -404,7 +404,7 @@ def check_recorded_ops() -> list[list[int]]:
         "ag_gemm": functools.partial(ag_gemm, plan=GatherPlan("copy")),
     }
     recorder = context.recorder
-    recorder.repeat, recorder.remember, torch.Tensor.new_empty = repeat_op, remember_op, in_ring_order
+    recorder.repeat, recorder.remember, torch.Tensor.new_empty = repeat_op, remember_op, from_memory
     try:
         for name, op in ops.items():
             counts.append([0, 0])
@@ -693,8 +693,8 @@ def refused(op: str) -> int:
         context.arena.close()
 
 
-def check_local_shard_that_fail(op: str) -> None:
-    """This rank's local shard cannot be copied once a gather has started, on all ranks: the next call is right."""
+def check_own_rows_that_fail(op: str) -> None:
+    """This rank's own rows cannot be copied once a gather has started, on all ranks: the next call is right."""
     rank, world = dist.get_rank(), dist.get_world_size()
     context = TPContext(dist.new_group(list(range(world))), CPU)
     x = integers((8, 64), rank)

@@ -118,5 +118,5 @@ def test_nothing_is_kept_where_nothing_waits_for_it():
 def test_memory_that_is_missing_is_no_error():
     env = {**_env(64), "DITRON_ARENA_BYTES": "6M"}
     for kept, full in run_workers(2, bodies.words_of_what_is_kept, env=env):
-        assert "up to 64 MiB of a rank" in kept and "1.5 MiB the first" in kept
+        assert "up to 64 MiB on each rank" in kept and "the first takes 1.5 MiB" in kept
         assert full.startswith("no more inputs are kept for backward: ") and "DITRON_ARENA_BYTES" in full

@@ -96,7 +96,7 @@ class _Sends:
                     self.log.append(("rows", destination, source + offset, num_bytes))
                 self.log.append(("flag", flag))
 
-        def in_ring_order(copies, stream):
+        def in_sequence(copies, stream):
             for to, source, size in copies:
                 self.log.append(("flag", to) if to >= SIGNALS else ("rows", to, source, size))
 
@@ -106,7 +106,7 @@ class _Sends:
             return not refuses
 
         monkeypatch.setattr(module, "copy_with_flags", copies)
-        monkeypatch.setattr(module, "copy_in_sequence", in_ring_order)
+        monkeypatch.setattr(module, "copy_in_sequence", in_sequence)
         monkeypatch.setattr(module, "send_strided", strided_copies)
         if module is reduce_scatter:
             monkeypatch.setattr(

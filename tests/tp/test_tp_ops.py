@@ -121,8 +121,8 @@ def test_a_launch_that_is_refused_leaves_no_fork_and_no_open_epoch(op):
 
 
 @pytest.mark.parametrize("op", ["rows", "parts"])
-def test_a_copy_of_local_shard_that_fails_leaves_no_open_epoch(op):
-    run_workers(2, bodies.check_local_shard_that_fail, op, env={"DITRON_TIMEOUT_S": "20"})
+def test_a_copy_of_own_rows_that_fails_leaves_no_open_epoch(op):
+    run_workers(2, bodies.check_own_rows_that_fail, op, env={"DITRON_TIMEOUT_S": "20"})
 
 
 @pytest.mark.parametrize("op", ["ag_gemm push", "ag_gemm copy"])
@@ -165,7 +165,7 @@ def test_bad_input_is_refused_alike_on_every_rank_before_anything_is_signalled()
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 16, 75])
-def test_local_shard_are_copied_whole_and_nothing_behind_them(num_rows):
+def test_own_rows_are_copied_whole_and_nothing_behind_them(num_rows):
     source, buffer = torch.arange(1.0, 76 * 8 + 1).view(76, 8), torch.zeros(76, 8)
     copy_rows_kernel[(3,)](source, buffer, num_rows * 8, BLOCK=128)
     assert torch.equal(buffer[:num_rows], source[:num_rows]) and not buffer[num_rows:].any()

@@ -96,8 +96,8 @@ class _Check:
 
         Raises:
             _CheckError: It failed on a rank. All ranks have come to the end of what they had in common.
-            PeerTimeoutError: A rank did not come.
-            Exception: It failed here, and a rank did not come, which waits for this one elsewhere.
+            PeerTimeoutError: A rank did not arrive.
+            Exception: It failed here, and a rank did not arrive, which waits for this one elsewhere.
         """
         mine, failure = "", None
         try:
@@ -128,7 +128,7 @@ def _prepare(arguments: dict[str, Any]) -> StepState:
 
     Raises:
         _CheckError: A rank cannot keep it.
-        PeerTimeoutError: A rank did not come.
+        PeerTimeoutError: A rank did not arrive.
     """
     model, iterator, state = arguments["model"], arguments["data_iterator"], None
     try:
@@ -166,7 +166,10 @@ def _first_step(schedule: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def step_without_fill() -> bool | None:
-    """In front of a training step: whether the fill has been switched off for it; None where it has not."""
+    """Whether the fill is switched off for the training step that begins; None if it is not.
+
+    Called for its side effect alone: ``plugin.fused_calls`` wraps it by name and counts the calls that return True.
+    """
     return _is_switched_off or None
 
 

@@ -63,21 +63,21 @@ from ditron_train.symm.nodes import spans_nodes
 
 
 class FixedCapacity:
-    """The room that a dispatcher's experts get.
+    """The fixed number of rows that a dispatcher's experts get (``DITRON_EP_CAPACITY``).
 
     Attributes:
-        factor: Times the rows of even routing; None: exact sizes, with a host sync.
+        factor: A multiple of the rows of even routing; None: exact sizes, with a host sync.
     """
 
     def __init__(self, factor: float | None = None) -> None:
         self.factor = factor
-        self._reason: str | None = None  # why there is none although it was asked for
+        self._reason: str | None = None  # why sizes are exact although a capacity was requested
         self._is_agreed = False
-        self._min_rows: int | None = None  # of an expert, for its products to have native bits
+        self._min_rows: int | None = None  # of an expert, for its GEMM to be bitwise identical to the native one
         self._has_warned = False
 
     def take_setting(self, experts: Any, tp_size: int, *, is_apart: bool) -> None:
-        """The capacity that the setting asks for, if ``experts`` can do without sizes on the host."""
+        """Takes the capacity that the setting requests, if ``experts`` can do without sizes on the host."""
         factor = get_settings().ep_capacity
         if factor is None:
             return
@@ -92,40 +92,40 @@ class FixedCapacity:
             self.factor = factor
             log_once(f"ep capacity {factor}", f"ep: room for {factor:g} times the rows of even routing, no host sync")
         else:
-            self._abort(reason)
+            self._use_exact_sizes(reason)
 
     def drop(self) -> None:
         """Exact sizes from now on, whatever the setting asks for; on all ranks alike."""
         self.factor = self._reason = None
 
     def look_at(self, experts: Any) -> None:
-        """Exact sizes from now on where an adapter or a hook has come to experts since their capacity was decided. It
-        is called with counts that the host does not have, and with rows behind the last that nobody has written."""
+        """Goes over to exact sizes if experts have got an adapter or a hook since their capacity was decided: it would
+        be called with counts that the host does not have, and with unwritten rows after the last one."""
         reason = None if self.factor is None else unsupported_reason_called(experts, is_decided=self._is_agreed)
         if reason is not None:
-            self._abort(reason)
+            self._use_exact_sizes(reason)
 
     def measure(self, experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """From how many rows of an expert on our products of rows ``like`` these have native bits, since with a fixed
-        capacity all are fused; exact sizes where they never have, or where another rank has them (collective the first
-        time)."""
+        """Measures from how many rows of an expert on its fused GEMM is bitwise identical to the native one, for rows
+        ``like`` these: with a fixed capacity all experts are fused. Goes over to exact sizes if it never is, or if
+        another rank has exact sizes (collective the first time)."""
         if not self._is_agreed and (self.factor is not None or self._reason is not None):
             self._is_agreed = True
             reasons = [reason for reason in exchange(group, self._reason) if reason is not None]
             if reasons and self.factor is not None:
-                self._abort(reasons[0])
+                self._use_exact_sizes(reasons[0])
         if self.factor is None or self._min_rows is not None:
             return
         self._min_rows = min_rows_of_layer(experts, like, group)
         if self._min_rows == NEVER and get_settings().policy in ("strict", "bits"):
-            self._abort(OTHER_BITS)
+            self._use_exact_sizes(OTHER_BITS)
 
     def warn(self, context: EPContext) -> None:
-        """Says once where an expert had fewer than the minimum rows."""
+        """Logs once if an expert had fewer than the minimum rows."""
         if self.factor is not None and not self._has_warned:
             self._has_warned = warns_of_min_rows(context, self._min_rows or 0)
 
-    def _abort(self, reason: str) -> None:
+    def _use_exact_sizes(self, reason: str) -> None:
         self.factor, self._reason = None, reason
         log_once(f"ep exact {reason}", f"ep: exact sizes with a host sync in spite of DITRON_EP_CAPACITY: {reason}")
 
@@ -149,7 +149,7 @@ def _log_apart(reason: str | None) -> None:
 
 
 def _expert_capacity(dispatcher: Any, num_tokens: int) -> int | None:
-    """Tokens that every expert gets from each rank where they are padded to capacity, else None."""
+    """Tokens that every expert gets from each rank if they are padded to capacity, else None."""
     if not dispatcher.drop_and_pad:
         return None
     sizes = dict(num_experts=dispatcher.num_experts, capacity_factor=dispatcher.moe_expert_capacity_factor)
@@ -175,16 +175,16 @@ def _has_room(
 
 
 def _slices_of(
-    layout: EPHandle | None, shape: tuple[int, int], group: dist.ProcessGroup, device: torch.device, *, fused: bool
+    handle: EPHandle | None, shape: tuple[int, int], group: dist.ProcessGroup, device: torch.device, *, fused: bool
 ) -> ExpertSlices | None:
-    """What ranks that hold slices of the same experts exchange; None where one of them has no room for its rows."""
-    mine = None if layout is None else layout.tables.sources.view(-1, layout.shape.slots)[: shape[0], : shape[1]]
+    """What ranks that hold slices of the same experts exchange; None if one of them has no room for its rows."""
+    mine = None if handle is None else handle.tables.sources.view(-1, handle.shape.slots)[: shape[0], : shape[1]]
     counts = exchange_counts(mine, shape, group, device)
     return None if counts is None else ExpertSlices(counts, group, fused=fused, device=device)
 
 
 def _fused_pairs(
-    experts: Any, layout: EPHandle, context: EPContext, tokens: torch.Tensor, order: SumOrder, group: dist.ProcessGroup
+    experts: Any, handle: EPHandle, context: EPContext, tokens: torch.Tensor, order: SumOrder, group: dist.ProcessGroup
 ) -> frozenset[Pair]:
     """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
     if not (HAVE_TE and experts is not None and tokens.device.type == "cuda"):
@@ -193,7 +193,7 @@ def _fused_pairs(
     if reason is not None:
         _log_apart(reason)
         return frozenset()
-    return fused_pairs_here(experts, layout, context, tokens, order, group=group)
+    return fused_pairs_here(experts, handle, context, tokens, order, group=group)
 
 
 @outside_compile
@@ -221,7 +221,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         self._kept_context: EPContext | None = None
         self._pending: PendingLayout | rails.PendingRailLayout | None = None
         self._layout: EPHandle | rails.RailHandle | None = None
-        self._no_room: str | None = None  # why nothing is pending: tensor parallel ranks learn it in token_dispatch
+        self._no_room: str | None = None  # why nothing is pending, which tensor parallel ranks learn in token_dispatch
         self._order: SumOrder | None = None
         self._capacity = FixedCapacity()
         self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
@@ -244,7 +244,7 @@ class DitronMoEAlltoAllTokenDispatcher(
 
     @property
     def dispatched(self) -> tuple[EPHandle | rails.RailHandle | None, SumOrder | None]:
-        """The layout of the tokens on their way, which ``token_combine`` ends, and the order of their sums."""
+        """The handle of the tokens that have been dispatched and not combined yet, and the order of their sums."""
         return self._layout, self._order
 
     def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
@@ -469,11 +469,11 @@ class DitronMoEAlltoAllTokenDispatcher(
     ) -> torch.Tensor:
         if self.ep_context is None:
             return super().token_combine(hidden_states, async_finish, allocate_on_comm_stream)
-        layout, self._layout = self._layout, None
+        handle, self._layout = self._layout, None
         call, self._call = self._call, None
         if call is not None:
             return hidden_states  # the experts have combined them
-        return combine_rows(hidden_states, layout, self.ep_context, self._order)
+        return combine_rows(hidden_states, handle, self.ep_context, self._order)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         if self.ep_context is None:

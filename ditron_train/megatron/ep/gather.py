@@ -143,15 +143,15 @@ class GatheredCall:
     """One pass of a layer's gathered experts.
 
     Attributes:
-        layout: Of the routing.
-        context: Of the group of all ranks that hold experts.
-        order: Which native permutation is in force.
-        sum_dtype: In which results are added up over ranks: that of the probabilities.
-        started: The gather of the tokens, which is on its way.
-        wgrad: Weight gradients; None: the fused path.
-        gemm: As of ``ExpertCall``; products beside a movement are fused in any case.
-        min_rows: Experts of fewer rows, of all sources, are multiplied by ``few``.
-        few: Natively; None: the fused path multiplies all.
+        layout: Row layout of the routing.
+        context: Context of the group of all ranks that hold experts.
+        order: Order of the sums of the native permutation in use.
+        sum_dtype: Type in which results are added up over ranks: that of the probabilities.
+        started: The gather of the tokens that has been started.
+        wgrad: The native GEMM of the weight gradients; None: ``group_wgrad``.
+        gemm: As of ``ExpertCall``; products that overlap with a movement are fused in any case.
+        min_rows: Experts with fewer rows, from all sources, are multiplied by ``few``.
+        few: The native product of those experts; None: the fused path multiplies them, too.
     """
 
     layout: RowLayout
@@ -215,7 +215,7 @@ def start(x: torch.Tensor, context: TPContext, sum_dtype: torch.dtype) -> Pendin
     shape = torch.Size((context.world_size * x.shape[0], x.shape[1]))
     for dtype in dict.fromkeys((sum_dtype, x.dtype)):
         reserve_reduce_scatter(shape, dtype, context=context)
-    return start_all_gather(x, context=context, in_ring_order=True, copies_own=False)
+    return start_all_gather(x, context=context, flags_each_rank=True, copies_own=False)
 
 
 def _product(
@@ -238,7 +238,7 @@ def _gather(
     """Fills ``rows`` as the tokens arrive; ``each`` runs behind those of each source."""
     started = call.take_started()
     if started is None:
-        started = start_all_gather(x, context=call.context, in_ring_order=True, copies_own=False)
+        started = start_all_gather(x, context=call.context, flags_each_rank=True, copies_own=False)
 
     def place_share(share: slice, tokens: torch.Tensor) -> None:
         source = share.start // call.layout.num_tokens

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ditron_train.ep import EPContext, EPHandle, ExpertCall, Pair, SumOrder, begin_layout, dispatch
 from ditron_train.ep.context import compiling
-from ditron_train.ep.dispatcher import backward_in, forward_out
+from ditron_train.ep.dispatcher import dispatch_linear_backward, linear_combine_forward
 from ditron_train.ep.plan import NEVER, OTHER_BITS, PAIRS, RowProduct, agreed_min_rows, pairs_of_step, products_of
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.megatron.shared.values import own_or_normal
@@ -78,7 +78,7 @@ OPS: Sequence[Op[Any, Any]] = tuple(_PAIRS.values())
 
 
 def fused_pairs_here(
-    experts: Any, layout: EPHandle, context: EPContext, hidden_states: torch.Tensor, order: SumOrder, *, group: Any
+    experts: Any, handle: EPHandle, context: EPContext, hidden_states: torch.Tensor, order: SumOrder, *, group: Any
 ) -> frozenset[Pair]:
     """Which pairs of a movement and a grouped GEMM are faster as one kernel, with equal bits (collective the first
     time).
@@ -87,7 +87,7 @@ def fused_pairs_here(
 
     Args:
         experts: A ``DitronTEGroupedMLP``.
-        layout: Of the first step.
+        handle: Handle of the first step's routing.
         context: Of the group.
         hidden_states: The first step's tokens.
         order: Which native permutation is in force.
@@ -102,10 +102,10 @@ def fused_pairs_here(
         hidden_states.dtype,
         order,
         into_main_grad,
-        layout.ragged,
+        handle.ragged,
     )
     with torch.no_grad():
-        runs = _PairRuns(experts, layout, context, hidden_states, order, group)
+        runs = _PairRuns(experts, handle, context, hidden_states, order, group)
         requested = {pair: gate.is_fused(op, PairCall(pair, runs, group, kind)) for pair, op in _PAIRS.items()}
     chosen = frozenset(pair for pair, is_fused in requested.items() if is_fused)
     names = ", ".join(sorted(chosen)) or "no pair of movement and GEMM"
@@ -180,13 +180,13 @@ class _PairRuns:
     def __init__(
         self,
         experts: Any,
-        layout: EPHandle,
+        handle: EPHandle,
         context: EPContext,
         hidden_states: torch.Tensor,
         order: SumOrder,
         group: dist.ProcessGroup,
     ) -> None:
-        self._experts, self._layout, self._context, self._like = experts, layout, context, hidden_states
+        self._experts, self._handle, self._context, self._like = experts, handle, context, hidden_states
         self._order, self._group, self.device = order, group, hidden_states.device
         self._is_compiled = False
 
@@ -194,7 +194,7 @@ class _PairRuns:
     def peak_bytes(self) -> int:
         """What comparing a pair holds: rows of even routing with what is made of them."""
         first, second = self._experts.linear_fc1, self._experts.linear_fc2
-        num_rows = self._layout.num_tokens * self._context.shape.topk
+        num_rows = self._handle.num_tokens * self._context.shape.topk
         columns = 4 * self._like.shape[-1] + 3 * (first.weight0.shape[0] + second.weight0.shape[1])
         return num_rows * columns * self._like.element_size()
 
@@ -204,10 +204,10 @@ class _PairRuns:
         (collective)."""
         experts, context, hidden_states = self._experts, self._context, self._like
         shape, hidden = context.shape, hidden_states.shape[-1]
-        most = torch.tensor([self._layout.num_tokens], device=self.device)
+        most = torch.tensor([self._handle.num_tokens], device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
         like = torch.empty(1, shape.num_experts, device=self.device)
-        capacity = self._layout.place_capacity // shape.num_experts if self._layout.ragged else None
+        capacity = self._handle.place_capacity // shape.num_experts if self._handle.ragged else None
         seed = 1 + dist.get_rank(self._group)
         x, routed, probs, _ = random_inputs(int(most), hidden_states, like, shape.topk, seed, capacity)
         fresh = begin_layout(routed, probs, hidden, x.dtype, context, expert_capacity=capacity).finish()
@@ -222,8 +222,10 @@ class _PairRuns:
             for columns in (back[0].shape[1], weights[0].shape[0])
         )
         bodies: dict[Pair, Callable[[ExpertCall], list[Any]]] = {
-            "gemm_combine": lambda call: [forward_out(narrow, back, call)],
-            "overlap_wgrad": lambda call: list(backward_in(wide, rows, weights, call, row_probs, torch.float32)[:2]),
+            "gemm_combine": lambda call: [linear_combine_forward(narrow, back, call)],
+            "overlap_wgrad": lambda call: list(
+                dispatch_linear_backward(wide, rows, weights, call, row_probs, torch.float32)[:2]
+            ),
         }
         words = (
             f"{fresh.num_tokens} tokens x {hidden}, top-{shape.topk} of {shape.num_experts}, experts "
@@ -236,7 +238,7 @@ class _PairRuns:
         """Sizes of the layer, and what else a decision of another job, in a plan, is not for."""
         fc2 = self._experts.linear_fc2
         into = f", into main_grad of {_main_grad_dtype(fc2.weight0)}" if fc2.fuse_wgrad_accumulation else ""
-        return f"{self._data[3]}{', padded routing' if self._layout.ragged else ''}{into}"
+        return f"{self._data[3]}{', padded routing' if self._handle.ragged else ''}{into}"
 
     def run(self, pair: Pair, chosen: frozenset[Pair]) -> list[Any]:
         """The part of the layer that ``pair`` is about, with the pairs ``chosen`` as one kernel."""
@@ -245,11 +247,11 @@ class _PairRuns:
     def _call(self, chosen: frozenset[Pair]) -> ExpertCall:
         from ditron_train.megatron.ep.experts import TEGemm, TEWgrad
 
-        layout, _, splits, _ = self._data
+        handle, _, splits, _ = self._data
         gemm, wgrad = TEGemm(splits), TEWgrad(splits)
         fc2 = self._experts.linear_fc2
         into = _WrittenOver(wgrad, _main_grad_dtype(fc2.weight0)) if fc2.fuse_wgrad_accumulation else wgrad
-        return ExpertCall(layout, self._context, self._order, chosen, gemm, into)
+        return ExpertCall(handle, self._context, self._order, chosen, gemm, into)
 
     def compile(self) -> None:
         """Compiles the kernels of all pairs once, each by one of the ranks, which share Triton's cache; not those that

@@ -54,8 +54,8 @@ _GROUPED_BASE: Any = grouped_base()
 class DeviceCounts:
     """Rows of each local expert of one layout, known on the device alone."""
 
-    def __init__(self, layout: EPHandle) -> None:
-        self._layout = layout
+    def __init__(self, handle: EPHandle) -> None:
+        self._handle = handle
 
     def tolist(self) -> DeviceCounts:
         """Itself: there is no list to be had without a host sync."""
@@ -64,7 +64,7 @@ class DeviceCounts:
     @property
     def tiles(self) -> RowTiles:
         """The tiles of the rows."""
-        return layout_tiles(self._layout)
+        return layout_tiles(self._handle)
 
 
 def _grouped_kinds(linear: Any, x: torch.Tensor) -> frozenset[RowsKind]:

@@ -28,6 +28,7 @@ from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.values import normal_values
 
 _MOST_BYTES = 256 << 20  # of the logits that both paths are timed on
+_DEVICES = ("cuda",)  # in the interpreter a model's loss would take minutes
 _COMPARED_ROWS, _SPREAD = 64, 30.0  # of logits whose exponentials go down to zero
 
 
@@ -63,8 +64,6 @@ class CrossEntropyOp(Op[LossCall, None]):
         return logits.shape[-1], _rows(logits).bit_length(), logits.dtype, call.target.dtype, logits.device
 
     def unsupported_reason(self, call: LossCall) -> str | None:
-        if call.logits.device.type != "cuda":
-            return "there is no GPU"
         return unsupported_reason(call.logits, call.target)
 
     def describe(self, call: LossCall, context: None) -> str:
@@ -112,8 +111,8 @@ OPS: Sequence[Op[Any, Any]] = (CROSS_ENTROPY,)
 
 def route_loss(module: Any, logits: torch.Tensor, target: torch.Tensor) -> Answer:
     """Which path the loss of a language model takes (collective if the shape is new)."""
-    if module.config.cross_entropy_loss_fusion:
-        return Answer(None, "Megatron fuses it")
+    if module.config.cross_entropy_loss_fusion or logits.device.type not in _DEVICES:
+        return Answer(None, "Megatron fuses it, or there is no GPU")
     return gate.answer_for(CROSS_ENTROPY, LossCall(logits, target, parallel_state.get_tensor_model_parallel_group()))
 
 

@@ -81,7 +81,7 @@ def rendezvous() -> None:
 
     Raises:
         SettingError: Ranks were told different things; the same on every rank.
-        PeerTimeoutError: A rank did not come.
+        PeerTimeoutError: A rank did not arrive.
     """
     if parallel_state.model_parallel_is_initialized():
         _rendezvous()

@@ -30,7 +30,7 @@ def release() -> None:
     too.
 
     Raises:
-        PeerTimeoutError: A rank did not come.
+        PeerTimeoutError: A rank did not arrive.
     """
     gate.release()
     close_pipeline_contexts()

@@ -51,7 +51,7 @@ def check_ranks_agree(features: Iterable[str]) -> None:
 
     Raises:
         SettingError: Ranks differ; names the setting and who has which value, the same on every rank.
-        PeerTimeoutError: A rank did not come within ``DITRON_TIMEOUT_S``: most likely no feature is on there.
+        PeerTimeoutError: A rank did not arrive within ``DITRON_TIMEOUT_S``: most likely no feature is on there.
     """
     mine = _told(features)
     digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()

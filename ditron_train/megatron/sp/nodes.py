@@ -76,7 +76,7 @@ class _AlongRail(torch.autograd.Function):
 
 
 class NodesContext:
-    """The groups of a group that spans nodes (collective to make).
+    """The groups of a group that spans nodes (constructed collectively).
 
     Attributes:
         node: Context of this rank's node.

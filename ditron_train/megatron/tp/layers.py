@@ -28,17 +28,18 @@ from ditron_train.tp.linear import column_linear, is_whole
 class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=EqualsBaseClass, native=ColumnParallelLinear):
     """``ColumnParallelLinear`` whose gather of the input (and reduce-scatter of its gradient) overlaps with the GEMM.
 
-    Forward ``[s/W, b, K] -> [s, b, N/W]``: all-gather fused with ``x @ weight.T``. Backward: ``grad @ weight`` fused
-    with its reduce-scatter, while the input is gathered for the native weight gradient. Native without sequence
-    parallelism.
+    Forward ``[s/W, b, K] -> [s, b, N/W]``: all-gather fused with ``x @ weight.T``. Backward: the gather of the input
+    overlaps with dgrad (``grad @ weight``, by cuBLAS), the reduce-scatter of dX with the native wgrad. If the weight
+    is frozen, or rows cannot be copied by copy engines, dgrad is fused with its reduce-scatter instead. Native without
+    sequence parallelism.
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         answer = None
-        # The native forward passes everything by keyword; a caller that does not knows what it wants. The tokens of
-        # experts are exchanged by their dispatcher.
-        is_fused = not args and not self.explicit_expert_comm and _communicates(kwargs)
-        if is_fused and self._is_covered(input, weight, kwargs):
+        # The native forward passes everything by keyword: other callers get the native path. The tokens of experts are
+        # exchanged by their dispatcher.
+        is_candidate = not args and not self.explicit_expert_comm and _communicates(kwargs)
+        if is_candidate and self._is_covered(input, weight, kwargs):
             answer = route(
                 "column", input, weight, group=kwargs["tp_group"], sequence_parallel=kwargs["sequence_parallel"],
                 is_frozen=not weight.requires_grad,
@@ -63,14 +64,14 @@ class DitronColumnParallelLinear(ColumnParallelLinear, metaclass=EqualsBaseClass
 
 
 def _communicates(arguments: Mapping[str, Any]) -> bool:
-    """Whether a column layer does; one whose gradient nobody sums (``disable_grad_reduce``) or that is whole does
-    not."""
+    """Whether a column layer communicates: not if its gradient is not reduced (``disable_grad_reduce``), nor if it is
+    not split."""
     return bool(arguments.get("sequence_parallel") or arguments.get("allreduce_dgrad"))
 
 
 def _unsupported_reason_input(x: torch.Tensor) -> str | None:
-    """Why the product of a row layer is native by how its input is, or None: cuBLAS chooses its kernel by that, and
-    compared were whole ones."""
+    """Why a row layer is native because of the strides of its input, or None: cuBLAS chooses its kernel by them, and
+    the policy has compared the paths for inputs without gaps only."""
     return None if is_whole(x) else "the input has strides"
 
 
@@ -79,20 +80,20 @@ class DitronRowParallelLinear(RowParallelLinear, metaclass=EqualsBaseClass, nati
     """``RowParallelLinear`` whose reduce-scatter of the output (and gather of its gradient) overlaps with the GEMM.
 
     Forward ``[s, b, K/W] -> [s/W, b, N]``: ``x @ weight.T`` fused with the reduce-scatter, the bias added after it.
-    Backward: gather of the output gradient fused with ``grad @ weight``; the gathered gradient serves the native
-        wgrad. Without sequence parallelism ``x @ weight.T`` is fused with its all-reduce, and nothing is gathered.
+    Backward: gather of the output gradient fused with ``grad @ weight``; the native wgrad uses the gathered gradient,
+    too. Without sequence parallelism ``x @ weight.T`` is fused with its all-reduce, and nothing is gathered.
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        is_fused = self.input_is_parallel and not self.explicit_expert_comm
-        is_fused = is_fused and self.config._cpu_offloading_context is None
+        is_candidate = self.input_is_parallel and not self.explicit_expert_comm
+        is_candidate = is_candidate and self.config._cpu_offloading_context is None
         answer, reason = (
             None,
-            unsupported_reason_weight(self.weight) or (_unsupported_reason_input(input_) if is_fused else None),
+            unsupported_reason_weight(self.weight) or (_unsupported_reason_input(input_) if is_candidate else None),
         )
         if reason is not None:
             log_native("tp row", reason)
-        elif is_fused:
+        elif is_candidate:
             answer = route("row", input_, self.weight, group=self.tp_group, sequence_parallel=self.sequence_parallel)
         if answer is None or not answer.is_fused:
             native = super().forward

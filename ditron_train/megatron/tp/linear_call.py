@@ -68,17 +68,28 @@ def words_over_nodes(call: LinearCall, context: NodesTPContext, *, is_column: bo
 def decide_over_nodes(
     decide: Callable[[LinearCall], Decision], call: LinearCall, context: NodesTPContext, *, is_column: bool
 ) -> Decision:
-    """Whether the layer runs by rails (collective).
+    """Whether the layer runs along rails (collective).
 
-    Where times count, each pass is asked about by itself, and where rails are not faster its exchange is left to the
-    process group: the forward, since an evaluation runs nothing else, then the backward behind the forward that was
-    chosen. At last the layer as it would run is compared with stock Megatron.
+    The gather and the sums of a layer each go along rails or are left to the process group. A column layer gathers in
+    forward and sums in backward, a row layer does the reverse. These combinations are compared, in this order:
+
+    | policy | compared | with | if rejected |
+    | --- | --- | --- | --- |
+    | ``strict``, ``fast`` | the forward along rails | stock Megatron's forward | its exchange is left |
+    | | the layer, both along rails | the layer with the backward's exchange left | that exchange is left |
+    | | the layer as chosen so far | stock Megatron | native |
+    | others, or no GPU | the layer, both along rails | stock Megatron | sums are left |
+    | | the layer, gather along rails and sums left | stock Megatron | native |
+
+    The forward is compared by itself since an evaluation runs nothing else. The second line is skipped if the first
+    was rejected. If sums cannot go along rails (``sums_by_rails``), comparisons of them are skipped, and a column
+    layer whose forward was rejected is native.
 
     Args:
-        decide: Of one way to run the layer.
-        call: The layer's.
-        context: Of this answer alone; it gets what is left to the process group.
-        is_column: Whether the layer gathers in its forward, else it adds up there.
+        decide: Compares one way to run the layer with another.
+        call: The layer's call.
+        context: A context for this answer alone; ``leaves_gather`` and ``leaves_sums`` are set on it.
+        is_column: Whether the layer gathers in its forward; else it adds up there.
     """
     summed, dtype = _summed(call, context, is_column), call.x.dtype
     can_sum = context.sums_by_rails(*summed, dtype)

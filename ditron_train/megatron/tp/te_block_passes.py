@@ -44,9 +44,10 @@ def _num_products(rows: int, n: int, k: int, world_size: int, flops: float = _FL
 
 
 def _start(
-    operand: Any, sides: Sequence[Side], context: TPContext, *, num_in_ring_order: int, num_columns: int | None = None
+    operand: Any, sides: Sequence[Side], context: TPContext, *, num_flagged_first: int, num_columns: int | None = None
 ) -> PendingParts:
-    """A gather of the bytes of each side and their scales; ``num_columns``: of the product of what comes in turn."""
+    """A gather of the bytes of each side and their scales; ``num_columns``: columns of the product of the parts that
+    are consumed rank by rank."""
     parts = [part for side in sides for part in sent(operand, side)]
     num_blocks = None
     if num_columns is not None:
@@ -54,7 +55,7 @@ def _start(
         num_blocks = _num_products(rows * context.world_size, num_columns, k, context.world_size)
         if num_blocks < context.world_size:
             _scales_of_block(context, parts[1], num_blocks)  # it may have to grow before the gather starts
-    return start_gather_of_parts(parts, context=context, num_in_ring_order=num_in_ring_order, num_blocks=num_blocks)
+    return start_gather_of_parts(parts, context=context, num_flagged_first=num_flagged_first, num_blocks=num_blocks)
 
 
 def _scales_of_block(context: TPContext, own: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -115,7 +116,7 @@ class ColumnForward(Pass):
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
         if not is_sendable(inp, (ROWS,)):
             return super().gather(inp, group, async_op, quantizer)
-        self._started = _start(inp, (ROWS,), self._context, num_in_ring_order=2, num_columns=self.features[0] or None)
+        self._started = _start(inp, (ROWS,), self._context, num_flagged_first=2, num_columns=self.features[0] or None)
         return Sharded(inp), None
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -173,7 +174,7 @@ class ColumnBackward(tensorwise.ColumnBackward):
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
         if not is_sendable(inp, (COLUMNS,)):
             return Pass.gather(self, inp, group, async_op, quantizer)
-        self._started = started = _start(inp, (COLUMNS,), self._context, num_in_ring_order=0)
+        self._started = started = _start(inp, (COLUMNS,), self._context, num_flagged_first=0)
         data, scales = started.totals
         num_columns = scales.shape[-1]  # 128 of a column have a scale
         total = _total(inp, (data.numel() // num_columns, num_columns), (COLUMNS,), started)
@@ -207,7 +208,7 @@ class RowBackward(tensorwise.RowBackward):
         if not is_sendable(inp, sides):
             return Pass.gather(self, inp, group, async_op, quantizer)
         self._started = started = _start(
-            inp, sides, self._context, num_in_ring_order=2, num_columns=self.features[1] or None
+            inp, sides, self._context, num_flagged_first=2, num_columns=self.features[1] or None
         )
         self._rows, self._total = inp, _total(inp, started.totals[0].shape, sides, started)
         if not self._needs_dgrad:

@@ -49,10 +49,10 @@ class _Gathering(Pass):
         super().__init__(context)
         self._started: Any = None  # a ``PendingGather``; of blocks a ``PendingParts``
 
-    def _start(self, rows: Any, quantizer: Any, *, in_ring_order: bool) -> Any:
+    def _start(self, rows: Any, quantizer: Any, *, flags_each_rank: bool) -> Any:
         """All ranks' rows, where they will be."""
         data = rows.get_metadata()["data"]
-        self._started = started = start_all_gather(data, context=self._context, in_ring_order=in_ring_order)
+        self._started = started = start_all_gather(data, context=self._context, flags_each_rank=flags_each_rank)
         shape = (data.shape[0] * self._context.world_size, *data.shape[1:])
         return _with_data(rows, started.rows.view(shape), quantizer)
 
@@ -100,7 +100,7 @@ class ColumnBackward(_Gathering):
         self._scatter: _StartedScatter | None = None
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        return self._start(inp, quantizer, in_ring_order=False), self
+        return self._start(inp, quantizer, flags_each_rank=False), self
 
     def scatter(self, partial: Any, group: Any, async_op: bool = False) -> tuple[Any, Any]:
         self.wait()  # one at a time; it also orders this stream behind the communication stream
@@ -148,7 +148,7 @@ class RowBackward(_Gathering):
             quantizer.set_usage(rowwise=True, columnwise=False)
             inp = quantizer(inp)
             quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
-        self._total = self._start(inp, quantizer, in_ring_order=True)
+        self._total = self._start(inp, quantizer, flags_each_rank=True)
         if not self._needs_dgrad:
             self.wait()
         return self._total, None

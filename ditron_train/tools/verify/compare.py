@@ -27,7 +27,7 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
 
     Raises:
         SettingError: The shape does not divide over the ranks.
-        PeerTimeoutError: A peer did not come.
+        PeerTimeoutError: A peer did not arrive.
     """
     if unsupported_reason_kind(case.kind, case.sequence_parallel) is not None:
         return Outcome(case, False, dict.fromkeys(RESULTS, 0))

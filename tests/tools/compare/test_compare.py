@@ -26,7 +26,6 @@ from ditron_train.tools.compare.side_by_side import show
 from ditron_train.tools.compare.steps import Runs, differences, read_job
 from ditron_train.tools.nothing_compared import NothingComparedError
 from ditron_train.tools.results import read_results, write_results
-from documents.results import _memory_words
 from tests.support.patience import HANG_S
 from tests.support.processes import run_workers
 
@@ -588,8 +587,6 @@ def test_the_rule_on_memory(tmp_path, capsys, monkeypatch, native, fused, excess
     row = _only_row(tmp_path / "results")
     assert row.memory_gib["excess"] == pytest.approx(excess, abs=2e-3) and row.bitwise_equal
     assert (row.memory_gib["native"], row.memory_gib["ditron_symmetric"]) == (native[0], fused[2])
-    assert _memory_words(row) == f"{native[0]:.1f}, {fused[0]:.1f} GiB | {fused[2]:.2f} GiB"
-    assert _memory_words(replace(row, memory_gib=None)) == "- | -", "rows of older versions"
 
 
 def test_the_second_native_job_has_to_have_trained_the_same(monkeypatch, tmp_path):
