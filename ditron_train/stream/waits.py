@@ -41,8 +41,8 @@ def waits_can_be_released() -> bool:
 
 
 def stream_notify(channel: Channel, signal_address: int, epoch: int, stream: torch.cuda.Stream | None = None) -> None:
-    """Sets the 32-bit flag at ``signal_address`` (here or at a peer) to ``epoch`` once the stream has got there; what
-    the stream did before is visible to whoever sees it. On the CPU it is set at once."""
+    """Sets the 32-bit flag at ``signal_address`` (here or at a peer) to ``epoch`` when the stream gets there; who sees
+    the flag also sees what the stream did before. On the CPU it is set at once."""
     if channel.arena.device.type != "cuda":
         _flag(signal_address).value = cyclic_difference(epoch, 0)
         return
@@ -60,13 +60,13 @@ def stream_wait(
     stream: torch.cuda.Stream | None = None,
     host_address: int | None = None,
 ) -> None:
-    """Holds the stream until the local flag at ``signal_address`` is ``epoch`` or later, at most as many deadlines as
-    the channel has ``turns`` now.
+    """Makes the stream wait until the local flag at ``signal_address`` is ``epoch`` or later, for at most ``turns``
+    deadlines of the channel.
 
-    ``peer`` and ``chunk`` name what is missing. On the CPU it blocks the caller. Enqueue the producing kernel of this
-    process, if any, before the wait: with one hardware queue the wait would sit in front of it. ``host_address``:
-    where the host can write the same flag, if it can; a release then needs nothing of the device, whose only hardware
-    queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the wait may be blocking.
+    ``peer`` and ``chunk`` name in an error what is missing. On the CPU it blocks the caller. Enqueue the producing
+    kernel of this process, if any, before the wait: with one hardware queue the wait would block it. ``host_address``:
+    the address at which the host can write the same flag, if it can. Releasing the wait then needs no work on the
+    device, whose only hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the wait may be blocking.
 
     Raises:
         PeerTimeoutError: On the CPU at once; on a GPU at the channel's next ``check``.
@@ -121,11 +121,11 @@ class _Wait:
 
 
 class _Watchdog:
-    """Releases stream waits that pass their deadline. One daemon thread a process, started at the first wait.
+    """Releases stream waits that pass their deadline. One daemon thread in a process, started at the first wait.
 
-    The thread never lets go of an entry, which may be the last to hold a channel and its symmetric memory: freeing
-    that waits for the device, and so for a wait that this very thread has to release (seen: nothing was released any
-    more). Who enqueues the next wait lets go of what is over.
+    The thread never drops an entry, which may hold the last reference to a channel and its symmetric memory: freeing
+    these waits for the device, and so for a wait that this very thread has to release (seen as a deadlock). The caller
+    that enqueues the next wait drops entries that are over.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class _Watchdog:
                 self._refused(entry, error)
 
     def _refused(self, entry: _Wait, error: Exception) -> None:
-        """A wait that cannot be released, though it is tried again at each poll: the host is to raise nevertheless."""
+        """A wait could not be released. It is tried again at each poll; the host has to raise nevertheless."""
         self._record(entry, cyclic_difference(entry.epoch, 1))  # what the flag holds cannot be read
         if str(error) != entry.refusal:
             entry.refusal = str(error)
