@@ -1,12 +1,12 @@
 """Signals between kernels: a flag written or waited for by the stream itself, with a deadline.
 
 A stream wait of the driver has no timeout, so each wait is three memory operations: write "begun" to pinned memory,
-wait for the flag, write "done"; where the flag is in host memory it says itself that the wait is over, and the last
-write is left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (no CUDA call
-while all is well); when a wait has begun and is not done within the deadline, it records the failure in the channel
-and releases the wait by writing the flag itself: from the host where the flag is in host memory, else from a stream
-of its own, whatever CUDA graph another thread captures meanwhile. The host then raises at the next ``Channel.check``,
-also where the driver refuses the release.
+wait for the flag, write "done". If the flag is in host memory, it shows itself that the wait is over, and the last
+write is left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (without CUDA
+calls while all is well). When a wait has begun and is not done within the deadline, the thread records the failure in
+the channel and releases the wait by writing the flag itself: from the host if the flag is in host memory, else from a
+stream of its own, even while another thread captures a CUDA graph. The host then raises at the next ``Channel.check``,
+even if the driver refuses the release.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ _SLOTS = 4096
 def waits_can_be_released() -> bool:
     """Whether a stream that waits for a flag in device memory can be released from another stream.
 
-    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` it cannot: every kernel, copy and flag write of the process, on whatever
-    stream, queues behind the wait (seen on H200). There only flags in host memory (``host_address``) can be waited
-    for.
+    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` it cannot: every kernel, copy and flag write of the process, on any stream,
+    queues behind the wait (seen on H200). Then a stream can only wait for flags in host memory (``host_address``).
     """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
@@ -154,7 +153,7 @@ class _Watchdog:
         with self._lock:
             if device not in self._release_streams:
                 self._release_streams[device] = own_stream(device)  # one of torch's may be one that waits
-        while (taken := self._take_slot()) is None:  # the host is that far ahead; each ends, or is released in time
+        while (taken := self._take_slot()) is None:  # the host is far ahead; each wait ends, or is released in time
             time.sleep(_POLL_S)
         slot, ticket = taken
         with self._lock:
@@ -171,8 +170,8 @@ class _Watchdog:
         driver.stream_memory_ops(stream.cuda_stream, operations)
 
     def _take_slot(self) -> tuple[int, int] | None:
-        """A slot and its ticket; the slot is not that of a wait in flight, however long that has been waiting. None
-        where all are: nobody can free one under this lock."""
+        """A slot and its ticket; never the slot of a wait in flight. None if all slots are in flight: none can become
+        free while this lock is held."""
         with self._lock:
             if len(self._slots_in_use) >= _SLOTS:
                 return None
