@@ -1,7 +1,7 @@
-"""Estimates of a mixture of experts with an even routing: dispatch, combine, grouped GEMMs, the layer.
+"""Estimates of a mixture of experts with even routing: dispatch, combine, grouped GEMMs, the layer.
 
-native    permutes every (token, expert) copy, exchanges all of them, sorts them by expert; and back
-fused     a token leaves once for each rank; the second product's rows return while it is computed
+native    permutes every (token, expert) copy, exchanges all copies, sorts them by expert; and back
+fused     sends a token once to each rank; rows of the second product return while it is computed
 
 Across nodes only the native path is estimated.
 """
@@ -45,7 +45,7 @@ class Experts:
 
     @property
     def row_bytes(self) -> int:
-        """Of one token."""
+        """Bytes of one token."""
         return self.hidden * _ITEMSIZE
 
     @property
@@ -56,13 +56,13 @@ class Experts:
 
 @dataclass(frozen=True)
 class Load:
-    """What a routing makes a rank do.
+    """The work of a rank under a routing.
 
     Attributes:
-        rows: Of each of its experts.
+        rows: Rows of each of its experts.
         copies: (token, expert) rows on the link of a rank.
-        distinct: (token, rank) rows there.
-        sent: (token, expert) rows that one rank sends, its own among them.
+        distinct: (token, rank) rows on the link of a rank.
+        sent: (token, expert) rows that one rank sends, including those to itself.
     """
 
     rows: tuple[float, ...]
@@ -73,7 +73,7 @@ class Load:
 
 @lru_cache(maxsize=256)
 def even_load(experts: Experts, ranks: int) -> Load:
-    """Every expert is as likely as the others."""
+    """The load if all experts are equally likely."""
     local = experts.count // ranks
     sent = experts.tokens * experts.topk
     missed = math.comb(experts.count - local, experts.topk) / math.comb(experts.count, experts.topk)
@@ -82,13 +82,13 @@ def even_load(experts: Experts, ranks: int) -> Load:
 
 
 def _copies_us(load: Load, experts: Experts, span: Span, rates: MachineRates) -> float:
-    """NCCL's all-to-all of the busiest rank's copies."""
+    """Time of NCCL's all-to-all of the busiest rank's copies."""
     whole = load.copies * span.ranks / max(span.ranks - 1, 1)
     return all_to_all_us(whole * experts.row_bytes, span, rates)
 
 
 def _passes_us(load: Load, experts: Experts, rates: MachineRates) -> tuple[float, float]:
-    """To permute a rank's tokens into copies, or back; and to sort what arrived by expert."""
+    """Times to permute a rank's tokens into copies, or back, and to sort what arrived by expert."""
     sent = pass_us((load.sent + experts.tokens) * experts.row_bytes, rates)
     sorted_us = pass_us(2 * sum(load.rows) * experts.row_bytes, rates) if len(load.rows) > 1 else 0.0
     return sent, sorted_us
@@ -97,7 +97,7 @@ def _passes_us(load: Load, experts: Experts, rates: MachineRates) -> tuple[float
 def dispatch(
     load: Load, experts: Experts, span: Span, rates: MachineRates, *, deterministic: bool = False
 ) -> Estimate:
-    """Tokens to the rows of their experts; ``deterministic``: PyTorch fills what it allocates before it is written."""
+    """Time from tokens to the rows of their experts; ``deterministic``: PyTorch fills new tensors."""
     layout_us = _LAYOUT_US * experts.count
     native_us = layout_us + _copies_us(load, experts, span, rates) + sum(_passes_us(load, experts, rates))
     native_us += pass_us(load.sent * experts.row_bytes, rates) if deterministic else 0.0
@@ -110,7 +110,7 @@ def dispatch(
 
 
 def combine(load: Load, experts: Experts, span: Span, rates: MachineRates, *, deterministic: bool = False) -> Estimate:
-    """Rows of the experts back to their tokens, and their sums; ``deterministic`` as PyTorch's mode."""
+    """Time of returning rows to their tokens and of the sums; ``deterministic``: in PyTorch's deterministic mode."""
     sums_us, sorted_us = _passes_us(load, experts, rates)
     passes = _DETERMINISTIC_SUM if deterministic else 1.0
     native_us = _copies_us(load, experts, span, rates) + sorted_us + passes * sums_us
@@ -131,7 +131,7 @@ def expert_product(
     product: Product = "forward",
     fp8: Recipe | None = None,
 ) -> float:
-    """A product of each local expert [n, k] with its rows, in us: forward or dgrad, or the weights' gradients."""
+    """Time in us of the products of each local expert [n, k] with its rows: forward, dgrad or wgrad."""
     counts = [max(round(row), 1) for row in rows]
     groups = [(n, k, count) if product == "wgrad" else (count, n, k) for count in counts]
     return grouped_us(groups, machine, product_rates(rates, fp8, product), operands(fp8))
@@ -148,8 +148,8 @@ def moe_layer(
     fp8: Recipe | None = None,
     deterministic: bool = False,
 ) -> tuple[Estimate, Estimate, float]:
-    """Forward or backward of a layer: dispatch and combine, the experts' products, and what both paths run alike
-    besides (router, activation), in us. ``fp8`` is the experts': tokens travel in 16 bits."""
+    """Time in us of forward or backward of a layer: dispatch and combine, the experts' products, and what both paths
+    share (router, activation). ``fp8``: of the experts; tokens are sent in 16 bits."""
     (n1, k1), (n2, k2) = experts.products
     num_rows = sum(load.rows)
     alike_us = _router_us(experts, rates) * (2 if backward else 1)

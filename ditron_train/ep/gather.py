@@ -1,5 +1,6 @@
-"""Gathered experts: where the rows of a group's tokens are at one rank's experts, and what is done with them source by
-source, as tokens arrive and as sums leave. Who gathers and scatters is the caller's (``megatron/ep/gather.py``).
+"""Gathered experts: the rows of a group's tokens at one rank's experts. They are placed source by source as tokens
+arrive, and added up source by source before sums are sent. The caller gathers and scatters
+(``megatron/ep/gather.py``).
 
     # equivalent, for the tokens of rank ``source``
     for t, k in local_map[source].nonzero(): rows[row_of_token[source, t, k]] = tokens[t]        # place
@@ -8,9 +9,9 @@ source, as tokens arrive and as sums leave. Who gathers and scatters is the call
     copy engines: tokens of rank 0 | of rank 1 | ...              sums to rank 0 | to rank 1 | ...
     kernels:                         place 0   | place 1 | ... | sum 0 | sum 1   | ...
 
-The native order that bits need: rows by local expert, then source rank, then token. ``rows_of_token`` [tokens, PLACES]
-lists the rows that a token has at the local experts, the last one first, and -1 behind them. Few experts of a rank
-have a token, so a list of its rows is read, not a table of all experts.
+Rows are in the native order: by local expert, then source rank, then token. ``rows_of_token`` [tokens, PLACES] lists
+the rows that a token has at the local experts, the last one first, then -1. A token goes to few experts of a rank, so
+kernels read a list of its rows, not a table of all experts.
 """
 
 from __future__ import annotations
@@ -89,8 +90,7 @@ def sum_rows(
     with one place, r_0 as it is.
 
     In fp32 with one rounding to the rows' type at the end, or (ROUND_EACH) one after every addition; ``out`` may be of
-    a wider type. What a token with fewer rows than its neighbours adds in their place is 0, which changes no sum that
-    began at 0.
+    a wider type. A token with fewer rows than its neighbours adds zeros instead, which change no sum that began at 0.
     """
     dtype = rows.dtype.element_ty
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
@@ -121,19 +121,19 @@ _PROGRAMS_OF_AN_SM = 4  # each waits for one row of a few tokens at a time
 
 
 class RowLayout:
-    """Where the rows of all ranks' tokens are at this rank's experts.
+    """The rows of all ranks' tokens at this rank's experts.
 
     Args:
         counts: int64 [world_size, local experts] on the CPU: rows of each source and expert.
         rows_of_token: int32 [world_size * tokens, places]: the rows that a token has here, the last expert's first,
-            and -1 behind them.
-        adds_up: Whether a token's rows are added up, from zero on, as native does; else it has one place.
-        counts_there: ``counts`` on the device, where they are there already.
+            then -1.
+        adds_up: Whether a token's rows are added up, starting from zero, as natively; else a token has one place.
+        counts_there: ``counts`` on the device, if they are there already.
 
     Attributes:
-        num_tokens: Of each rank.
+        num_tokens: Tokens of each rank.
         tokens_per_expert: int64 [local experts] on the CPU.
-        num_rows: Of all experts.
+        num_rows: Rows of all experts.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class RowLayout:
         self._tiles_of_groups: dict[tuple[Hashable, ...], list[RowTiles]] = {}
 
     def tokens_of(self, source: int) -> slice:
-        """The tokens of a rank among all."""
+        """The tokens of a rank in those of all ranks."""
         return slice(source * self.num_tokens, (source + 1) * self.num_tokens)
 
     @cached_property
@@ -175,7 +175,7 @@ class RowLayout:
         return self._tiles_of_groups[key]
 
     def experts_below(self, rows: int) -> list[int]:
-        """The experts that have some rows, but fewer than that."""
+        """The experts that have some, but fewer than ``rows`` rows."""
         return [expert for expert, have in enumerate(self.tokens_per_expert.tolist()) if 0 < have < rows]
 
 
@@ -184,7 +184,7 @@ class GatheredLayout(RowLayout):
 
     Args:
         local_map: bool [world_size * tokens, local experts], the tokens of all ranks in order of the ranks.
-        world_size: Ranks, which have as many tokens each.
+        world_size: Number of ranks, each with the same number of tokens.
     """
 
     def __init__(self, local_map: torch.Tensor, world_size: int) -> None:
@@ -201,14 +201,14 @@ class GatheredLayout(RowLayout):
 
 
 class SlicedLayout(RowLayout):
-    """Rows that each of several ranks has in [expert, ...] order, of experts that all of them have a slice of.
+    """Rows of several ranks that each hold a slice of the same experts; each rank's are in [expert, ...] order.
 
     Args:
         counts: int64 [ranks, local experts] on the CPU.
-        device: Of the rows.
+        device: Device of the rows.
 
     Attributes:
-        num_tokens: Rows that every rank has room for: few different numbers, since each is prepared for once.
+        num_tokens: Rows that every rank has room for, rounded up so that few plans are needed.
     """
 
     def __init__(self, counts: torch.Tensor, device: torch.device) -> None:

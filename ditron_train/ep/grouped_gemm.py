@@ -62,7 +62,7 @@ GroupOp = Literal["group_gemm", "group_dgrad", "group_wgrad"]
 
 
 def group_class(num_experts: int, rows: int, n: int, k: int) -> str:
-    """The class of shapes that share a choice: experts of a rank, and their rows, N and K, such as
+    """The class of shapes that share a choice: experts of a rank, their rows together, N and K, such as
     ``64 experts 65536x4096x7168``."""
     return f"{num_experts} experts " + "x".join(str(class_of_size(size)) for size in (rows, n, k))
 
@@ -70,7 +70,7 @@ def group_class(num_experts: int, rows: int, n: int, k: int) -> str:
 def default_group_config(
     op: GroupOp, num_experts: int, rows: int, n: int, k: int, dtype: torch.dtype, target: str, device: torch.device
 ) -> GemmConfig:
-    """What runs without a table; arguments as of ``choose_group_config``."""
+    """The tile if there is no table; arguments as of ``choose_group_config``."""
     if op == "group_wgrad":
         return choose_config(n * num_experts, k, rows, dtype, target, num_sms(device))
     return choose_config(max(rows, 1), n, k, dtype, target, num_sms(device))
@@ -83,14 +83,14 @@ def choose_group_config(
 
     Args:
         op: Which product.
-        num_experts: Of this rank.
-        rows: Of all experts.
-        n: Columns of the result; of a weight gradient its rows.
-        k: Length of the sums; of a weight gradient its columns.
+        num_experts: Experts of this rank.
+        rows: Rows of all experts.
+        n: Columns of the result; for a weight gradient its rows.
+        k: Length of the sums; for a weight gradient its columns.
         dtype, target, device: As ``gemm.configs.choose_config``.
 
     Raises:
-        SettingError: The table cannot be read, or its entry.
+        SettingError: The table or its entry cannot be read.
     """
     setting = os.environ.get("DITRON_TUNING")
     own = class_of_size(rows)
@@ -106,7 +106,7 @@ def choose_group_config(
 def _of_table(
     setting: str | None, op: GroupOp, num_experts: int, rows: int, n: int, k: int, device: torch.device
 ) -> GemmConfig | None:
-    """``setting``: which table, so that another one is asked anew."""
+    """The tile of a table, cached; ``setting``: names the table, so that another one is read again."""
     table, name = active_table(device_name(device)), group_class(num_experts, rows, n, k)
     entry = None if table is None else table.find(op, 1, name)
     try:
@@ -129,9 +129,9 @@ def list_tiles(
     """tiles[4 (1 + i) ..] = expert, first row and end row of row tile i; tiles[0] their number. Program b writes block
     b.
 
-    Experts take whole tiles each; one with no rows takes none. ``row_ends[e]`` follows behind the tiles. Of experts
-    that have more rows than there is room for (a fixed capacity that was too small, which is an error elsewhere) the
-    first ``num_rows`` count: no tile is outside the buffers.
+    Each expert takes whole tiles, one without rows none. ``row_ends[e]`` follows the tiles. If experts have more rows
+    than there is room for (a fixed capacity that was too small, which is an error elsewhere), the first ``num_rows``
+    count, so that no tile is outside the buffers.
     """
     lanes = tl.arange(0, EXPERTS)
     counts = tl.load(tokens_per_expert + lanes, mask=lanes < NUM_EXPERTS, other=0).to(tl.int32)
@@ -171,10 +171,11 @@ def list_tiles_of_groups(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``list_tiles`` of ``counts`` [sources, experts], for experts of at least ``min_rows`` rows, parted by groups
-    of sources. Program g writes the tiles of group g, in their order, into a table of its own.
+    """``list_tiles`` of ``counts`` [sources, experts], for experts of at least ``min_rows`` rows, divided by groups of
+    sources. Program g writes the tiles of group g, in their order, into a table of its own.
 
-    Source s is of group ``groups[s]``. A tile is of the last group (LAST), or of the first, that has a row in it.
+    Source s belongs to group ``groups[s]``. A tile belongs to the last group (LAST), or to the first, with a row in
+    it.
     """
     group = tl.program_id(0)
     table = tiles + group * (4 * (max_tiles + 1) + SLACK)
@@ -214,7 +215,7 @@ def list_tiles_of_groups(
 
 @triton.jit
 def tile_at(tiles, places, row_tile, BLOCK_M: tl.constexpr):
-    """Of a row tile: where its expert's weight is, its first row, how many of its rows there are."""
+    """A row tile's place of its expert's weight, its first row, and its number of valid rows."""
     entry = tiles + 4 + row_tile * 4
     place = tl.load(places + tl.load(entry))
     row = tl.load(entry + 1)
@@ -254,9 +255,9 @@ def group_gemm_kernel(a_desc, b_desc, half_b_desc, c_desc, places, tiles, N, K, 
     """C[r, :] = A[r, :] @ B[e(r)], e(r) the expert of row r: fp32 accumulation over K in order, one rounding.
 
     a_desc: A [rows, K] in blocks [BLOCK_M, BLOCK_K]. b_desc: all experts' weights, blocks [1, BLOCK_N, BLOCK_K]
-    (TRANSPOSE_B: weights [N, K]) or [1, BLOCK_K, BLOCK_N] (weights [K, N]). c_desc: C behind BLOCK_M rows of padding,
+    (TRANSPOSE_B: weights [N, K]) or [1, BLOCK_K, BLOCK_N] (weights [K, N]). c_desc: C after BLOCK_M rows of padding,
     as clipped blocks. A tile at the end of an expert reads on into the next one's rows; their results are clipped.
-    Nobody waits: no signals.
+    There are no signals and no waits.
 
     With SPLIT_STORE the last wave may be computed in halves (``compute_tiles``); half_b_desc reads the weights in such
     halves (else it is b_desc).
@@ -285,7 +286,7 @@ def store_block(desc, acc, i, j, col, BLOCK_N: tl.constexpr, SPLIT_STORE: tl.con
 
 @triton.jit
 def _leave_columns(address, acc, row, col, N, K, TO: tl.constexpr, GEMM: tl.constexpr):
-    """A quarter of a tile's columns: a whole tile's addresses and values take more registers than there are."""
+    """Writes a quarter of a tile's columns: a whole tile's addresses and values need too many registers."""
     rows = tl.arange(0, GEMM.BLOCK_M)[:, None]
     columns = tl.arange(0, GEMM.BLOCK_N // 4)[None, :]
     at = address + (tl.cast(row, tl.int64) * K + col) + (rows * K + columns)
@@ -297,8 +298,8 @@ def _leave_columns(address, acc, row, col, N, K, TO: tl.constexpr, GEMM: tl.cons
 
 @triton.jit
 def _leave_block(w, acc, expert, row, col, N, K, element_type: tl.constexpr, TO: tl.constexpr, GEMM: tl.constexpr):
-    """A tile of an expert's weight gradient: written through the descriptor ``w`` (TO is 0), or at the address
-    ``w[expert]``, to which it is added in fp32 (1) or which it is written over (2). Nobody else writes there."""
+    """Writes a tile of an expert's weight gradient: through the descriptor ``w`` (TO is 0), or at the address
+    ``w[expert]``, where it is added in fp32 (1) or overwrites (2). No other program writes there."""
     if TO == 0:
         store_block(w, acc, expert, row, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
     else:
@@ -346,14 +347,14 @@ def group_wgrad_kernel(
     """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding; or
     with TO = 1 W[e] += that sum, in fp32, one rounding.
 
-    g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: what is behind an expert's last
-    row reads as zero. w: W [experts, N, K] as a descriptor of blocks [1, BLOCK_M, BLOCK_N]; with TO = 1 or 2 (written)
-    the addresses of the experts' W [N, K], int64, of fp32 if WIDE, else of G's type. An expert without rows gets
-    zeros, or nothing added. Nobody waits: no signals.
+    g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: rows after an expert's last read as
+    zero. w: W [experts, N, K] as a descriptor of blocks [1, BLOCK_M, BLOCK_N]; with TO = 1 or 2 (overwritten) the
+    addresses of the experts' W [N, K], int64, of fp32 if WIDE, else of G's type. An expert without rows gets zeros, or
+    nothing added. There are no signals and no waits.
 
-    Tiles and blocks of rows are one loop of steps, so that the loads of the next tile run under the epilogue of this
-    one. Experts differ in depth, which keeps the compiler from making that loop itself (``flatten``). The few experts
-    that end within the first BLOCK_K rows come behind it, through masked loads.
+    Tiles and blocks of rows are one loop of steps, so that the loads of the next tile overlap with the epilogue of
+    this one. Experts differ in depth, so the compiler cannot make that loop itself (``flatten``). The few experts that
+    end within the first BLOCK_K rows come after the loop, by masked loads.
     """
     element_type: tl.constexpr = tl.float32 if WIDE else g_pointer.dtype.element_ty
     num_tiles_m = tl.cdiv(N, GEMM.BLOCK_M)
@@ -423,8 +424,8 @@ def group_launch(
     num_stages: int,
     dtype: torch.dtype,
 ) -> KernelLaunch:
-    """The launch of a kernel with these constants, for operands of this type: only the first one goes through
-    Triton."""
+    """The launch of a kernel with these constants, for operands of this type; cached, so that only the first one goes
+    through Triton."""
     values = {name: as_constant(value) for name, value in constants}
     options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages)
     return KernelLaunch(kernel, num_programs, values, **options)
@@ -435,12 +436,12 @@ class RowTiles:
     """How the rows of a rank are cut into tiles that hold one expert each; made once a layer, on the device.
 
     Attributes:
-        tiles: int32, see ``list_tiles``.
-        num_rows: Rows of all experts together (with a capacity: at most).
-        num_experts: Experts.
+        tiles: int32, as written by ``list_tiles``.
+        num_rows: Rows of all experts together (with a capacity: the most).
+        num_experts: Experts of this rank.
         block_m: Rows of a tile.
-        max_tiles: Tiles at most.
-        has_row_ends: Whether ``row_ends`` is there: of all rows, not of a part.
+        max_tiles: The most tiles.
+        has_row_ends: Whether there are ``row_ends``: for tiles of all rows, not of a part.
     """
 
     tiles: torch.Tensor
@@ -452,7 +453,7 @@ class RowTiles:
 
     @property
     def row_ends(self) -> torch.Tensor:
-        """int32 [num_experts]: first row behind each expert."""
+        """int32 [num_experts]: the row after each expert's last."""
         assert self.has_row_ends, "tiles of a part"
         return self.tiles[_TILE_WORDS * (self.max_tiles + 1) :]
 
@@ -463,8 +464,8 @@ def block_rows(device: torch.device) -> int:
 
 
 def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int, block_m: int | None = None) -> RowTiles:
-    """Lists the tiles of ``tokens_per_expert`` (integers on the device, [num_experts]) that sum to ``num_rows`` at
-    most; of ``block_m`` rows, or as many as grouped GEMMs of 16 bits take."""
+    """Lists the tiles of ``tokens_per_expert`` (integers on the device, [num_experts], with a sum of at most
+    ``num_rows``), of ``block_m`` rows each; None: as many as 16-bit grouped GEMMs take."""
     num_experts, block_m = tokens_per_expert.numel(), block_m or block_rows(tokens_per_expert.device)
     num_programs = -(-(-(-num_rows // block_m) + num_experts) // _LIST_BLOCK)
     max_tiles = num_programs * _LIST_BLOCK  # few different numbers, whatever the rows: launches are kept by number
@@ -482,15 +483,15 @@ def row_tiles_of_groups(
 ) -> list[RowTiles]:
     """Row tiles of each of some groups of source ranks, for products that are computed part by part.
 
-    Tiles begin at an expert's first row, wherever the rows of a source begin, so that none is cut. One that has rows
-    of several groups is of one of them.
+    Tiles begin at an expert's first row, whatever sources its rows are from, so that no tile is cut. A tile with rows
+    of several groups belongs to one of them.
 
     Args:
         counts: int64 [sources, experts] on the device: rows, which are stored by expert, then by source.
-        groups: All sources.
+        groups: Groups of sources, which together are all sources.
         num_rows: The sum of ``counts``.
-        last: Whether a tile is of the last group that has rows in it, which have to be there; else of the first.
-        min_rows: Experts of fewer rows are in no group.
+        last: Whether a tile belongs to the last group with rows in it, so that all have arrived; else to the first.
+        min_rows: Experts with fewer rows are in no group.
     """
     (num_sources, num_experts), device = counts.shape, counts.device
     block_m = block_rows(device)
@@ -515,7 +516,7 @@ _INTO_CONFIG = GemmConfig(128, 128, 64, 8, 4)
 
 
 def _clipped_rows(matrix: torch.Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """``matrix`` [rows, columns] for blocks that end at any row, see the module."""
+    """A descriptor of ``matrix`` [rows, columns] for blocks that end at any row (see the module's docstring)."""
     rows, columns = matrix.shape
     return TensorDescriptor(matrix, [rows, block_rows, columns], [columns, columns, 1], [1, block_rows, block_columns])
 
@@ -523,17 +524,17 @@ def _clipped_rows(matrix: torch.Tensor, block_rows: int, block_columns: int) -> 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor whose storage begins where ``part`` does.
 
-    ``torch.compile`` makes other code for another storage offset, which may add up in another order: Megatron's
-    compiled activations must find what they find behind native's GEMMs. The allocator does not know the new storage:
-    ``record_stream`` does nothing for it, so who uses it on another stream keeps it until the one that it was made on
-    has waited for that.
+    ``torch.compile`` makes other code for another storage offset, which may add up in another order, so Megatron's
+    compiled activations must get the same offset as after native GEMMs. The allocator does not know the new storage,
+    and ``record_stream`` has no effect on it: a user on another stream must keep it until the stream that it was made
+    on has waited for that use.
     """
     return from_dlpack(to_dlpack(part))
 
 
 def reach_of(addresses: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-    """Distance of each tensor, of which these are the addresses, from the lowest in units, and the unit in bytes; None
-    where one descriptor cannot span them."""
+    """For tensors at these addresses, the distance of each from the lowest, in units, and the unit in bytes; None if
+    one descriptor cannot span them."""
     lowest = min(addresses)
     unit = math.gcd(*(address - lowest for address in addresses)) or 4096
     distances = tuple((address - lowest) // unit for address in addresses)
@@ -548,7 +549,7 @@ def reach_of(addresses: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
 
 
 def are_whole(columns: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether rows of so many elements are whole 16 bytes each, as descriptors want them."""
+    """Whether rows of these numbers of elements are multiples of 16 bytes, as descriptors require."""
     return not any(width * dtype.itemsize % _ALIGNMENT_BYTES for width in columns)
 
 
@@ -569,8 +570,8 @@ def _sizes(config: GemmConfig, block_m: int) -> GemmSizes:
 
 @dataclass(frozen=True)
 class GemmOperands:
-    """What a grouped GEMM kernel takes: descriptors of rows, weights and result, and where each expert's weight
-    is."""
+    """Operands of a grouped GEMM kernel: descriptors of rows, weights and result, and the place of each expert's
+    weight."""
 
     a: TensorDescriptor
     b: TensorDescriptor
@@ -659,9 +660,9 @@ def group_gemm(
     Args:
         x: [num_rows, K], rows by expert; bf16 or fp16 (fp32 too in the interpreter).
         weights: One [N, K] (dgrad: [K, N]) for each expert, of one shape and type; contiguous, anywhere in memory.
-        tiles: Of the rows.
+        tiles: Row tiles of ``x``.
         transpose: Whether weights are stored [N, K].
-        config: Tile sizes; by the shape where None.
+        config: Tile sizes; None: by the shape.
 
     Returns:
         [num_rows, N].
@@ -675,7 +676,7 @@ def group_gemm(
 
 
 def multiply(operands: GemmOperands, tiles: RowTiles) -> None:
-    """The rows of ``tiles``, which may be a part of all, of the product that ``gemm_operands`` described."""
+    """Computes the rows of ``tiles``, which may be a part of all, of the product that ``gemm_operands`` described."""
     if 0 in operands.y.shape:
         return
     chosen, y = operands.config, operands.y
@@ -691,14 +692,16 @@ def multiply(operands: GemmOperands, tiles: RowTiles) -> None:
 def group_wgrad(
     grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles, *, spare_sms: int = 0, config: GemmConfig | None = None
 ) -> torch.Tensor:
-    """dw[e] = grad[rows of e].T @ x[rows of e]: one sum over the expert's rows in order; zeros where it has none.
+    """dw[e] = grad[rows of e].T @ x[rows of e]: one sum over the expert's rows in order; zeros if it has none.
 
     Args:
         grad: [num_rows, N].
         x: [num_rows, K] of the same type.
-        tiles: Of the rows.
-        spare_sms: Multiprocessors that another kernel holds meanwhile: a program that waited for one would end last.
-        config: As ``group_gemm``.
+        tiles: Row tiles of ``x``.
+        spare_sms: Multiprocessors that another kernel occupies meanwhile; the grid is smaller by as many programs,
+        since
+            one that had to wait for a multiprocessor would end last.
+        config: As of ``group_gemm``.
 
     Returns:
         [num_experts, N, K].
@@ -735,10 +738,10 @@ def group_wgrad_into(
     Args:
         grad: [num_rows, N].
         x: [num_rows, K] of the same type.
-        tiles: Of the rows.
-        main_grads: [N, K] of each expert, of fp32 or of the operands' type; contiguous, anywhere in memory. They stay
-            where they are: their addresses are kept.
-        overwrites: Whether the sum takes the place of what is there; zeros then where an expert has no rows.
+        tiles: Row tiles of ``x``.
+        main_grads: [N, K] of each expert, of fp32 or of the operands' type; contiguous, anywhere in memory. They must
+            not move, since their addresses are cached.
+        overwrites: Whether the sum overwrites ``main_grads``, with zeros for an expert without rows.
         spare_sms: As of ``group_wgrad``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Grouped quantization: rows of experts in FP8 with one scale an expert (current scaling), of all experts at once.
+"""Grouped quantization: rows of all experts to FP8 together, with one scale for each expert (current scaling).
 
 # equivalent, for each expert e
 data[e], transposes[e], inverses[e] = quantizer[e](rows of e)     # Transformer Engine: four kernels an expert
@@ -33,9 +33,9 @@ def largest_of_experts(
 ):
     """largest[e] = max |values| over the rows of expert e, as the bits of an fp32 number; it was 0 before.
 
-    A program takes one of PARTS parts of a tile of ``list_tiles``, so that the rows of one expert are the work of all
-    multiprocessors, however many they are. Of numbers that are not negative the larger one has the larger bits, in
-    whatever order they arrive. What is not a number counts as nothing, as in Transformer Engine's.
+    A program takes one of PARTS parts of a tile of ``list_tiles``, so that all multiprocessors share the rows of one
+    expert. The bits of non-negative floating-point numbers are ordered like the numbers, so an integer maximum is
+    exact in any order. NaNs are ignored, as in Transformer Engine.
     """
     for index in range(tl.program_id(0), tl.load(tiles) * PARTS, tl.num_programs(0)):
         entry = tiles + 4 + 4 * (index // PARTS)
@@ -53,8 +53,8 @@ def largest_of_experts(
 
 @triton.jit
 def scale_of_amax(amax, MAX_FP8: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """MAX_FP8 / max(amax, EPSILON), rounded once; of POWER_OF_2 its exponent alone. 1 where amax is 0 or infinite, the
-    largest number where the quotient is."""
+    """MAX_FP8 / max(amax, EPSILON), rounded once; with POWER_OF_2 its power of two only. 1 if amax is 0 or infinite,
+    the largest fp32 number if the quotient is infinite."""
     bounded = tl.maximum(amax, EPSILON)
     is_usual = (bounded > 0.0) & (bounded < float("inf"))
     scale = tl.div_rn(tl.zeros_like(bounded) + MAX_FP8, tl.where(is_usual, bounded, 1.0))
@@ -99,9 +99,9 @@ def cast_rows(
     """data[r] = FP8(rows[r] * scale[e(r)]), as bytes; the same of expert e transposed, [columns, its rows], from
     ``transposes[columns * first row]`` on; inverses[e * ALIGNED] = 1 / scale[e].
 
-    scale[e] is that of amax[e], which ``largest_of_experts`` found; where KEEPS they go to the addresses
-    ``numbers[e, 1]`` and ``numbers[e, 0]``. An expert without rows leaves all of them as they are. STEP divides every
-    expert's rows and ``columns``. A program takes tiles of ``list_tiles``, all columns of one after the other.
+    scale[e] is computed from amax[e], which ``largest_of_experts`` found; with KEEPS they are written to the addresses
+    ``numbers[e, 1]`` and ``numbers[e, 0]``. For an expert without rows nothing is written. STEP divides every expert's
+    rows and ``columns``. A program takes whole tiles of ``list_tiles``, one after the other.
     """
     column_tiles = tl.cdiv(columns, BLOCK_K)
     for index in range(tl.program_id(0), tl.load(tiles) * column_tiles, tl.num_programs(0)):
@@ -143,7 +143,7 @@ class Fp8Rows(NamedTuple):
     Attributes:
         data: uint8 [rows, K] of each expert.
         transposes: uint8 [K, rows] of each expert.
-        inverses: fp32 [1] of each expert, at 256 bytes: what its values are to be multiplied by. Undefined without
+        inverses: fp32 [1] of each expert, aligned to 256 bytes: the factor that restores its values. Undefined without
             rows.
     """
 
@@ -161,22 +161,22 @@ def quantised_rows(
     epsilon: float = 0.0,
     power_of_2: bool = False,
 ) -> Fp8Rows:
-    """What Transformer Engine's current scaling makes of the rows of each expert, and leaves in its quantizer:
+    """Quantizes the rows of each expert as Transformer Engine's current scaling does, and fills its quantizers:
 
         amax, scale = kept[e]
         amax = rows of e .abs().max()               scale = (largest number of dtype) / max(amax, epsilon)
         data[e] = (rows of e * scale).to(dtype)     transposes[e] = data[e].T     inverses[e] = 1 / scale
 
-    Not a number counts as nothing in amax. The scale is 1 where amax is 0 or infinite, and at most the largest fp32
-    number. Of an expert without rows nothing is written.
+    amax ignores NaNs. The scale is 1 if amax is 0 or infinite, and at most the largest fp32 number. For an expert
+    without rows nothing is written.
 
     Args:
         rows: [num_rows, K], contiguous, by expert; K and the rows of each expert are multiples of 16.
         splits: Rows of each expert; their sum is num_rows.
-        kept: Where each expert's amax and scale are kept, an fp32 number each; None where nobody keeps them.
+        kept: fp32 tensors for each expert's amax and scale, one number each; None: they are not written.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        epsilon: Of the recipe.
-        power_of_2: Whether scales lose their mantissa.
+        epsilon: The recipe's lower bound of amax.
+        power_of_2: Whether scales are rounded to powers of two.
 
     Source: ``Float8CurrentScalingQuantizer`` and ``compute_scale_from_amax`` of Transformer Engine.
 
@@ -222,13 +222,13 @@ def quantised_rows(
 
 
 def _owners(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The same parts of memory, each with a hold on it of its own: a layer that puts others into them has given up the
-    memory, which views would keep for the tensor that they are of."""
+    """The same memory as tensors that are not views: a layer that replaces their data releases the memory, which views
+    would keep for their base."""
     return [part.data for part in parts]
 
 
 def _listed_tiles(splits: Sequence[int], block_m: int, device: torch.device) -> RowTiles:
-    """Tiles of ``block_m`` rows of experts that have so many, listed on the device."""
+    """Tiles of ``block_m`` rows of experts with ``splits`` rows, listed on the device."""
     counts = torch.tensor(splits, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         counts = counts.pin_memory().to(device, non_blocking=True)
@@ -236,7 +236,7 @@ def _listed_tiles(splits: Sequence[int], block_m: int, device: torch.device) -> 
 
 
 def _check_rows(rows: torch.Tensor, splits: Sequence[int], dtype: torch.dtype) -> None:
-    """That rows of experts can be quantised at once.
+    """Checks that the rows of all experts can be quantized together.
 
     Raises:
         NotSupportedError: They cannot.

@@ -61,7 +61,7 @@ def count_chunks(
     """Program c counts chunk c: tokens of each expert, distinct tokens of each destination rank, experts of the widest
     token.
 
-    Nobody waits. Writes ``chunk_counts[c, column]``, ``chunk_dests[c, owner]``, ``chunk_widest[c]``.
+    No program waits. Writes ``chunk_counts[c, column]``, ``chunk_dests[c, owner]``, ``chunk_widest[c]``.
     """
     chunk = tl.program_id(0)
     first = chunk * chunk_tokens
@@ -83,8 +83,8 @@ def count_chunks(
 
 @triton.jit
 def _make_message(tables, mine, num_tokens, S: tl.constexpr):
-    """Turns the counts of chunks into exclusive sums, in place, and writes what every rank is told alike to
-    ``mine``."""
+    """Turns the counts of chunks into exclusive sums, in place, and writes the part of the message that is the same
+    for every rank to ``mine``."""
     chunks = tl.arange(0, S.NUM_CHUNKS)
     ranks = tl.arange(0, S.RANKS)
     for owner in tl.static_range(S.RANKS):
@@ -122,7 +122,7 @@ def _trade_messages(mine, chunk_entries, message_addresses, channel, rank, epoch
 
 @triton.jit
 def _set_no_rows(tables, S: tl.constexpr):
-    """Makes the layout one without rows, of which nobody sends, awaits or multiplies any."""
+    """Makes the layout one without rows, so that no row is sent, awaited or multiplied."""
     chunks = tl.arange(0, S.NUM_CHUNKS)
     ranks = tl.arange(0, S.RANKS)
     slots = tl.arange(0, S.SLOTS)
@@ -141,10 +141,10 @@ def _set_no_rows(tables, S: tl.constexpr):
 def _refuse_wide(
     tables, messages, control, counts, place_capacity, most_experts, S: tl.constexpr, HAS_CAPACITY: tl.constexpr
 ):
-    """Leaves no rows where a rank has a token of more than ``most_experts`` experts, or more rows than its list has
-    places: entries beyond are not listed, and whatever is in memory would be sent instead.
+    """Makes the layout one without rows if any rank has a token of more than ``most_experts`` experts, or more rows
+    than its list has places: further entries are not listed, and unwritten memory would be sent instead.
 
-    Every rank finds the same in the messages. With HAS_CAPACITY it is recorded, else the host raises.
+    Every rank finds the same in the messages. With HAS_CAPACITY the error is recorded, else the host raises.
     """
     ranks = tl.arange(0, S.RANKS)
     theirs = messages + ranks * S.MESSAGE_WORDS + S.COLUMNS + S.RANKS
@@ -169,7 +169,7 @@ def _refuse_wide(
 def _set_limits(
     limits, messages, control, rank, totals, dests, capacities, S: tl.constexpr, HAS_CAPACITY: tl.constexpr
 ):
-    """The first four ``limits``, and the record of an overflow."""
+    """Writes the first four ``limits``, and records an overflow."""
     ranks = tl.arange(0, S.RANKS)
     rows_of = tl.sum(totals, axis=1)
     slots_of = tl.sum(dests, axis=0)
@@ -227,15 +227,16 @@ def exchange_counts(
     - ``recv_offsets[s, c]``: first entry of rank s's chunk c at this rank (``NUM_CHUNKS + 1`` columns),
     - ``expert_tokens[e]``: rows of each local expert (``SLOTS`` columns),
     - ``sources[s, e]``: how many of them come from rank s,
-    - ``limits``: rows here, and what every rank has room for: rows (entries), slots, places. Without HAS_CAPACITY the
-      largest that any rank needs (``place_capacity``: places beyond TOPK of each token); with it what was allocated,
-      and a rank that needs more records the overflow. Then the epoch of the next dispatch.
+    - ``limits``: rows here, then what every rank has room for: rows (entries), slots, places. Without HAS_CAPACITY
+      these are the largest needs of any rank (``place_capacity``: places in addition to TOPK for each token); with it
+      they are what was allocated, and a rank that needs more records the overflow. Then the epoch of the next
+      dispatch.
 
-    Where a token of any rank has more than ``most_experts`` experts, or its list too few places, it becomes a layout
-    without rows on every rank (``_refuse_wide``).
+    If a token of any rank has more than ``most_experts`` experts, or a rank's list has too few places, the layout is
+    one without rows on every rank (``_refuse_wide``).
 
-    Waits: for every rank's start signal before its signal buffer is written (its stream is past its last use of it),
-    then for its message (release/acquire at system scope by ``notify`` and ``wait``).
+    Waits for every rank's start signal before its signal buffer is written (its stream has then passed the last use
+    of that buffer), then for its message (release/acquire at system scope by ``notify`` and ``wait``).
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
@@ -315,12 +316,12 @@ def list_entries(
 
     ``send_list`` is grouped by destination, then ordered by token, then by expert; an entry is four int32: the row at
     the destination in [local expert, source rank, token] order, the slot where the token arrives there (for this rank
-    itself, where nothing travels, the token), the place ``token * TOPK + j`` where its result returns to, and the bits
-    of its fp32 probability. ``expert_ids[t, j]`` is token t's j-th expert, ascending (-1: none); ``dest_slots[t, d]``
-    the token's slot at rank d (-1: not sent there). RAGGED: places are ``token_places[t] + j``, and
-    ``expert_ids[place]`` the expert.
+    itself, to which nothing is sent, the token), the place ``token * TOPK + j`` that its result returns to, and the
+    bits of its fp32 probability. ``expert_ids[t, j]`` is token t's j-th expert, ascending (-1: none);
+    ``dest_slots[t, d]`` is the token's slot at rank d (-1: not sent there). RAGGED: places are ``token_places[t] +
+    j``, and ``expert_ids[place]`` is the expert.
 
-    Nobody waits.
+    No program waits.
     """
     chunk = tl.program_id(0)
     first = chunk * chunk_tokens

@@ -1,11 +1,11 @@
-"""What a layer of experts runs: pairs of a movement and a GEMM that are fused, the experts' native products, and the
-minimum rows of an expert from which on our products add up as the native ones do, measured.
+"""What a layer of experts runs: the fused pairs of a movement and a GEMM, the experts' native products, and the
+minimum rows of an expert, measured, from which on our products are bitwise identical to the native ones.
 
-cuBLAS splits the sum of a product of few tiles over several programs, and then adds up in another order than our
-kernels. From how many rows on it no longer does depends on the shape: sums of 28672 terms into 4096 columns were seen
-to be split beyond 512 rows, those of 2048 terms into 7168 columns not even of few (docs/measurements/ep.md). So both
-products are compared, for every number of rows up to 512 and every ninth beyond, on values that show the order of
-sums, in calls of as many experts as a layer has: no other kernels are compiled for it.
+cuBLAS splits the sum of a product with few tiles over several programs (split-K), and then adds up in another order
+than our kernels. Up to how many rows it does so depends on the shape: sums of 28672 terms into 4096 columns were split
+beyond 512 rows, sums of 2048 terms into 7168 columns not even for a few rows (docs/measurements/ep.md). So both
+products are compared for every number of rows up to 512, and for every ninth number beyond, on order-probe inputs. The
+calls have as many experts as the layer, so no other kernels are compiled for this.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ditron_train.gemm.order_probe import order_probe_matrix
 from ditron_train.gemm.transformer_engine import grouped_gemm
 from ditron_train.runtime.groups import GroupCache
 
-#: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine beside dW1.
+#: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine with dW1.
 Pair = Literal["gemm_combine", "overlap_wgrad"]
 PAIRS: tuple[Pair, ...] = ("gemm_combine", "overlap_wgrad")
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
 _WAVE_TILES = 132
-#: Part of all rows that may belong to such experts: their products stand in front of the kernel, where nothing is
+#: The largest part of all rows that may belong to such experts: their products run before the kernel, when no rows are
 #: returned yet.
 MOST_FEW = 0.25
 
@@ -38,14 +38,14 @@ MOST_FEW = 0.25
 def pairs_of_step(
     pairs: frozenset[Pair], expert_rows: np.ndarray | None, min_rows: int
 ) -> tuple[frozenset[Pair], int]:
-    """The pairs of a step, and below how many rows an expert is multiplied natively in ``gemm_combine`` (0: none is):
-    at all ranks alike.
+    """The pairs of a step, and the number of rows below which ``gemm_combine`` multiplies an expert natively (0:
+    none); the same on all ranks.
 
     Args:
-        pairs: That were chosen for the layer.
-        expert_rows: Of each expert of any rank; None where the host does not know (a fixed capacity): all pairs stay,
-            and the user is warned afterwards.
-        min_rows: Rows that an expert must have for our GEMM to add up as native's does.
+        pairs: The pairs that were chosen for the layer.
+        expert_rows: Rows of each expert of any rank; None if the host does not know them (a fixed capacity): all pairs
+            stay, and the user is warned afterwards.
+        min_rows: Rows that an expert must have for our GEMM to add up as the native one does.
     """
     if expert_rows is None or "gemm_combine" not in pairs:
         return pairs, 0
@@ -56,7 +56,7 @@ def pairs_of_step(
 
 
 def triton_wgrad_has_native_bits(rows: int, columns: int) -> bool:
-    """Whether our gradient of a weight ``[rows, columns]`` adds up as native's does, whatever an expert's rows."""
+    """Whether our gradient of a weight ``[rows, columns]`` adds up as the native one, for any rows of an expert."""
     return -(-rows // 128) * -(-columns // 256) >= _WAVE_TILES
 
 
@@ -67,7 +67,7 @@ def native_products(
     counts: list[int], n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> dict[Product, Callable]:
     """Forward, dgrad and wgrad of experts ``[n, k]`` as the native layer runs them: functions of (rows, gradient,
-    weights), written into outputs of their own."""
+    weights) that write new outputs."""
     y, dx = (
         cache(lambda columns=columns: torch.empty(sum(counts), columns, dtype=dtype, device=device))
         for columns in (n, k)
@@ -117,7 +117,7 @@ def _loops(
     return {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
 
 
-#: More rows than any expert has: the products have other bits at all sizes that count.
+#: More rows than any expert has: the products differ at all sizes that matter.
 NEVER = 1 << 30
 #: Why such products are not fused.
 OTHER_BITS = "experts' products have other bits than Transformer Engine's, or cannot be compared here"
@@ -126,8 +126,8 @@ MOST_ROWS = 4096
 _EACH_TO, _STEP_BEYOND = 512, 9
 _TILE = 128
 _ROWS_OF_A_CALL, _BYTES_OF_A_CALL = 16384, 1 << 28  # the latter of its largest tensor, if MOST_ROWS are not more
-#: (rows of several experts [sum(splits), K], splits) -> their products with one weight [sum(splits), N]. The last ones
-#: may have none.
+#: (rows of several experts [sum(splits), K], splits) -> their products with one weight [sum(splits), N]. The last
+#: experts may have no rows.
 SplitProduct = Callable[[torch.Tensor, list[int]], torch.Tensor]
 
 
@@ -135,8 +135,8 @@ class RowProduct(NamedTuple):
     """Rows of experts times their weights.
 
     Attributes:
-        weight: Its shape, as it is stored.
-        num_experts: Of the layer on this rank.
+        weight: Shape of a weight, as it is stored.
+        num_experts: The layer's experts on this rank.
         transpose: Forward, ``rows @ weight.T``; else ``rows @ weight``, the gradients of rows.
     """
 
@@ -148,8 +148,8 @@ class RowProduct(NamedTuple):
 @cache
 @torch.no_grad()
 def min_rows_here(product: RowProduct, dtype: torch.dtype, device: torch.device) -> int:
-    """``min_rows`` of our product and Megatron's on this device; measured once. ``NEVER`` where its memory is not
-    there."""
+    """``min_rows`` of our product and Megatron's on this device; measured once. ``NEVER`` if there is no memory to
+    measure it."""
     (n, k), num_experts, transpose = product
     with giving_memory_back(device):
         try:
@@ -160,7 +160,7 @@ def min_rows_here(product: RowProduct, dtype: torch.dtype, device: torch.device)
 
 @contextmanager
 def giving_memory_back(device: torch.device) -> Iterator[None]:
-    """Around what is measured once: its tensors have sizes that training never asks for again."""
+    """A context for what is measured once: frees its tensors' memory, whose sizes training never needs again."""
     try:
         yield
     finally:
@@ -193,25 +193,25 @@ def tried_rows() -> list[int]:
 
 
 def most_rows_of_call(row_bytes: int) -> int:
-    """How many rows a call has at most, whose longest row has so many bytes."""
+    """The most rows of a call whose longest row has ``row_bytes`` bytes."""
     return max(MOST_ROWS, min(_ROWS_OF_A_CALL, _BYTES_OF_A_CALL // row_bytes))
 
 
 def min_rows(
     native: SplitProduct, own: SplitProduct, rows: torch.Tensor, tried: Sequence[int], num_experts: int, most_rows: int
 ) -> int:
-    """The number of rows of an expert from which on both products are equal; those of less are native's.
+    """The number of rows of an expert from which on both products are equal; experts with fewer rows run natively.
 
-    The last number of rows that differs is rounded up to whole tiles. ``NEVER`` where one of the upper half differs:
-    nothing shows then that more rows do not.
+    The last number of rows at which they differ is rounded up to whole tiles. ``NEVER`` if they differ at one of the
+    upper half of the numbers: then nothing shows that they are equal for more rows.
 
     Args:
         native: Megatron's product.
-        own: The fused path.
-        rows: ``[MOST_ROWS, K]``, of which each expert has the first ones.
+        own: The fused path's product.
+        rows: ``[MOST_ROWS, K]``, of which each expert gets the first ones.
         tried: Ascending numbers of rows.
-        num_experts: Of a call; those behind the tried ones have no rows.
-        most_rows: Of a call.
+        num_experts: Experts of a call; those without a number to try have no rows.
+        most_rows: The most rows of a call.
     """
     last = 0
     for sizes in _batches(tried, num_experts, most_rows):
@@ -247,7 +247,8 @@ def products_of(num_experts: int, *weights: Any) -> frozenset[RowProduct]:
 def agreed_min_rows(
     products: frozenset[RowProduct], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> int:
-    """Of several products the most of any rank, so that all ranks choose alike (collective the first time)."""
+    """The largest ``min_rows_here`` of several products and all ranks, so that all ranks choose alike (collective the
+    first time)."""
     key = (products, dtype, device, group)
     if key not in _agreed:
         here = max(min_rows_here(product, dtype, device) for product in products)

@@ -1,9 +1,9 @@
-"""Expert parallelism over several nodes: along rails between them, fanned out inside.
+"""Expert parallelism over several nodes: along rails between nodes, by ``dispatch`` and ``combine`` inside each.
 
-A *rail* is the ranks that have the same place in their nodes. A token crosses to a node once, on its own rail,
-whatever number of experts it has there; inside the node it is dispatched like a local one. Rows come back the same
-way, each of them: adding up the experts of a node before would change bits. Between nodes this is all-to-all of the
-process group's backend; inside a node it is ``dispatch`` and ``combine``.
+A *rail* is the ranks that have the same place in their nodes. A token is sent to a node once, along its own rail,
+however many experts it has there; inside the node it is dispatched like a local token. Every row returns the same way:
+adding up the rows of a node before sending them would change bits. Between nodes the process group's all-to-all moves
+them.
 
     rank (node, local): tokens --rail--> (other node, local): visitors --dispatch--> (other node, any): rows
     rows --return--> visitors' places --rail--> the token's rank, which adds them up
@@ -73,7 +73,7 @@ _contexts: GroupCache[tuple[dist.ProcessGroup, torch.device, int, int], RailCont
 def get_rail_context(
     group: dist.ProcessGroup, device: torch.device, num_experts: int, topk: int
 ) -> RailContext | None:
-    """The context of a group that spans nodes, or None for a group inside a node; the first call is collective.
+    """The context of a group that spans nodes, or None if the group is inside one; the first call is collective.
 
     Raises:
         NotSupportedError: Nodes with different numbers of ranks, ranks that are not grouped by node, or experts that
@@ -99,7 +99,7 @@ def _make_context(group: dist.ProcessGroup, device: torch.device, num_experts: i
         )
     inner_experts = num_experts // nodes.num_nodes
     arguments = (nodes.node_group, device, inner_experts, min(topk, inner_experts))
-    # Where a node has no memory its ranks alone hear of it, and would turn to native while the others wait for them.
+    # If a node has no memory, only its own ranks learn it, and would go native while the others wait for them.
     inner = on_all_ranks(
         group, "making a context on every node", lambda: get_ep_context(*arguments), (ArenaError, NotSupportedError)
     )
@@ -114,14 +114,14 @@ class RailHandle:
         num_tokens: Tokens of this rank.
         num_rows: Rows of this rank's experts.
         tokens_per_expert: int64 [experts_per_rank], on the CPU.
-        inner: The visitors' layout inside the node.
+        inner: Handle of the visitors inside the node.
         rows_order: int64 [num_rows]: native row -> row of the inner layout; ``inner_order`` is the inverse.
         send_index: int64: tokens in the order in which they leave, by node.
         sent, received: Tokens to, and visitors from, each node.
         places: int64: visitors' places that hold a row, by node and token.
         returned, awaited: Rows to, and from, each node.
-        row_index: int64 [num_tokens, topk]: which awaited row is the token's j-th by expert, -1 where none.
-        experts: int64 [num_tokens, topk]: its expert.
+        row_index: int64 [num_tokens, topk]: the awaited row of the token's j-th expert, -1 if there is none.
+        experts: int64 [num_tokens, topk]: that expert.
     """
 
     num_tokens: int
@@ -145,9 +145,9 @@ class _Visits(NamedTuple):
 
     Attributes:
         by_node: bool [nodes, tokens, experts of a node].
-        node, token: int64: of each visit, by node.
+        node, token: int64: node and token of each visit, by node.
         sent, received, returned, awaited: As of a ``RailHandle``.
-        widest: To how many experts a token of this rail goes at most.
+        widest: The most experts of a token of this rail.
     """
 
     by_node: torch.Tensor
@@ -162,7 +162,7 @@ class _Visits(NamedTuple):
 
 @dataclass
 class PendingRailLayout:
-    """The arguments of a layout; ``finish`` does the work, which needs the host anyway."""
+    """The arguments of a layout; ``finish`` makes it, since this needs the host in any case."""
 
     routing_map: torch.Tensor
     probs: torch.Tensor
@@ -171,7 +171,7 @@ class PendingRailLayout:
     context: RailContext
 
     def finish(self) -> RailHandle:
-        """Exchanges what the nodes need to know of each other and lays the visitors out.
+        """Exchanges counts between the nodes and makes the handle.
 
         Raises:
             As ``layout.PendingLayout.finish``, of any node, on every rank of all nodes.
@@ -195,7 +195,7 @@ class PendingRailLayout:
         return self._on_all_nodes(begin, visits, segments)
 
     def _visits(self) -> _Visits:
-        """Tells the rail how many tokens come and how many rows they have, and learns the same of its ranks."""
+        """Exchanges with the ranks of the rail how many tokens they send and how many rows these have."""
         nodes, routed = self.context.nodes, self.routing_map
         by_node = routed.unflatten(1, (nodes.num_nodes, -1)).transpose(0, 1)
         visits, widths = by_node.any(2), routed.sum(1)
@@ -210,8 +210,9 @@ class PendingRailLayout:
         """[local experts of this rank, local ranks, nodes] rows from each (local rank, node).
 
         Raises:
-            NotSupportedError: A token of any rank has more than top-k experts, though each node may see less; on every
-                rank alike.
+            NotSupportedError: A token of any rank has more than top-k experts, although it may have fewer in each
+            node;
+                on every rank alike.
         """
         context = self.context
         blocks = visitor_map.split(visits.received)
@@ -228,7 +229,7 @@ class PendingRailLayout:
         return of_rails[:, :-1].unflatten(1, mine.shape).permute(2, 0, 1)[first : first + local].numpy()
 
     def _on_all_nodes(self, begin: Callable[[], PendingLayout], visits: _Visits, segments: np.ndarray) -> RailHandle:
-        """The layout, once every node has room for its own, which they tell each other while the rest is laid out.
+        """The handle, once every node has announced that it has room, which overlaps with making the rest.
 
         Raises:
             ArenaError: A node has no room; on every rank alike.
@@ -334,7 +335,7 @@ def combine(
     """As ``combine``: rows return to the visitors' places, cross to the tokens' ranks and are added up there."""
     with context.nodes.naming("expert parallel combine"):
         inner, topk = handle.inner, context.inner.shape.topk
-        flat = replace(  # every place of a visitor stands for a token with one expert: returned, not added up
+        flat = replace(  # every place of a visitor is a token with one expert: its row is returned, not added up
             inner,
             shape=replace(inner.shape, topk=1),
             num_tokens=inner.num_tokens * topk,

@@ -1,7 +1,7 @@
-"""Decides for each op and shape whether the fused path or Megatron's runs: proven equal, measured faster, agreed by
-all.
+"""Decides for each op and shape whether the fused or the native path runs: proven equal, measured faster, agreed by
+all ranks.
 
-`op` says what an op is, `gate` is asked at every call; the rest is how a decision is made and kept. No op is
+``op`` defines what an op is, ``gate`` answers at every call; the other modules make and keep decisions. No op is
 imported here.
 """
 

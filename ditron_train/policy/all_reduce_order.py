@@ -1,11 +1,12 @@
 """The orders in which NCCL's all-reduce adds, element by element: found by order-probe inputs, as ``policy.order``
 does for the reduce-scatter.
 
-NCCL's ring all-reduce is a reduce-scatter and an all-gather over chunks of the buffer: which rank a chunk's sum ends
-at depends on its place in the buffer, on the channels and on the size. So the map holds for one number of elements of
-one type. It is learnt in two rounds of one all-reduce for every pair of ranks: the first tells every rank's place in
-the sum of every element, the second whether a reduction from left to right in these places explains what is seen, and
-that the order does not change from call to call. A last all-reduce tells whether every hop rounds to the type.
+NCCL's ring all-reduce is a reduce-scatter and an all-gather over chunks of the buffer. The rank where a chunk's sum
+ends depends on the chunk's place in the buffer, on the channels and on the size. So the map holds for one number of
+elements of one type. It is found by two rounds of one all-reduce for every pair of ranks: the first shows every rank's
+place in the sum of every element; the second checks that a reduction from left to right in these places explains the
+results, and that the order does not change from call to call. A last all-reduce shows whether every hop rounds to the
+type.
 
 Two ranks need no map: ``a + b`` is ``b + a``.
 """
@@ -24,7 +25,7 @@ from ditron_train.policy.order import VALUES
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.symm.exchange import exchange
 
-#: ``(x)``: in place, the sum over ranks.
+#: ``(x)``: replaces x by the sum over ranks.
 AllReduce = Callable[[torch.Tensor], object]
 
 _MOST_RUNS = 1 << 16  # of one map; NCCL's chunks are far longer
@@ -37,7 +38,7 @@ class SumMap:
     """Runs of elements whose sums are reductions from left to right in one order each.
 
     Attributes:
-        ends: Of every run, the element behind its last; ascending.
+        ends: For every run, the element after its last; ascending.
         order_of_run: For every run, an index of ``orders``.
         orders: Permutations of the ranks: the first two are added, then the third, ..., each sum rounded.
     """
@@ -56,11 +57,11 @@ class SumMap:
 
 @dataclass(frozen=True)
 class SumOrders:
-    """What was seen; the same on every rank of the group.
+    """The orders that were found; the same on every rank of the group.
 
     Attributes:
-        sums: The map; None where the sums are no reductions from left to right, or were not seen twice alike.
-        reason: Why the fused path cannot have these bits, and what would change that; None with a map.
+        sums: The map; None if the sums are not reductions from left to right, or differed between the two rounds.
+        reason: Why the fused path cannot add in these orders, and what would change that; None with a map.
     """
 
     sums: SumMap | None
@@ -71,15 +72,15 @@ _known: GroupCache[tuple[dist.ProcessGroup, torch.dtype, int], SumOrders] = Grou
 
 
 def forget_all_reduce_orders() -> None:
-    """Look anew at the next use."""
+    """Drops the orders that were found: the next use probes again."""
     _known.clear()
 
 
 def all_reduce_orders(
     group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, num_elements: int
 ) -> SumOrders:
-    """The orders of NCCL on ``group`` for buffers of ``num_elements``; looked at once (collective, some 50 ms for
-    8 ranks and 128 MB)."""
+    """NCCL's orders on ``group`` for buffers of ``num_elements``; probed once (collective, some 50 ms for 8 ranks and
+    128 MB)."""
     key = (group, dtype, num_elements)
     if key not in _known:
 
@@ -93,12 +94,12 @@ def all_reduce_orders(
 def probe_orders(
     all_reduce: AllReduce, num_elements: int, *, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
 ) -> SumOrders:
-    """Looks at the orders of ``all_reduce`` (collective over ``group``).
+    """Probes the orders of ``all_reduce`` (collective over ``group``).
 
     Args:
-        all_reduce: Over ``group``.
-        num_elements: Of its buffer.
-        dtype: bfloat16 or float16; of two ranks, any.
+        all_reduce: An all-reduce over ``group``.
+        num_elements: Elements of its buffer.
+        dtype: bfloat16 or float16; with two ranks, any.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world <= 2:
@@ -147,8 +148,8 @@ class _Seen:
         return (self.world - x.div_(unit)).clamp_(0, 255).to(torch.uint8)
 
     def read(self) -> SumMap | None:
-        """The map; None where no reduction from left to right explains it. Every rank makes all the calls, whatever it
-        sees."""
+        """The map; None if no reduction from left to right explains the results. Every rank makes all the calls,
+        whatever it finds."""
         pairs = list(itertools.combinations(range(self.world), 2))
         shape = (self.world, self.num_elements)
         places = torch.full(shape, 255, device=self.device, dtype=torch.uint8)  # of the first two ranks: 2
@@ -167,7 +168,7 @@ class _Seen:
 
 
 def _map_of(starts: list[int], places: list[list[int]], num_elements: int) -> SumMap | None:
-    """``places``: for every run, that of each rank; the first two both have 2."""
+    """``places``: for every run, each rank's place in the sum; the first two ranks both have 2."""
     world = len(places[0])
     orders: dict[tuple[int, ...], int] = {}
     for row in places:
@@ -182,7 +183,7 @@ def _map_of(starts: list[int], places: list[list[int]], num_elements: int) -> Su
 def _rounds_each_hop(
     all_reduce: AllReduce, sums: SumMap, world: int, rank: int, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether random values of very different magnitudes give the bits of the reductions with a rounding at every
+    """Whether random values of very different magnitudes have the bits of these reductions with a rounding at every
     hop."""
     generator = torch.Generator().manual_seed(17)  # the same on every rank: each knows what all have
     values = torch.randn(world, _SAMPLE, device="cpu", generator=generator)

@@ -1,4 +1,4 @@
-"""``Answer``: what the gate says about a call, and who observes the call."""
+"""``Answer``: the gate's decision about a call, and ``Observer``, which watches the call."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ditron_train.runtime.logs import log_once
 
 
 class Observer(Protocol):
-    """Times a call of the job, or computes it once more to compare bits."""
+    """Times a call of the job, or computes it again to compare bits."""
 
     def run(self, x: torch.Tensor, run: Callable[[], Any], multiplied: Callable[[], torch.Tensor]) -> Any:
-        """What ``run()`` returns: the call's result, or a tuple whose first part is the result.
+        """Runs and observes the call; returns what ``run()`` returns: its result, or a tuple that begins with it.
 
         Args:
             x: The input of the layer.
-            run: The layer.
-            multiplied: What the layer multiplies by its weight.
+            run: Runs the layer.
+            multiplied: Returns what the layer multiplies by its weight.
         """
 
 
@@ -30,10 +30,10 @@ class Answer:
     """What was decided for a key.
 
     Attributes:
-        context: Of the fused path; None for an op without one, too.
-        reason: Why the call runs natively; None if it does not.
-        cpu_bound: Looks at calls whether the job is CPU-bound, where that can change the answer.
-        observer: Observes this call, if anybody does.
+        context: Context of the fused path; None if the call is native, or if the op has none.
+        reason: Why the call runs natively; None if it runs fused.
+        cpu_bound: Checks at calls whether the job is CPU-bound, if that can change the answer.
+        observer: Observes this call, if set.
     """
 
     context: Any
@@ -53,12 +53,13 @@ def observed(
     run: Callable[[], Any],
     multiplied: Callable[[], torch.Tensor] | None = None,
 ) -> Any:
-    """What ``run()`` returns, observed if the answer says so; ``multiplied``: by default ``x``."""
+    """Returns what ``run()`` returns, and has the call observed if the answer has an observer. ``multiplied``: by
+    default ``x``."""
     if answer is None or answer.observer is None:
         return run()
     return answer.observer.run(x, run, multiplied or (lambda: x))
 
 
 def log_native(name: str, reason: str) -> None:
-    """One line, the first time that `name` runs natively for `reason`."""
+    """Logs one line the first time that ``name`` runs natively for ``reason``."""
     log_once(f"native {name} {reason}", f"{name}: native, {reason}")

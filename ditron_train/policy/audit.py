@@ -1,8 +1,8 @@
-"""Audits: every so many fused calls of a job are computed by both paths, on the call's own data, and compared.
+"""Audits: one in a number of a job's fused calls is computed by both paths, on the call's own data, and compared.
 
-It is the proof for jobs whose shapes nobody knows beforehand. An audited call runs as any other; at its backward, or
-after its forward if it has none, both paths compute results and gradients anew, and all ranks learn whether the bits
-are equal.
+This checks jobs whose shapes are not known beforehand. An audited call runs as any other; at its backward, or after
+its forward if it has none, both paths compute results and gradients again, and all ranks learn whether the bits are
+equal.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ditron_train.runtime.settings import get_settings
 
 
 class AuditedCall:
-    """An ``Observer`` that computes one call by both paths (collective where the call, or its backward, ends).
+    """An ``Observer`` that computes one call by both paths (collective at the end of the call or of its backward).
 
     Args:
-        op, call, context: Of the call.
+        op, call, context: The op, the call and its context.
         distrust: Makes such calls native from now on.
     """
 

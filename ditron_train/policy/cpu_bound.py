@@ -1,7 +1,8 @@
-"""Whether the job is CPU-bound at an op that takes it longer than stock Megatron does.
+"""Whether the job is CPU-bound at an op whose fused path takes more host time than stock Megatron.
 
-Comparisons count the device alone: in training the host is ahead of it. Where it is not, what the fused path takes the
-host longer is a part of the step. Nobody can know that before the job runs, so it is looked at while it does.
+Comparisons measure device time only, since in training the host is usually ahead of the device. If it is not, the
+fused path's additional host time lengthens the step. This cannot be known before the job runs, so it is checked while
+it runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _RECENT_S = 5.0  # what another op's looks say holds for so long
 
 
 class _Window(NamedTuple):
-    """What one window of an op's calls said."""
+    """What one window of an op's calls showed."""
 
     device: torch.device
     share: float
@@ -41,18 +42,18 @@ _numbers = itertools.count()
 
 
 class CpuBound:
-    """Looks, at calls of one op and shape, how often the device has nothing left to run.
+    """Samples, at calls of one op and shape, how often the device has nothing left to run.
 
     Args:
         device: A GPU.
-        gain_us: Of the device, by the fused path.
-        longer_us: What the fused path takes the host longer.
+        gain_us: Device time that the fused path saves.
+        longer_us: Host time that the fused path adds.
 
-    A job's first steps say too much: its host loads and compiles what runs first. So one window of calls at which the
-    job is CPU-bound is followed by another, and the last one counts; a window at which it is not is enough.
+    A job's first steps exaggerate: its host loads and compiles what runs first. So a CPU-bound window of calls is
+    followed by another one, and the last one counts; one window that is not CPU-bound is enough.
 
     Attributes:
-        is_over: Whether a window was seen; the same on all ranks that call alike.
+        is_over: Whether a window has ended; the same on all ranks that make the same calls.
     """
 
     def __init__(self, device: torch.device, gain_us: float, longer_us: float) -> None:
@@ -70,14 +71,14 @@ class CpuBound:
         return self._calls >= self._last
 
     def count(self) -> None:
-        """One more call of the op; those of an evaluation, which have no backward, say nothing, and those in which new
-        tensors are filled take the host longer."""
+        """Counts a call of the op. Calls of an evaluation, which have no backward, do not count, nor do calls in which
+        new tensors are filled, which take more host time."""
         if self._counts():
             self._calls += 1
             self.look()
 
     def count_within(self) -> bool:
-        """``count`` of a call that does not end the window; one that would is not counted, and False is returned."""
+        """As ``count``, unless this call would end the window: then it is not counted, and False is returned."""
         if self._counts() and self._calls + 1 >= self._last:
             return False
         self.count()
@@ -87,7 +88,8 @@ class CpuBound:
         return torch.is_grad_enabled() and not is_capturing(self._device) and not is_filling()
 
     def look(self) -> None:
-        """At a call, or at its backward: has the current stream run everything that it was given?"""
+        """Checks, at a call or at its backward, whether the current stream is idle, so that the CPU has fallen
+        behind."""
         is_over = self._is_closed or is_capturing(self._device) or is_filling()
         if self._first < self._calls <= self._last and not is_over:
             self._looks += 1
@@ -95,11 +97,11 @@ class CpuBound:
             self._late += int(torch.cuda.current_stream(self._device).query())
 
     def lateness(self) -> float:
-        """Of the looks, the share at which the device waited for the host; there is no further look.
+        """Ends the sampling and returns the share of samples at which the device waited for the host.
 
-        Of another op's looks of late where they say more, but not those of its first calls for an op that is past its
-        own: behind a long kernel a look finds something queued although the lead was used up just before, and is so
-        behind the next short one.
+        If another op's recent samples show a larger share, it is theirs, but not from that op's first calls if this op
+        is past its own: after a long kernel a sample finds work queued although the host's lead was used up just
+        before, and will be after the next short kernel.
         """
         self._is_closed = True
         since_s = time.monotonic() - _RECENT_S
@@ -117,11 +119,11 @@ class CpuBound:
 
     @property
     def age_s(self) -> float:
-        """Since it was made."""
+        """Seconds since this object was made."""
         return time.monotonic() - self._begun_at_s
 
     def looks_on(self, age_s: float) -> bool:
-        """Whether a CPU-bound window may still be that of a job's first steps (``age_s``: the largest of all ranks):
+        """Whether a CPU-bound window may still belong to the job's first steps (``age_s``: the largest of all ranks):
         then the next window begins."""
         is_warm = self._num_windows >= _MIN_WINDOWS and age_s >= _WARM_UP_S
         if is_warm or self._num_windows >= _MOST_WINDOWS:
@@ -133,12 +135,12 @@ class CpuBound:
         return True
 
     def unsupported_reason(self, lateness: float) -> str | None:
-        """Why the op runs natively where the job is CPU-bound at this share of its calls, or None.
+        """Why the op runs natively if the job is CPU-bound at this share of its calls, or None.
 
-        Where the job is CPU-bound, the step takes as long as the host does, and what the device gains is worth
-        nothing. That is so at more calls than those at which a look found nothing queued: in front of each of them the
-        lead was used up at others (a traced step in which a look in three did so lost nearly all that its calls took
-        longer).
+        If the job is CPU-bound, the step takes as long as the host, and device time that is saved is worth nothing.
+        This holds at more calls than those whose sample found nothing queued, since the host's lead is used up before
+        each of these (in a traced step in which a third of the samples found nothing queued, nearly all of the
+        additional host time was lost).
         """
         late = min(1.0, _CALLS_OF_A_LATE_LOOK * lateness)
         if late * self._longer_us <= (1.0 - late) * self._gain_us:
@@ -150,7 +152,7 @@ class CpuBound:
 
 
 def cpu_bound_of(decision: Entry, device: torch.device) -> CpuBound | None:
-    """What looks at the op that was decided about; None where the host takes no longer for it."""
+    """The sampler for the op that was decided about; None if its fused path adds no host time."""
     if device.type != "cuda" or decision.native_us is None or decision.ditron_us is None:
         return None
     gain_us = decision.native_us - decision.ditron_us

@@ -1,10 +1,15 @@
 """Native or fused, for one op at one shape, decided by all ranks of a group together.
 
-``strict`` (the default): the fused path where its bits equal native's and its time is lower, by more than times differ
-from call to call. ``fast``: where its time is.
-``bits``: where its bits equal native's, however long it takes. ``force``: always. With a plan file the decisions of an
-earlier run are taken, and new ones are added to it. Where native's sums are NCCL's, its order of addition is looked at
-first: where that is not the fused path's, the op stays native under ``strict`` and ``bits``.
+| policy | the fused path runs if |
+| --- | --- |
+| ``strict`` (default) | it is bitwise identical, and faster by more than times vary from call to call |
+| ``fast`` | it is faster, likewise |
+| ``bits`` | it is bitwise identical |
+| ``force`` | always |
+
+With a plan file, decisions of an earlier run are reused, and new ones are added to it. If the native path sums by
+NCCL, NCCL's order of addition is probed first: if the fused path cannot follow that order, the op stays native under
+``strict`` and ``bits``.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from ditron_train.symm.exchange import exchange
 Decision = Entry
 
 _plans: dict[Path, Plan] = {}
-#: Of this process, by the group's global ranks and a plan's key: they outlive the group, and memory that was released.
+#: Decisions of this process, by the group's global ranks and a plan's key. They outlive the group and its memory.
 _decided: dict[tuple[int, ...], dict[str, Decision]] = {}
 _agreed: GroupCache[dist.ProcessGroup, tuple[int, ...]] = GroupCache()
 _suited: GroupCache[tuple[Path, dist.ProcessGroup, str, str], bool] = GroupCache()
@@ -43,7 +48,8 @@ _is_untimed = False
 
 @contextmanager
 def untimed() -> Iterator[None]:
-    """Inside, ``decide`` compares bits alone: times are taken at the job's own calls (``policy.job_times``)."""
+    """A context in which ``decide`` compares bits only: times are measured at the job's own calls
+    (``policy.job_times``)."""
     global _is_untimed
     before, _is_untimed = _is_untimed, True
     try:
@@ -53,12 +59,12 @@ def untimed() -> Iterator[None]:
 
 
 def is_untimed() -> bool:
-    """Whether this is inside ``untimed``."""
+    """Whether ``untimed`` is active."""
     return _is_untimed
 
 
 def forget_plans() -> None:
-    """Read plan files again at their next use, and look at NCCL's order again."""
+    """Drops plans, decisions and orders: plan files are read, and NCCL's orders probed, again at their next use."""
     _plans.clear()
     _suited.clear()
     forget_decided()
@@ -67,15 +73,15 @@ def forget_plans() -> None:
 
 
 def forget_decided(name: str = "") -> None:
-    """Decide anew about one op, one subpackage or all."""
+    """Drops what was decided about one op, one subpackage or all."""
     for decisions in _decided.values():
         for key in [key for key in decisions if key.startswith(name)]:
             del decisions[key]
 
 
 def _decided_by(group: dist.ProcessGroup) -> dict[str, Decision]:
-    """What the group's ranks have decided, in this group or in one before it (collective the first time: where they
-    do not remember the same, they forget it)."""
+    """What the group's ranks have decided, in this group or in an earlier one of the same ranks. The first call is
+    collective: if the ranks remember different decisions, all drop them."""
     if group not in _agreed:
         ranks = tuple(dist.get_process_group_ranks(group))
         mine = repr(sorted((key, astuple(decision)) for key, decision in _decided.get(ranks, {}).items()))
@@ -89,11 +95,12 @@ def check_plan(sizes: Mapping[str, int] | None = None) -> None:
     """Reads the plan file that ``DITRON_PLAN`` names, if it names one.
 
     Args:
-        sizes: Ranks of the groups that subpackages will decide over, where the command line tells.
+        sizes: Sizes of the groups that subpackages will decide over, as far as the command line says.
 
     Raises:
-        SettingError: It is unreadable, foreign or stale, or all its decisions of a subpackage are of groups of other
-            sizes.
+        SettingError: The file is unreadable, from another device or outdated, or all its decisions for a subpackage
+        are
+            for groups of other sizes.
     """
     plan = _plan()
     if plan is None:
@@ -137,17 +144,17 @@ def decide(
         key: Op, shape and dtype, in words, the subpackage first; the group's size, the order of sums, the mode and the
             process's switches are added to it.
         native: Forward and backward of the native path on some data.
-        fused: The same of the fused path, on the same data.
-        group: Who decides together.
-        device: Where the tensors are.
-        sums: Type that native adds up over the ranks by NCCL's reduce-scatter, if it does.
-        extra_cases: More of native and fused, on other data: compared, not timed.
-        host_counts: Whether the fused path has to be faster where the device waits for the host, too.
-        log_decision: Whether the log says that the fused path runs; not of a part of what will run.
+        fused: Forward and backward of the fused path on the same data.
+        group: The ranks that decide together.
+        device: Device of the tensors.
+        sums: Type in which the native path adds up over ranks by NCCL's reduce-scatter, if it does.
+        extra_cases: Further runs of both paths on other data: compared, not timed.
+        host_counts: Whether the fused path has to be faster also when the device waits for the host.
+        log_decision: Whether to log that the fused path runs; False for a part of another decision.
 
     Raises:
-        SettingError: The plan file is unreadable, foreign, stale, for groups of another size, made where NCCL adds in
-            another order; on every rank alike.
+        SettingError: The plan file is unreadable, from another device, outdated, for groups of another size, or made
+            with another order of NCCL's sums; on every rank alike.
         ArenaError, NotSupportedError: `fused` cannot run here; on every rank alike.
     """
     mode, plan = get_settings().policy, _plan()
@@ -167,8 +174,8 @@ def decide(
         if known is not None or mode == "force":
             decision = known or Decision(True, "forced", None, None, None)
             if decision.use_ditron:
-                # Memory is had and kernels are loaded now, while every rank can still turn to native: those of the
-                # other data, too, since a product with a bias is another kernel.
+                # Allocates memory and loads kernels now, while all ranks can still go native; also for the other data,
+                # since a product with a bias is another kernel.
                 for run in (fused, *(one for _, one in extra_cases)):
                     run()
         elif order is not None and not order.is_fused:
@@ -177,7 +184,7 @@ def decide(
             requested: dict[str, Any] = dict(timed=mode != "bits" and not _is_untimed, needs_bits=mode != "fast")
             requested |= dict(host_counts=host_counts, extra_cases=extra_cases)
             decision = _judge(mode, probe(native, fused, group=group, device=device, **requested))
-    # What stays native is logged by who asked, with reasons that are not the policy's.
+    # The caller logs what stays native, since there are also reasons other than the policy's.
     if decision.use_ditron and log_decision:
         log_once(f"fused {key}", f"{key}: fused, {decision.reason}", name="policy")
     decided[key] = decision
@@ -189,25 +196,26 @@ def decide(
 
 
 def unseen_by_saved_tensors_hooks() -> torch.autograd.graph.saved_tensors_hooks:
-    """Hides what is saved inside from whoever counts, moves or computes again what a layer saves: checkpoints,
-    offloading. The innermost hooks count."""
+    """Hides what is saved inside from hooks that count, move or recompute what a layer saves (checkpointing,
+    offloading): the innermost hooks win."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _place(group: dist.ProcessGroup, order: ReductionOrder | None) -> str:
-    """Size of the group, and how NCCL adds over it where that matters."""
+    """Size of the group, and NCCL's order of sums over it if that matters."""
     return f"{dist.get_world_size(group)} ranks" + (f", {order.name}" if order is not None else "")
 
 
 def _suits(place: str, read: str) -> bool:
-    """Whether groups are of one size, and NCCL adds over both in one order, where that matters to both."""
+    """Whether two groups have the same size, and the same order of NCCL's sums if that matters to both."""
     (size, _, order), (size_read, _, order_read) = place.partition(", "), read.partition(", ")
     return size == size_read and (order == order_read or not order or not order_read)
 
 
 def _check_suited(plan: Plan, op: str, mode: str, place: str, group: dist.ProcessGroup) -> None:
-    """Refuses a plan whose decisions for this op are all of groups of other sizes or other orders (collective once).
-    Other ops of its subpackage say nothing: sums of some have an order, and a job may end before it came to all."""
+    """Refuses a plan whose decisions for this op are all for groups of other sizes or orders (collective once).
+    Decisions for other ops of the subpackage do not count: some have an order of sums, others not, and a job may end
+    before it has decided about all ops."""
     once = (plan.path, group, op, f"{place} {mode}")
     if once in _suited:
         return

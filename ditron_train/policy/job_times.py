@@ -1,8 +1,8 @@
-"""Times of both paths at calls of the job itself: no extra runs, no wait for the device.
+"""Times of both paths at calls of the job itself, without extra runs or waits for the device.
 
-Where both paths are bitwise identical, either may run at any call. So the calls of one range of rows alternate between
-the paths, with events around the forward and around the backward of each, until both series suffice. The events are
-read when they are over; then the ranks exchange medians once, between their hosts.
+If both paths are bitwise identical, either may run at any call. So the calls of one range of rows alternate between
+the paths, with events around each forward and backward, until both series are long enough. The events are read after
+they have completed; then the ranks' hosts exchange medians once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class JobTimes:
         self.native_us = self.fused_us = math.nan
 
     def next_call(self, rows: int, has_backward: bool) -> TimedCall:
-        """Of the next call, which all ranks make; the paths alternate."""
+        """The observer of the next call, which all ranks make; the paths alternate."""
         self._calls += 1
         call = TimedCall(rows, self._calls % 2 == 0, has_backward)
         if self._calls > _WARM_UP and not is_filling():
@@ -56,12 +56,12 @@ class JobTimes:
 
     @property
     def is_due(self) -> bool:
-        """Whether ``look`` has to come before the next call; all ranks find the same."""
+        """Whether ``look`` has to be called before the next call; the same on all ranks."""
         return self.is_fused is None and self._calls >= self._next_look
 
     def look(self) -> None:
-        """Compares both series over all ranks (collective, between the hosts): ``is_fused`` is set once they differ by
-        more than their noise, or have not done so for long."""
+        """Compares both series over all ranks (collective, between the hosts). Sets ``is_fused`` once they differ by
+        more than their noise, or if they have not done so for long."""
         still_open = []
         for call in self._open:
             us = call.us_per_row()
@@ -99,9 +99,9 @@ class TimedCall:
     """An ``Observer`` of one call: events around its forward, and around its backward if it has one.
 
     Args:
-        rows: Of the call.
-        is_fused: Which path it takes.
-        has_backward: Whether a backward follows, whose time counts, too.
+        rows: Rows of the call.
+        is_fused: Whether it runs fused.
+        has_backward: Whether a backward follows, whose time is added.
     """
 
     def __init__(self, rows: int, is_fused: bool, has_backward: bool) -> None:
@@ -127,7 +127,7 @@ class TimedCall:
         self._recorded = 2
 
     def us_per_row(self) -> float | None:
-        """The time of the device, None while it is not known."""
+        """Device time per row; None until the events have completed."""
         if self._recorded < len(self._spans) or not all(end.query() for _, end in self._spans):
             return None
         return float(sum(start.elapsed_time(end) for start, end in self._spans)) * 1e3 / self._rows

@@ -1,15 +1,15 @@
 """Decisions about calls whose number of rows differs from microbatch to microbatch.
 
 A call is split into a *family*, everything that it depends on but the rows (op, group, weight, types, options), and
-the number of rows. Three things are decided apart:
+the number of rows. Three things are decided separately:
 
 - Once per family: both paths are compared as at any new shape, but not timed.
 - At each new number of rows, whether the fused path is bitwise identical: ``Op.bits_proof`` says so on this rank
   without communication. All families of a group whose rows changed together are proven together, followed by one
   agreement of the ranks.
 - Per range of rows (eight to an octave) and pass (forward, or forward and backward), which path is faster:
-  ``JobTimes``, at the job's own calls. Where an op's calls are not observed, both paths are timed at the first number
-  of rows of a range, as at a new shape.
+  ``JobTimes``, at the job's own calls. If an op's calls are not observed, both paths are timed at the first number of
+  rows of a range, as at a new shape.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _MEASURED = "its times are being measured"
 
 
 class Family:
-    """What is known of one family on one group.
+    """What is known about one family on one group.
 
     Attributes:
-        name: Of the op, for log lines.
-        context: Of the fused path, once the family was compared.
+        name: Name of the op for log lines.
+        context: Context of the fused path, once the family was compared.
         reason: Why all of its calls are native, or None.
         fixed: Numbers of rows that were decided one by one, before it was known that they vary.
         varies: Whether rows vary.
         most_rows: ``DITRON_ROWS`` when the family was compared.
-        proof: What shows bits at one number of rows; empty where nothing has to be compared.
-        divides_proof: Whether ranks are so alike that what one of them finds in a part holds for all.
-        proven: Of the numbers of rows seen so far, whether all ranks found the bits identical.
-        last_rows: Of the last call.
-        is_timed: Whether times decide; else the fused path runs wherever bits are identical.
-        times: By the most rows of a range, and whether a backward follows.
-        num_calls, num_fused: Of a timed family, how many calls there were, and how many of them were fused.
-        probed: Likewise of an op whose calls are not observed, the answer.
-        keys: Of the gate's answers that came from here.
+        proof: Parts of the proof of bits at one number of rows; empty if nothing has to be compared.
+        divides_proof: Whether ranks are so alike that a part's result on one of them holds for all.
+        proven: For each number of rows so far, whether all ranks found the bits identical.
+        last_rows: Rows of the last call.
+        is_timed: Whether times decide; else the fused path runs if bits are identical.
+        times: Times, by the most rows of a range and whether a backward follows.
+        num_calls, num_fused: Calls of a timed family, and how many of them were fused.
+        probed: Answers of an op whose calls are not observed, by the same keys as ``times``.
+        keys: Keys of the gate's answers that came from this family.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
@@ -80,8 +80,8 @@ class Family:
         self.keys: list[tuple[Hashable, ...]] = []
 
     def starts_to_vary(self, rows: int, most_rows: int | None) -> bool:
-        """Whether a call of ``rows`` is decided by family; the first few numbers of rows are not, without
-        ``DITRON_ROWS``."""
+        """Whether a call of ``rows`` is decided by its family; without ``DITRON_ROWS`` the first few numbers of rows
+        are not."""
         self.varies |= most_rows is not None or (rows not in self.fixed and len(self.fixed) >= _FIXED_LENGTHS)
         if not self.varies:
             self.fixed.add(rows)
@@ -92,7 +92,7 @@ class Lengths:
     """The families of one gate.
 
     Args:
-        decide: The gate's own decision about a family at one number of rows, with times or without.
+        decide: The gate's decision about a family at one number of rows, with or without times.
         native: Makes the answer of a call that runs natively for a reason, with a log line.
     """
 
@@ -107,8 +107,8 @@ class Lengths:
     def answer(
         self, op: Op[Call, Context], call: Call, kind: tuple[Hashable, ...], rows: int
     ) -> tuple[Answer, Family | None] | None:
-        """The answer to a call of ``rows`` of the family ``kind``; with the family if the answer holds for all such
-        calls. None: the call is decided by its shape (collective where something is new)."""
+        """The answer to a call of ``rows`` of the family ``kind``, and the family if the answer holds for all such
+        calls. None: the call is decided by its shape (collective if something is new)."""
         group = op.group(call)
         assert group is not None, "a family belongs to a group"
         key = (op.name, group, *kind)
@@ -138,13 +138,13 @@ class Lengths:
         return self._by_times(op, call, family, rows)
 
     def knows(self, op: Op[Call, Context], call: Call) -> bool:
-        """Whether the call belongs to a family whose rows vary: who asks compares rows over the ranks."""
+        """Whether the call belongs to a family whose rows vary: then the caller compares rows over the ranks."""
         kind = op.family(call)
         family = None if kind is None else self.families.get((op.name, op.group(call), *kind[0]))
         return family is not None and family.varies
 
     def distrust(self, op: Op[Call, Context], call: Call, reason: str) -> list[tuple[Hashable, ...]]:
-        """All calls of the call's family are native from now on; the keys of the answers that no longer hold."""
+        """Makes all calls of the call's family native; returns the keys of the answers that no longer hold."""
         kind = op.family(call)
         family = None if kind is None else self.families.get((op.name, op.group(call), *kind[0]))
         if family is None or not family.is_open:
@@ -176,7 +176,8 @@ class Lengths:
         )
 
     def prove(self, family: Family, rows: int) -> None:
-        """Proves the bits at ``rows``, also of the families that had the same rows as this one before (collective)."""
+        """Proves the bits at ``rows``, also for the families that had the same rows as this one so far
+        (collective)."""
         if not family.proof:
             family.proven[rows] = True
             return
@@ -246,8 +247,8 @@ class Lengths:
 
 
 def _takers(works: Sequence[float | None], num_ranks: int) -> list[int | None]:
-    """Which rank takes each part of a proof, the most work first, each to the one with the least so far; None: all
-    ranks take it. The same on every rank."""
+    """Which rank runs each part of a proof: the part with the most work first, each on the rank with the least work so
+    far. None: all ranks run it. The same on every rank."""
     loads, takers = [0.0] * num_ranks, [None] * len(works)  # type: list[float], list[int | None]
     for index in sorted(range(len(works)), key=lambda index: -(works[index] or 0.0)):
         work = works[index]
@@ -258,7 +259,7 @@ def _takers(works: Sequence[float | None], num_ranks: int) -> list[int | None]:
 
 
 def _machine(device: torch.device) -> tuple[object, ...]:
-    """What a library's choice of a kernel depends on beside the shape."""
+    """What a library's choice of a kernel depends on besides the shape."""
     variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(_OF_LIBRARIES))
     versions = sorted((name, str(version)) for name, version in find_versions().items())
     return device_name(device), torch.version.cuda, *versions, *variables

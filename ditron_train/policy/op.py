@@ -1,7 +1,7 @@
-"""``Op``: what the gate has to know of an accelerated op at run time.
+"""``Op``: what the gate has to know about an accelerated op at run time.
 
-Which layer calls it is said by the layer's own module; how it is measured and tuned is said by the tools
-(``ditron_train.tools.cases``, ``ditron_train.tools.tune``), which hold an op and what they need beside it.
+The layers' own modules call it. How an op is measured and tuned is in the tools (``ditron_train.tools.cases``,
+``ditron_train.tools.tune``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ditron_train.runtime.settings import get_settings
 
 Call = TypeVar("Call")
 Context = TypeVar("Context")
-#: From the inputs of a call to its results.
+#: A function from the inputs of a call to its results.
 Function = Callable[..., Sequence[torch.Tensor]]
 
 _PEAK = 8  # times a call's inputs: order-probe inputs, and both paths' results and gradients
@@ -35,10 +35,10 @@ class Trial:
         native: The native path on some data: results, then gradients.
         fused: The fused path on the same data.
         summed_dtype: The type that NCCL adds up over the ranks on the native path, if it does.
-        extra_cases: More of both paths on other data: compared, not timed.
-        host_counts: Whether the fused path has to be faster also when the device waits for the host: if what runs
-            around the call may keep the host from being ahead of it.
-        log_decision: Whether the log says that the fused path runs; not of a part of what another decision is about.
+        extra_cases: Further runs of both paths on other data: compared, not timed.
+        host_counts: Whether the fused path has to be faster also when the device waits for the host, since what runs
+            around the call may keep the host from being ahead.
+        log_decision: Whether to log that the fused path runs; False for a part of another decision.
     """
 
     description: str
@@ -51,11 +51,11 @@ class Trial:
 
 
 class ProofPart(NamedTuple):
-    """A part of what shows that bits are identical at a number of rows.
+    """A part of the proof that bits are identical at a number of rows.
 
     Attributes:
-        run: From the number of rows to a truth value on the device, enqueued on the current stream.
-        work: How long it takes beside other parts. One rank takes it for all then; None: all ranks take it together.
+        run: From the number of rows to a boolean tensor on the device, enqueued on the current stream.
+        work: How long it takes, relative to other parts, if one rank runs it for all; None: all ranks run it together.
     """
 
     run: Callable[[int], torch.Tensor]
@@ -63,16 +63,16 @@ class ProofPart(NamedTuple):
 
 
 class _OfLengths(Generic[Call, Context]):
-    """What an op says of calls whose number of rows varies."""
+    """The part of an op for calls whose number of rows varies."""
 
     def family(self, call: Call) -> tuple[tuple[Hashable, ...], int] | None:
-        """All of ``key`` but the number of rows, and the number of rows; its context has to be an ``OpContext``. None:
-        each shape is decided for itself."""
+        """``key`` without the number of rows, and the number of rows; the op's context has to be an ``OpContext``.
+        None: each shape is decided for itself."""
         return None
 
     def bits_proof(self, call: Call, context: Context) -> Sequence[ProofPart]:
-        """What shows, at a number of rows of the call's family, that the fused path is bitwise identical; nothing if
-        it is so at any. By default both paths run on the trial's data (collective)."""
+        """Proves at a number of rows of the call's family that the fused path is bitwise identical; empty if it is at
+        any number. By default both paths run on the trial's data (collective)."""
         op: Any = self
         sizes = self.at_rows(call, 0)  # without the job's tensors, which would stay in memory
 
@@ -86,12 +86,12 @@ class _OfLengths(Generic[Call, Context]):
         return [ProofPart(compare)]
 
     def with_values(self, call: Call, x: torch.Tensor, grad: torch.Tensor | None) -> Call:
-        """``call`` on the input ``x``, with the gradient of its result if there is one: what an audit computes by both
-        paths. By default the call's own data."""
+        """``call`` with the input ``x``, and the gradient of its result if there is one: what an audit computes by
+        both paths. By default the call with its own data."""
         return call
 
     def at_rows(self, call: Call, rows: int) -> Call:
-        """``call`` of its family with another number of rows, on tensors that hold no values."""
+        """The call of the same family with another number of rows, on tensors without values."""
         raise NotImplementedError
 
 
@@ -102,14 +102,16 @@ class Op(_OfLengths[Call, Context], ABC):
     Attributes:
         name: The subpackage, then the op: ``tp column``. It is in log lines and begins the keys of a plan.
         log_name: What log lines call the op, if that is not its name.
-        logs_native: Whether the gate says why a call runs natively.
-        decides_forward: Whether calls without gradients (log-probabilities, evaluation) are decided about by
-            themselves, by times of the forward pass alone.
-        looks_at_host: Whether the gate looks, during a job, at whether the CPU is ahead; only for an op that all ranks
-            of its group call equally often, since they agree at a call.
-        synchronizes: Whether ``decide`` waits for the device at its end: memory is had and kernels are compiled then,
-            so nothing of that fails between a forward and its backward.
-        is_observed: Whether its layers have their calls ``observed``: timed in the job if lengths vary, and audited.
+        logs_native: Whether the gate logs why a call runs natively.
+        decides_forward: Whether calls without gradients (log-probabilities, evaluation) have decisions of their own,
+        by
+            times of the forward pass only.
+        looks_at_host: Whether the gate checks during a job whether it is CPU-bound; only for an op that all ranks of
+            its group call equally often, since they agree at a call.
+        synchronizes: Whether ``decide`` waits for the device at its end: memory is allocated and kernels are compiled
+            then, so neither fails between a forward and its backward.
+        is_observed: Whether its layers wrap their calls in ``observed``: timed in the job if lengths vary, and
+        audited.
     """
 
     name: str
@@ -121,29 +123,29 @@ class Op(_OfLengths[Call, Context], ABC):
     synchronizes: bool = False
 
     def group(self, call: Call) -> dist.ProcessGroup | None:
-        """Who decides together: the call's ``group``; None for an op of one process."""
+        """The ranks that decide together: the call's ``group``; None for an op of one process."""
         return call.group  # type: ignore[attr-defined,no-any-return]
 
     def device(self, call: Call) -> torch.device:
-        """Where the call's tensors are."""
+        """The device of the call's tensors."""
         return self.inputs(call)[0].device
 
     def key(self, call: Call) -> tuple[Hashable, ...]:
-        """All that the decision depends on beside the group, which the ranks of the group see alike: by default
-        shapes, types and device of the inputs."""
+        """What the decision depends on besides the group, the same on all of its ranks: by default shapes, types and
+        device of the inputs."""
         inputs = self.inputs(call)
         return (*((tuple(tensor.shape), tensor.dtype) for tensor in inputs), self.device(call))
 
     def unsupported_reason(self, call: Call) -> str | None:
-        """Why the fused path does not take the call, or None. It asks no peer, and every rank of the group finds the
-        same."""
+        """Why the fused path does not take the call, or None. Without communication, every rank of the group gives the
+        same answer."""
         return None
 
     def make_context(self, call: Call) -> Context:
         """The context of the fused path (collective at its first use); by default None.
 
         Raises:
-            ArenaError, NotSupportedError: It cannot be had; on every rank alike.
+            ArenaError, NotSupportedError: It cannot be made; on every rank alike.
         """
         return None  # type: ignore[return-value]
 
@@ -194,7 +196,7 @@ class Op(_OfLengths[Call, Context], ABC):
         return make_trial(self, call, context)
 
     def peak_bytes(self, call: Call) -> int:
-        """The most GPU memory that a trial takes beside the job's own tensors; every rank has to have it."""
+        """The most GPU memory that a trial takes in addition to the job's tensors; every rank must have it."""
         return _PEAK * sum(tensor.nbytes for tensor in self.inputs(call))
 
     def describe(self, call: Call, context: Context) -> str:
@@ -204,17 +206,17 @@ class Op(_OfLengths[Call, Context], ABC):
         return f"{self.name} {sizes} {dtype_name(inputs[0].dtype)}"
 
     def describe_shape(self, call: Call) -> str:
-        """The call's shape as a log line says it before the reason, with a space at its end."""
+        """The call's shape for log lines, before the reason, with a trailing space."""
         return ""
 
 
 def is_forward_only(op: Op[Any, Any]) -> bool:
-    """Whether a call of ``op`` now is decided about as one without a backward."""
+    """Whether a call of ``op`` now would be decided as one without a backward."""
     return op.decides_forward and not torch.is_grad_enabled()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As keys of a plan have it: ``bfloat16``."""
+    """The name in keys of a plan: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -231,10 +233,10 @@ def make_trial(
     """A trial of both paths of an op.
 
     Args:
-        op, context: Of the call.
-        call: What is timed: it has gradients for its results.
-        order_probe: Makes calls of the same shape with order-probe inputs, whose results show in which order sums were
-            taken; they are compared on GPUs.
+        op, context: The call's op and context.
+        call: The call that is timed; it has gradients for its results.
+        order_probe: Makes calls of the same shape with order-probe inputs, whose results show the order of sums; they
+            are compared on GPUs.
         extra_cases, summed_dtype, log_decision: As of `Trial`.
     """
     calls = [call, *(order_probe() if op.device(call).type == "cuda" else ())]

@@ -1,12 +1,12 @@
 """The order in which NCCL's reduce-scatter adds: found by order-probe inputs, never assumed.
 
-A floating-point sum depends on its association, so the fused path has native's bits only where both add in the same
-order. To see NCCL's, rank ``i`` contributes a huge ``M``, rank ``j`` a ``-M`` and every other rank a small unit. A
-unit that meets ``M`` or ``-M`` before these two have met is absorbed; so the result is the number of units that are
-added after them, and ``world_size`` less that result is how many leaves the smallest subtree has that holds both. Over
-all pairs ``(i, j)`` these numbers are the whole tree of the sum. They are read at every element of small and of large
-buffers, twice. Whether each hop rounds to the type is then seen from a ring-order reduction of random values of very
-different magnitudes in the order that was found.
+A floating-point sum depends on its association, so the fused path is bitwise identical only if both paths add in the
+same order. To find NCCL's, rank ``i`` contributes a huge ``M``, rank ``j`` a ``-M`` and every other rank a small unit.
+A unit that is added to ``M`` or ``-M`` before these two cancel is absorbed. So the result is the number of units that
+are added after them, and ``world_size`` minus the result is the number of leaves of the smallest subtree that contains
+both. Over all pairs ``(i, j)`` these numbers determine the whole tree of the sum. They are read at every element of
+small and of large buffers, twice. Whether each hop rounds to the type is then tested by a reduction of random values
+of very different magnitudes in the order that was found.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import torch.distributed as dist
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.symm.exchange import exchange
 
-#: ``(out [n], x [world_size, n])``: the sum over ranks of row ``rank``.
+#: ``(out [n], x [world_size, n])``: writes the sum over ranks of row ``rank``.
 ReduceScatter = Callable[[torch.Tensor, torch.Tensor], object]
 
 #: Huge value, unit and largest group by type: all units together are below half the huge value's last place, in fp32,
 #: too (a sum may be kept in fp32), and their number is exact.
 VALUES = {torch.bfloat16: (2.0**60, 1.0, 256), torch.float16: (2.0**15, 2.0**-13, 16)}
 _VALUES = {**VALUES, torch.float32: VALUES[torch.bfloat16]}
-_ELEMENTS = (1 << 10, 1 << 20)  # of a shard: for NCCL's protocols for small and for large messages
+_ELEMENTS = (1 << 10, 1 << 20)  # of a shard, for NCCL's protocols for small and for large messages
 _DESCENDING = "ring-descending"
 _RING_SETTINGS = "NCCL_ALGO=Ring and NCCL_NVLS_ENABLE=0"
 
 
 @dataclass(frozen=True)
 class ReductionOrder:
-    """What was seen; the same on every rank of the group.
+    """The order that was found; the same on every rank of the group.
 
     Attributes:
         name: ``ring`` (the order of the fused path: rank ``d`` gets ``((x[d+1] + x[d+2]) + ...) + x[d]``, rounded at
-            every hop), or a name for what is seen instead. Part of a plan's keys.
-        reason: Why the fused path cannot have these bits, and what would change that; None for ``ring``.
+            every hop), or a name for another order. Part of a plan's keys.
+        reason: Why the fused path cannot add in this order, and what would change that; None for ``ring``.
     """
 
     name: str
@@ -53,8 +53,8 @@ class ReductionOrder:
 
     @property
     def ring_step(self) -> int:
-        """From rank to rank of the ring: 1 for ``ring``, -1 for one of descending ranks, which gloo has and only the
-        fused path over nodes follows; 0 for all others."""
+        """The step from rank to rank: 1 for ``ring``; -1 for a ring of descending ranks, as gloo's, which only the
+        fused path over nodes follows; 0 for other orders."""
         return {"ring": 1, _DESCENDING: -1}.get(self.name, 0)
 
 
@@ -66,18 +66,18 @@ _orders: GroupCache[tuple[dist.ProcessGroup, torch.dtype, int | None], Reduction
 
 
 def forget_orders() -> None:
-    """Look anew at the next use."""
+    """Drops the orders that were found: the next use probes again."""
     _orders.clear()
 
 
 def reduction_order(
     group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, num_elements: int | None = None
 ) -> ReductionOrder:
-    """The order of NCCL on ``group``; looked at once (collective, a few milliseconds).
+    """NCCL's order on ``group``; probed once (collective, a few milliseconds).
 
     Args:
-        num_elements: Of a shard: where it matters, as it does to gloo, whose rings of large buffers begin anew where
-            no rank's shard does. All elements of this size are looked at then.
+        num_elements: Elements of a shard, if the order depends on them, as with gloo, which cuts large buffers into
+            rings at other places than between shards. All elements of a shard of this size are probed then.
     """
     key = (group, dtype, num_elements)
     if key not in _orders:
@@ -97,10 +97,10 @@ def probe_order(
     dtype: torch.dtype,
     num_elements: int | None = None,
 ) -> ReductionOrder:
-    """Looks at the order of ``reduce_scatter`` (collective over ``group``).
+    """Probes the order of ``reduce_scatter`` (collective over ``group``).
 
     Args:
-        reduce_scatter: Over ``group``.
+        reduce_scatter: A reduce-scatter over ``group``.
         dtype: bfloat16, float16 or float32.
         num_elements: As of ``reduction_order``.
     """
@@ -151,7 +151,7 @@ def _subtree_sizes(
 def _subtree_sizes_of_all(
     reduce_scatter: ReduceScatter, world: int, rank: int, num_elements: int, device: torch.device, dtype: torch.dtype
 ) -> list[int] | None:
-    """The same from every element for every pair, of shards of this very size."""
+    """As ``_subtree_sizes``, but with every pair at every element, in shards of exactly this size."""
     pairs = list(itertools.combinations(range(world), 2))
     huge, unit, _ = _VALUES[dtype]
     tables = []
@@ -166,13 +166,13 @@ def _subtree_sizes_of_all(
 
 
 def _reduce_sizes(order: list[int]) -> list[int]:
-    """What a reduction from left to right in ``order`` shows for every pair."""
+    """The subtree sizes that a reduction from left to right in ``order`` has for every pair."""
     place = {rank: index + 1 for index, rank in enumerate(order)}
     return [max(place[i], place[j]) for i, j in itertools.combinations(range(len(order)), 2)]
 
 
 def _name(rows: list[list[tuple[int, ...] | None]], world: int) -> ReductionOrder:
-    """From what every destination saw: its measurements, each a list of sizes, or None where elements differ."""
+    """The order, from the measurements of every destination: lists of sizes, or None if elements differ."""
     measurements = [size for row in rows for size in row]
     if any(size is None for size in measurements) or any(len(set(row)) > 1 for row in rows):
         return _other("varying", "adds in an order that depends on the place in the buffer, its size or the call")
@@ -196,8 +196,8 @@ def _name(rows: list[list[tuple[int, ...] | None]], world: int) -> ReductionOrde
 
 
 def _ring_reduce(sizes: list[int], world: int) -> list[int] | None:
-    """The order of the reduction from left to right that shows ``sizes`` (its first two in ascending order), or None
-    if no ring-order reduction does."""
+    """The order of the reduction from left to right that has these ``sizes`` (its first two ranks in ascending order),
+    or None if there is none."""
     place = dict.fromkeys(range(world), world)
     for (i, j), size in zip(itertools.combinations(range(world), 2), sizes):
         place[i], place[j] = min(place[i], size), min(place[j], size)
@@ -208,7 +208,7 @@ def _ring_reduce(sizes: list[int], world: int) -> list[int] | None:
 def _rounds_each_hop(
     reduce_scatter: ReduceScatter, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, step: int
 ) -> bool:
-    """Whether random values of very different magnitudes give the bits of a ring-order reduction with a rounding at
+    """Whether random values of very different magnitudes have the bits of a ring-order reduction with a rounding at
     every hop."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     num_elements = _ELEMENTS[0]

@@ -1,8 +1,9 @@
 """The plan file: decisions of an earlier run, readable JSON, valid for one machine and one set of libraries.
 
-Switches of the process that change native's bits or times are no part of what a plan was made with, which is compared
-when it is read: Megatron sets them behind its arguments, a script whenever it likes. So a decision's key names those
-that are not as torch has them (`switches`), and a plan holds decisions under both.
+A plan is refused if it was made on another device or with other libraries or settings (``fingerprint``). Switches of
+the process that change the native path's bits or times are not part of this: Megatron sets them after reading its
+arguments, and a script at any time. Instead a decision's key names the switches that are not at torch's defaults
+(``switches``), so that a plan can hold decisions for several settings of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _KEY = re.compile(
     r"(?P<op>(?P<package>tp|sp|ep|pp|loss) \D*).* on (?P<place>\d+ ranks(, [\w-]+)?) "
     r"\((?P<mode>strict|fast|bits)(; [a-z0-9 ,]+)?\)"
 )
-# Those that move bits or times. What a process sets for itself, ``switches`` names in the keys.
+# Variables that change bits or times. Switches that a process sets itself are in the keys (``switches``).
 _VARIABLES = (
     "NCCL_ALGO",
     "NCCL_PROTO",
@@ -61,10 +62,10 @@ _FORMER_WORDS = (("ep beside_wgrad ", "ep overlap_wgrad "), (" ranks, fold-", " 
 
 @dataclass(frozen=True)
 class Entry:
-    """One decision as it stands in the file.
+    """One decision as in the file.
 
     Attributes:
-        host_longer_us: What the fused path takes the host longer than Megatron's, where that is not in its time.
+        host_longer_us: Host time that the fused path adds to the native one, if it is not part of the measured time.
     """
 
     use_ditron: bool
@@ -80,7 +81,7 @@ def fingerprint() -> dict[str, Any]:
     content.
 
     Raises:
-        SettingError: A setting that cannot be, or a tuning table that cannot be read.
+        SettingError: A setting is invalid, or a tuning table cannot be read.
     """
     versions = find_versions()
     found: dict[str, Any] = {"ditron_train": __version__, "torch": torch.__version__}
@@ -102,7 +103,7 @@ def fingerprint() -> dict[str, Any]:
 
 
 def op_of(key: str) -> str:
-    """The op that a decision's key begins with: what stands in front of the first size."""
+    """The op that a decision's key begins with: everything before the first size."""
     return re.split(r"\d", key, maxsplit=1)[0].rstrip()
 
 
@@ -111,7 +112,7 @@ class Plan:
 
     Attributes:
         made_with: ``fingerprint`` when the file was read. Megatron changes variables of NCCL when it makes its groups,
-            so it is another one later in the same job.
+            so the fingerprint differs later in the same job.
     """
 
     def __init__(self, path: Path, entries: dict[str, Entry], made_with: dict[str, Any] | None = None) -> None:
@@ -133,7 +134,7 @@ class Plan:
     def add(self, key: str, entry: Entry) -> None:
         """Adds a decision and writes it to the file, with those that other groups of the job have written meanwhile.
 
-        A file that cannot be written costs later runs a probe, not this one its training: one log line.
+        If the file cannot be written, one log line says so, and later runs probe again.
         """
         self.entries[key] = entry
         try:
@@ -145,7 +146,7 @@ class Plan:
             )
 
     def _written(self) -> dict[str, Entry]:
-        """What the file holds now; what this process knows where that cannot be read."""
+        """What the file holds now, or what this process knows if the file cannot be read."""
         try:
             return load_plan(self.path, self.made_with).entries
         except SettingError:
@@ -167,21 +168,21 @@ def _has_times(entry: Entry) -> bool:
 
 
 def _renamed(key: str) -> str:
-    """The key of a decision as it is called now; until 0.1 the words were others."""
+    """The current form of a key; until 0.1 some words were different."""
     for former, name in _FORMER_WORDS:
         key = key.replace(former, name)
     return key
 
 
 def load_plan(path: Path, made_with: dict[str, Any] | None = None) -> Plan:
-    """Reads a plan; a path where nothing is gives an empty one, to be written.
+    """Reads a plan; if there is no file at the path, returns an empty plan, to be written there.
 
     Args:
-        path: Of the file.
-        made_with: ``fingerprint`` of this process, where it is known.
+        path: Path of the file.
+        made_with: ``fingerprint`` of this process, if it is known.
 
     Raises:
-        SettingError: The file cannot be read or written, is no plan, or was made with another device or other
+        SettingError: The file cannot be read or written, is not a plan, or was made with another device or other
             libraries.
     """
     try:
@@ -231,7 +232,7 @@ _PLAIN_BLAS = ("default", "cublas")
 
 
 def _is_off(name: str) -> Callable[[], bool]:
-    """Whether something that torch's products may do by default is forbidden; what this torch does not know is not."""
+    """Whether a default liberty of torch's GEMMs is switched off; False if this torch does not know it."""
     return lambda: not getattr(torch.backends.cuda.matmul, name, True)
 
 
@@ -252,11 +253,11 @@ _switches: dict[str, Callable[[], bool]] = {
 
 
 def add_switch(name: str, is_on: Callable[[], bool]) -> None:
-    """A switch of another library that what computes native's products depends on; ``name``: of small letters and
+    """Adds a switch of another library that changes the kernels of native GEMMs; ``name``: lower-case letters and
     digits."""
     _switches[name] = is_on
 
 
 def switches() -> tuple[str, ...]:
-    """Those that are not as torch has them, in the order of their names."""
+    """Names of the switches that are not at torch's defaults, sorted."""
     return tuple(sorted(name for name, is_on in _switches.items() if is_on()))

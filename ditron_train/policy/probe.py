@@ -17,14 +17,14 @@ from ditron_train.policy.uninitialized import torch_fill
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.values import have_same_bits
 
-#: Forward and backward once: outputs and gradients, in an order of the caller's choice.
+#: Runs forward and backward once: outputs and gradients, in an order of the caller's choice.
 Run = Callable[[], Sequence[torch.Tensor]]
 
 _WARM_UPS, _REPEATS, _CPU_REPEATS = 2, 4, 2
 _FEW_ROUNDS, _MOST_ROUNDS = 6, 12  # of native, fused, fused, native
 _LONG_US = 20_000.0  # of a call; a round is 24 of them
-#: Student's t that one of two hundred series of equal times exceeds, by the number of rounds. It is asked six times,
-#: so one series of fifty looks faster by chance.
+#: Student's t that one in two hundred series of equal times exceeds, by the number of rounds. It is evaluated up to
+#: six times, so about one in fifty series looks faster by chance.
 _LARGEST_BY_CHANCE = {4: 5.841, 5: 4.604, 6: 4.032, 8: 3.499, 10: 3.250, 12: 3.106}
 
 _SHORTEST_US = 200.0
@@ -37,8 +37,7 @@ _is_timed_without_fill = False
 
 @contextmanager
 def comparing_on_cpu() -> Iterator[None]:
-    """For simulated nodes: what runs on the CPU, in the interpreter, is compared and timed there, too, by the host's
-    clock."""
+    """For simulated nodes: also compares and times what runs on the CPU, in the interpreter, by the host's clock."""
     global _on_cpu
     before, _on_cpu = _on_cpu, True
     try:
@@ -48,20 +47,20 @@ def comparing_on_cpu() -> Iterator[None]:
 
 
 def compares(device: torch.device) -> bool:
-    """Whether a probe compares and times there."""
+    """Whether a probe compares and times on ``device``."""
     return device.type == "cuda" or _on_cpu
 
 
 def time_without_fill(is_on: bool) -> None:
-    """Whether PyTorch's fill of new tensors is off while paths are timed, as it will be in the job's steps."""
+    """Sets whether PyTorch's fill of new tensors is off while paths are timed, as it will be in the job's steps."""
     global _is_timed_without_fill
     _is_timed_without_fill = is_on
 
 
 class DeviceHold:
-    """Has the device wait twice as long as the host takes for the launches of the slowest of several calls.
+    """Makes the device wait for twice the host time of the launches of the slowest of several calls.
 
-    In training the host is ahead of the device. A timing in which it is not measures the host
+    In training the host is ahead of the device. If it is not ahead in a timing, that measures the host
     (``docs/measurements/runtime.md``).
     """
 
@@ -70,17 +69,16 @@ class DeviceHold:
 
     @property
     def length_us(self) -> float:
-        """How long the device waits, in us: as long for each call, since a device that rested is quicker
-        afterwards."""
+        """How long the device waits, in us: the same for each call, since a device is quicker after a rest."""
         return min(_LONGEST_US, max(_SHORTEST_US, 2 * max(self._launches_us.values(), default=0.0)))
 
     def wait(self) -> None:
-        """Has the device wait, on the current stream."""
+        """Makes the device wait, on the current stream."""
         torch.cuda._sleep(round(self.length_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def launching(self, name: Hashable = None) -> Iterator[None]:
-        """Around the launches of the call ``name``; the quickest of them counts, as the first one may compile."""
+        """A context around the launches of the call ``name``; the quickest counts, since the first may compile."""
         start_s = time.perf_counter()
         yield
         launches_us = (time.perf_counter() - start_s) * 1e6
@@ -92,15 +90,13 @@ class Observation:
     """What a probe saw, the same on every rank of the group.
 
     Attributes:
-        bits_equal: Whether every bit of every result is equal on every rank; None where that says nothing
+        bits_equal: Whether every bit of every result is equal on every rank; None if they were not compared
             (interpreter).
-        native_us: Median time of the native run, maximum over the ranks; None where it was not
-            measured.
-        ditron_us: The same of the fused path.
-        is_clear: Whether the times of the one are above those of the other, but for a few, or the fused path were
-            below native's so much alike in all rounds that chance hardly makes it: a difference smaller than what
-            repetitions differ by is none.
-        host_longer_us: What the fused path takes the host longer, where jobs are to be looked at for it.
+        native_us: Median time of the native run, maximum over the ranks; None if it was not measured.
+        ditron_us: Median time of the fused run, likewise.
+        is_clear: Whether the difference of the times is larger than their variation: all but a few times of one path
+            are above those of the other, or the fused path was faster in so many rounds that chance is unlikely.
+        host_longer_us: Host time that the fused path adds, if jobs are to be checked for being CPU-bound.
     """
 
     bits_equal: bool | None
@@ -111,7 +107,7 @@ class Observation:
 
     @property
     def is_faster(self) -> bool:
-        """Whether the fused path is, for sure."""
+        """Whether the fused path is faster beyond doubt."""
         return self.native_us is not None and (self.ditron_us or 0.0) < self.native_us and self.is_clear
 
 
@@ -124,12 +120,12 @@ def times_us(
 ) -> list[float]:
     """Device times of ``run`` on this rank, in us (collective).
 
-    In training the host is ahead of the device, and so it is here: what the fused path takes longer to launch does not
-    count. A barrier on the device has the ranks begin together.
+    As in training, the host is ahead of the device, so that the time of launches does not count. A barrier on the
+    device makes the ranks begin together.
 
     Args:
-        launches_us: Gets the host's times, of launches alone.
-        is_ahead: Whether the host is; else the device is idle where it begins, and waits for each launch.
+        launches_us: Receives the host's times of the launches.
+        is_ahead: Whether the host is ahead; else the device is idle at the beginning, and waits for each launch.
     """
     times = []
     if device.type != "cuda":
@@ -164,14 +160,14 @@ def times_us(
 
 
 def _low_median_high(times: list[float], part: int) -> tuple[float, float, float]:
-    """The range of ``times`` without one in ``part`` of them at either end, around their median."""
+    """Lowest, median and highest of ``times``, without one in ``part`` of them at either end."""
     ordered = sorted(times)
     left_out = len(times) // part
     return ordered[left_out], statistics.median(ordered), ordered[-1 - left_out]
 
 
 def _faster_by_round(ratios: Sequence[float]) -> bool:
-    """Whether the mean of the rounds' ratios of times, the fused path over native's, is below 1, by Student's t."""
+    """Whether the mean over rounds of fused time / native time is below 1, by Student's t."""
     if len(ratios) not in _LARGEST_BY_CHANCE:
         return False
     error = statistics.stdev(ratios) / math.sqrt(len(ratios))
@@ -187,19 +183,20 @@ def _compared_us(
     needs_bits: bool,
     is_ahead: bool,
 ) -> tuple[bool, float, float, bool, float]:
-    """Whether bits are equal on all ranks; median times of both, of the slowest rank; whether they are clearly apart;
-    what the fused path takes the host longer.
+    """Whether bits are equal on all ranks; median times of both paths, of the slowest rank; whether they differ
+    clearly; the host time that the fused path adds.
 
-    In the order native, fused, fused, native, since a GPU slows down as it gets warm: what is timed first would be up
-    to 2 % ahead. Few calls cannot tell times that are alike (two ranks' messages over one link: 0.61x after eight
-    calls for it), so there are more until the ranges of both are apart, at last those of the middle half, or until all
-    rounds say so: where the clock of a GPU moves by more than the two differ, it moves for both. Calls that are not
-    long get more rounds while the fused path seems faster: a layer that gains 2 % is worth seconds of them.
+    The order is native, fused, fused, native: a GPU slows down as it gets warm, so the path that is timed first would
+    have an advantage of up to 2 %. Few calls cannot tell similar times apart (two ranks' messages over one link seemed
+    to be 0.61x after eight calls), so there are more rounds until the ranges of both paths do not overlap, at last
+    those of the middle half, or until the rounds' ratios agree: a GPU's clock may vary by more than the paths differ,
+    but it does so for both. Short calls get more rounds while the fused path seems faster: a layer that gains 2 % is
+    worth seconds of probing.
 
     Args:
-        is_equal: Whether bits are, on this rank.
-        needs_bits: As ``probe``'s.
-        is_ahead: As that of ``times_us``.
+        is_equal: Whether bits are equal on this rank.
+        needs_bits: As of ``probe``.
+        is_ahead: As of ``times_us``.
     """
     natives: list[float] = []
     of_fused: list[float] = []
@@ -235,16 +232,16 @@ def _most_of_ranks(mine: Sequence[float], device: torch.device, group: dist.Proc
 
 
 def check_memory(needed_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Refuses a probe on every rank where one has not the memory for it (collective).
+    """Refuses a probe on every rank if any rank lacks the memory for it (collective).
 
-    A rank that runs out of memory in the middle of a probe leaves the others in a collective, each by itself.
+    A rank that ran out of memory in the middle of a probe would leave the others waiting in a collective.
 
-    What torch's allocator holds unused goes back to the driver first, and only what the driver has free then counts:
-    of the rest nobody can say which sizes it serves, as a free part of a block that is in use elsewhere serves none
-    that is larger. That waits for the device, as a probe does anyway, and every probe that compares ends with it.
+    Memory that torch's allocator holds unused is returned to the driver first, and only the driver's free memory
+    counts: unused parts of blocks that are in use serve no larger sizes, and it cannot be known which sizes they do
+    serve. Returning memory waits for the device, as a probe does anyway, and every probe that compares ends with it.
 
     Raises:
-        NotSupportedError: It has not; the same on every rank.
+        NotSupportedError: A rank lacks the memory; the same on every rank.
     """
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -254,8 +251,8 @@ def check_memory(needed_bytes: int, device: torch.device, group: dist.ProcessGro
 
 
 def same_bits(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
-    """Whether all of them have equal bits; where a job's data has native give NaN, the fused path has to give one,
-    too."""
+    """Whether all of them have equal bits. If the native path gives a NaN for a job's data, the fused path has to give
+    a NaN, too, of any bits."""
     return len(expected) == len(found) and all(map(_same_bits_or_nan, expected, found))
 
 
@@ -286,20 +283,19 @@ def probe(
     extra_cases: Sequence[tuple[Run, Run]] = (),
     host_counts: bool = False,
 ) -> Observation:
-    """Runs both (collective over `group`) and returns what all ranks saw; times only if `timed`.
+    """Runs both paths (collective over ``group``) and returns what all ranks observed; times only if ``timed``.
 
-    In the interpreter the fused path runs once, to see that it can; there its GEMMs are NumPy's, and no time is worth
-    comparing.
+    In the interpreter the fused path runs once, to see that it can: its GEMMs are NumPy's there, so times mean
+    nothing.
 
     Args:
-        needs_bits: Whether the fused path is of no use where its bits differ, whatever its time: it is timed once
-            then.
-        extra_cases: More of native and fused, on other data: compared, not timed.
-        host_counts: Whether the fused path has to be faster where the device waits for the host, too: what is faster
-            where the host is ahead is asked about once more, on an idle device.
+        needs_bits: Whether the fused path is rejected if its bits differ, whatever its time: then it is timed once.
+        extra_cases: Further runs of both paths on other data: compared, not timed.
+        host_counts: Whether the fused path has to be faster also when the device waits for the host: a path that is
+            faster when the host is ahead is then timed again on an idle device.
 
     Raises:
-        Whatever `fused` raises, on every rank alike.
+        Whatever ``fused`` raises, on every rank alike.
     """
     if not compares(device):
         fused()

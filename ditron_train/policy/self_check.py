@@ -1,14 +1,14 @@
-"""Whether kernels may run beside libraries that are newer than all that were tried.
+"""Whether kernels may run with libraries that are newer than all tested versions.
 
-Then a self-check of the ranks precedes everything, where Megatron makes its groups and at the first op of a group:
+If a library is, a self-check of the ranks comes first, when Megatron makes its groups and at the first op of a group:
 
 1. Each rank launches a probe kernel in the four ways that ops are launched: through Triton, directly, as a recorded
    call and as its repetition. Results are compared with torch's.
 2. The ranks of a node make a small piece of symmetric memory, and hand values over to each other: program to program
    and rank to rank, by releases and acquires.
 
-Where anything fails on any rank, every op of that group runs natively, and one log line says why. Beside
-libraries that were tried nothing is checked.
+If anything fails on any rank, every op of that group runs natively, and one log line says why. With tested libraries
+nothing is checked.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _verdicts: GroupCache[tuple[dist.ProcessGroup | None, str], str | None] = GroupC
 
 
 def self_check(group: dist.ProcessGroup | None, device: torch.device, turns: int = 1) -> str | None:
-    """Why no kernel of this package is to run in ``group`` on ``device``, or None; the same on every rank.
+    """Why no kernel of this package may run in ``group`` on ``device``, or None; the same on every rank.
 
-    Collective over ``group`` the first time, where a library is other than what was tried; every rank has the same
-    ones (``check_ranks_agree``). What was found in the job's WORLD holds in all groups. Without a group it is the
-    verdict of WORLD or, where none is known, of a launch by this process alone.
+    Collective over ``group`` the first time if a library is not a tested version; every rank has the same libraries
+    (``check_ranks_agree``). The result for the job's WORLD holds in all groups. Without a group it is the result for
+    WORLD or, if there is none, of launches by this process alone.
 
     Raises:
         PeerTimeoutError: A rank did not arrive within ``turns`` deadlines (``symm.exchange``).
@@ -60,7 +60,7 @@ def self_check(group: dist.ProcessGroup | None, device: torch.device, turns: int
 
 
 def forget_self_checks() -> None:
-    """Checks again at the next question."""
+    """Drops the results: the next call checks again."""
     _verdicts.clear()
 
 
@@ -125,7 +125,7 @@ def _handover_failure(group: dist.ProcessGroup, device: torch.device) -> str | N
 
 
 def _values(launch: int, rank: int, device: torch.device) -> torch.Tensor:
-    """What ``rank`` hands over, others in each launch: int32 ``[_ROUNDS, _BLOCK]``."""
+    """The values that ``rank`` hands over, different ones in each launch: int32 ``[_ROUNDS, _BLOCK]``."""
     count = torch.arange(_ROUNDS * _BLOCK, dtype=torch.int32, device=device).view(_ROUNDS, _BLOCK)
     return count * (2 * launch + 3) + 1009 * rank + launch
 
@@ -139,13 +139,13 @@ def _hand_over(group: dist.ProcessGroup, device: torch.device) -> str | None:
         return failure
     except PeerTimeoutError:
         raise
-    except Exception:  # the others are in the next exchange, where nobody would come
-        with suppress(RuntimeError):  # of the store: what came before says more
+    except Exception:  # the others wait in the next exchange
+        with suppress(RuntimeError):  # an error of the store would hide the first one
             abort_next_exchange(group)
         raise
     finally:
         if arena is not None:
-            arena.abandon()  # nobody uses it any more, or something was raised
+            arena.abandon()  # it is no longer used, or something was raised
 
 
 def _hand_over_in(arena: SymmetricArena) -> str | None:
@@ -155,19 +155,19 @@ def _hand_over_in(arena: SymmetricArena) -> str | None:
     pointers, out = channel.pointers(channel.signature(())), torch.zeros_like(slots.local)
     constants = {"ROUNDS": _ROUNDS, "BLOCK": _BLOCK, "TARGET": kernel_target(device)}
     kernel = KernelLaunch(handover_kernel, 2, constants)
-    arena.quiesce()  # a rank that could not come so far does not leave the others' kernels waiting
+    arena.quiesce()  # so that no kernel waits for a rank that failed before this
 
     def failure_of(launch: int) -> str | None:
         try:
             kernel(pointers, _values(launch, arena.rank, device), slots.addresses, slots.local, out)
             channel.synchronize()
-        except Exception as error:  # the others are waiting for this rank's words
+        except Exception as error:  # the others wait for this rank in the exchange
             return _words(error)
         wrong = [peer for peer in range(num_ranks) if not torch.equal(out[peer], _values(launch, peer, device))]
         return f"what ranks {wrong} released was not what was acquired" if wrong else None
 
     for launch in range(_LAUNCHES):
         failure = failure_of(launch)
-        if any(exchange(arena.group, failure)):  # from here on everybody has read what the slots held
+        if any(exchange(arena.group, failure)):  # after it all ranks have read their slots
             return failure
     return None

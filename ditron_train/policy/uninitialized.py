@@ -1,4 +1,4 @@
-"""What new memory holds: PyTorch's fill of deterministic mode, and fills that show who reads what nobody has written.
+"""What new memory holds: PyTorch's fill of deterministic mode, and fills that reveal reads of unwritten memory.
 
 Under ``torch.use_deterministic_algorithms(True)`` PyTorch fills every new tensor with NaN (integers with the largest
 value) unless ``torch.utils.deterministic.fill_uninitialized_memory`` is off. The fill changes no result of a program
@@ -31,13 +31,13 @@ def fills_new_tensors() -> bool:
 
 
 def set_torch_fill(is_on: bool) -> None:
-    """PyTorch's own fill is on or off from now on (on has no effect outside of deterministic mode)."""
+    """Turns PyTorch's own fill on or off (on has no effect outside of deterministic mode)."""
     _torch_mode.fill_uninitialized_memory = is_on
 
 
 @contextmanager
 def torch_fill(is_on: bool) -> Iterator[None]:
-    """Inside, PyTorch's own fill is on or off."""
+    """A context in which PyTorch's own fill is on or off."""
     before = _torch_mode.fill_uninitialized_memory
     set_torch_fill(is_on)
     try:
@@ -47,21 +47,21 @@ def torch_fill(is_on: bool) -> Iterator[None]:
 
 
 def is_filling() -> bool:
-    """Whether this is inside `FillNewTensors`: every op takes the host longer there, so times say nothing."""
+    """Whether ``FillNewTensors`` is active: every op takes more host time then, so times mean nothing."""
     return any(isinstance(mode, FillNewTensors) for mode in _get_current_dispatch_mode_stack())
 
 
 class FillNewTensors(TorchDispatchMode):
-    """Inside, also in backward, new tensors are filled; not what a compiled kernel or an operator of C++ allocates for
-    itself, and not during the capture of a CUDA graph.
+    """A mode in which new tensors are filled, also in backward; but not memory that a compiled kernel or a C++
+    operator allocates itself, and not during the capture of a CUDA graph.
 
     Args:
-        is_finite: Whether with finite values; else as PyTorch's own fill.
-        limit: Only so many of them, the first ones; None: all.
+        is_finite: Whether to fill with finite values; else as PyTorch's own fill.
+        limit: Fill only the first ``limit`` new tensors; None: all.
 
     Attributes:
         count: New tensors so far.
-        origin: The last one that was filled: the operator, and the innermost line outside of PyTorch.
+        origin: Where the last filled tensor was made: the operator, and the innermost line outside of PyTorch.
     """
 
     def __init__(self, *, is_finite: bool, limit: int | None = None) -> None:
@@ -72,7 +72,8 @@ class FillNewTensors(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Under any other mode ``torch.compile`` would go back to eager code, of other bits, for good."""
+        """True, since under any other mode ``torch.compile`` would fall back to eager code, with other bits, for
+        good."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,7 +87,7 @@ class FillNewTensors(TorchDispatchMode):
         return result
 
     def _count(self, func: Any, tensor: torch.Tensor, num_bytes: int) -> None:
-        """One more, which is filled behind so many bytes if it is one of the first ones."""
+        """Counts a new tensor, and fills it from ``num_bytes`` on if it is within ``limit``."""
         self.count += 1
         if self.count == self._limit:
             self.origin = f"{func} at {_innermost_line()}"
@@ -107,7 +108,7 @@ class FillNewTensors(TorchDispatchMode):
 
 
 def _innermost_line() -> str:
-    """File and line of the innermost frame that is neither PyTorch's nor one that stands between it and its caller."""
+    """File and line of the innermost frame that belongs neither to PyTorch nor to this mode."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Tensors that are kept: one that a stream makes once for users on any stream, and small tables by their values."""
+"""Cached tensors: one that a stream makes once for users on any stream, and small tables by their values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ditron_train.stream.events import current_stream
 class CachedTensor:
     """A tensor that the current stream makes once, for users on any stream.
 
-    ``get`` orders a user's stream behind what made the tensor, and records that stream with the allocator, so that the
-    cache may drop the tensor at any time. Neither is needed in a CUDA graph's capture, which begins behind all that is
-    there.
+    ``get`` makes a user's stream wait for what made the tensor, and records that stream with the allocator, so that
+    the cache may drop the tensor at any time. Neither is needed in a CUDA graph's capture, which begins after the
+    tensor was made.
 
     Args:
-        tensor: What the current stream has been given to make.
+        tensor: The tensor; the work that writes it has been enqueued on the current stream.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -28,7 +28,7 @@ class CachedTensor:
         self._made: Any = None if self._made_on is None else self._made_on.record_event()
 
     def get(self) -> torch.Tensor:
-        """The tensor, for what the current stream does from now on."""
+        """The tensor, for later work on the current stream."""
         if self._made_on is not None and not is_capturing(self._tensor.device):
             stream = current_stream(self._tensor.device)
             if stream != self._made_on:
@@ -43,10 +43,10 @@ _MOST_TABLES = 4096
 
 
 class DeviceTables:
-    """Tables of one type by their values: launches know their addresses alone.
+    """Tables of one type by their values; launches hold their addresses only.
 
-    What a capture has met is kept for good, since replays read it. Of the others those that were used last are kept,
-    and the memory of one that goes is reused only behind the streams that it was used on.
+    A table that was used during a capture is kept for good, since replays read it. Of the others the most recently
+    used are kept, and the memory of a dropped one is reused only after the streams that it was used on.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

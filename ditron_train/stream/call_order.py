@@ -1,4 +1,4 @@
-"""``CallOrder``: calls that share buffers run one behind the other, on whichever streams they come."""
+"""``CallOrder``: calls that share buffers run one after the other, on whichever streams they are made."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ditron_train.stream.events import current_stream
 
 
 class CallOrder:
-    """Orders calls on the device as the host makes them: behind a call on the same stream that costs nothing.
+    """Orders calls on the device as the host makes them, at no cost if two follow each other on one stream.
 
     Calls that a CUDA graph captures are ordered among themselves: a capture may not wait for a stream outside of it,
-    nor a stream for a capture. A graph is no call: who replays it orders the replay with what is called before and
-    behind.
+    nor a stream for a capture. Replaying a graph is not a call: the user orders the replay with the calls before and
+    after it.
 
     Args:
-        device: Whose streams they are. On the CPU calls are over when they return, and nothing is done.
+        device: The device of the streams. On the CPU calls have ended when they return, and nothing is done.
 
     Attributes:
         is_capturing: Whether the last call is captured.
@@ -34,8 +34,7 @@ class CallOrder:
         self.is_capturing = False
 
     def enter(self) -> torch.cuda.Stream | None:
-        """Start of a call: the current stream, from now on behind all that the last call's stream has; None on the
-        CPU.
+        """Start of a call: makes the current stream wait for the last call's stream, and returns it; None on the CPU.
 
         Raises:
             NotSupportedError: Another GPU is the current one: kernels would be launched there.
@@ -53,7 +52,7 @@ class CallOrder:
         return self._stream
 
     def is_here(self) -> bool:
-        """Whether what the current stream does next is behind the last call without a wait."""
+        """Whether the current stream is the last call's, so that it needs no wait."""
         return self._last is None or self._last == current_stream(self._device)
 
     def _change_to(self, stream: torch.cuda.Stream) -> None:

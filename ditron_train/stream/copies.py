@@ -19,10 +19,10 @@ class StridedCopy:
     Attributes:
         destination: Address of the first piece.
         destination_pitch: Bytes from one piece to the next.
-        source: As of the destination.
-        source_pitch: Likewise.
-        num_bytes: Of each piece.
-        count: How many.
+        source: Address of the first piece.
+        source_pitch: Bytes from one piece to the next.
+        num_bytes: Bytes of each piece.
+        count: Number of pieces.
     """
 
     destination: int
@@ -34,8 +34,7 @@ class StridedCopy:
 
 
 def copy_bytes(destination: int, source: int, num_bytes: int, stream: torch.cuda.Stream | None) -> None:
-    """``put`` by addresses, for hot paths: by a copy engine on ``stream``, or at once where ``stream`` is None
-    (CPU)."""
+    """``put`` by addresses, for hot paths: by a copy engine on ``stream``, or at once if ``stream`` is None (CPU)."""
     if stream is None:
         ctypes.memmove(destination, source, num_bytes)
     else:
@@ -45,9 +44,9 @@ def copy_bytes(destination: int, source: int, num_bytes: int, stream: torch.cuda
 def copy_with_flags(
     chunks: Iterable[tuple[int, int, int, int, int]], source: int, stream: torch.cuda.Stream | None
 ) -> None:
-    """Chunks of the memory at ``source`` in order, each (destination, offset, bytes, its flag, a word of the flag's
-    value), the flag written behind its chunk. A copy takes 2.6 us of the host's time, nearly all of it the driver's
-    (H200)."""
+    """Copies chunks of the memory at ``source`` in order, each given as (destination, offset, bytes, address of its
+    flag, address of a word with the flag's value), and writes each flag after its chunk. A copy takes 2.6 us of host
+    time, nearly all of it in the driver (H200)."""
     copy_in_sequence(_in_order(chunks, source), stream)
 
 
@@ -61,10 +60,10 @@ def copy_in_sequence(copies: Iterable[tuple[int, int, int]], stream: torch.cuda.
 
 
 def copy_strided(strided_copies: Iterable[StridedCopy], stream: torch.cuda.Stream | None) -> None:
-    """One after another, by a copy engine on ``stream``, or at once where it is None (CPU).
+    """Runs strided copies one after another, by a copy engine on ``stream``, or at once if it is None (CPU).
 
-    A command of a copy engine takes 2 to 3 us beside its bytes, so one command for a few bytes of several peers is
-    shorter than as many (``docs/measurements/runtime.md``)."""
+    A command of a copy engine takes 2 to 3 us in addition to its bytes, so one command for a few bytes of several
+    peers is shorter than a command for each (``docs/measurements/runtime.md``)."""
     for strided_copy in strided_copies:
         if stream is None:
             for i in range(strided_copy.count):

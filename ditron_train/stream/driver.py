@@ -51,10 +51,10 @@ def _check(result: tuple) -> None:
 
 
 def call_beside_captures() -> None:
-    """From now on calls of this thread neither break a CUDA graph's capture on another one nor are refused because of
-    it.
+    """From now on calls of this thread neither break a CUDA graph's capture on another thread nor are refused because
+    of it.
 
-    In CUDA's default mode ("global") a call that could be unsafe in a capture does both, whichever thread makes it."""
+    In CUDA's default mode ("global") a call that may be unsafe in a capture does both, whichever thread makes it."""
     driver = _require()
     _check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
 
@@ -74,8 +74,8 @@ def memcpys_async(copies: Iterable[tuple[int, int, int]], stream: int) -> None:
 def memcpy_2d_async(
     destination: int, destination_pitch: int, source: int, source_pitch: int, num_bytes: int, count: int, stream: int
 ) -> None:
-    """``count`` pieces of ``num_bytes`` in one command, piece i at ``i * pitch`` of each side; as ``memcpy_async``
-    else."""
+    """Copies ``count`` pieces of ``num_bytes`` in one command, piece i at ``i * pitch`` of each side; otherwise as
+    ``memcpy_async``."""
     driver = _require()
     copy = driver.CUDA_MEMCPY2D()
     copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -86,14 +86,15 @@ def memcpy_2d_async(
 
 
 def map_side_by_side(addresses: Sequence[int], num_bytes: int) -> tuple[int, int, int]:
-    """Maps the allocations that the addresses are in once more, one behind another, for the current device: (where the
-    first one begins, how large each is, where in each the address is). One that is named several times is mapped as
-    often.
+    """Maps the allocations that contain the addresses a second time, one after another, for the current device.
+    Returns (where the first one begins, the size of each, the address's offset in each). An allocation that is named
+    several times is mapped as often.
 
-    Its memory is not free before ``unmap``. ``num_bytes``: what is used of each, from the address on.
+    The memory is not freed before ``unmap``. ``num_bytes``: bytes of each that are used, from the address on.
 
     Raises:
-        DitronError: They are not at the same place of equally large allocations that can be mapped (``cuMemCreate``).
+        DitronError: The addresses are not at the same offset of equally large allocations that can be mapped
+            (``cuMemCreate``).
     """
     driver = _require()
     places = set()
@@ -139,7 +140,7 @@ def _allow_access(base: int, num_bytes: int) -> None:
 
 
 def unmap(base: int, num_bytes: int) -> None:
-    """Takes back what ``map_side_by_side`` mapped there; nothing uses it any more."""
+    """Undoes ``map_side_by_side``; nothing may use the mapping any more."""
     driver = _require()
     _check(driver.cuMemUnmap(base, num_bytes))
     _check(driver.cuMemAddressFree(base, num_bytes))
@@ -151,7 +152,8 @@ def memset_u32_async(destination: int, value: int, count: int, stream: int) -> N
 
 
 def register_host_memory(address: int, num_bytes: int) -> int | None:
-    """Makes shared host memory addressable by streams of the current device; its device address, None if refused.
+    """Makes shared host memory addressable by streams of the current device. Returns its device address, None if
+    refused.
 
     It stays registered until the process ends.
     """
@@ -166,19 +168,19 @@ def register_host_memory(address: int, num_bytes: int) -> int | None:
 
 
 def event_create() -> Any:
-    """An event without timing, of the current device."""
+    """A new event of the current device, without timing."""
     result = _require().cuEventCreate(_EVENT_DISABLE_TIMING)
     _check(result)
     return result[1]
 
 
 def event_record(event: Any, stream: int) -> None:
-    """The event stands for what is enqueued on the stream now."""
+    """Records the event on the stream."""
     _check(_require().cuEventRecord(event, stream))
 
 
 def event_query(event: Any) -> bool:
-    """Whether the event has come."""
+    """Whether the event has completed."""
     driver = _require()
     result = driver.cuEventQuery(event)
     if result[0] == driver.CUresult.CUDA_ERROR_NOT_READY:
@@ -188,13 +190,13 @@ def event_query(event: Any) -> bool:
 
 
 def stream_wait_event(stream: int, event: Any) -> None:
-    """Holds the stream until the event has come."""
+    """Makes the stream wait for the event."""
     _check(_require().cuStreamWaitEvent(stream, event, 0))
 
 
 def graph_record(stream: int, enqueue: Callable[[], object]) -> Any:
-    """What ``enqueue`` puts onto the stream, recorded instead of run, for ``graph_launch``. Where ``enqueue``
-    raises, the stream is no longer captured, and nothing is left of what was."""
+    """Records what ``enqueue`` puts onto the stream, instead of running it, and returns a graph for ``graph_launch``.
+    If ``enqueue`` raises, the capture ends and nothing is kept."""
     driver = _require()
     _check(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
     is_whole = False
@@ -213,24 +215,25 @@ def graph_record(stream: int, enqueue: Callable[[], object]) -> Any:
 
 
 def graph_upload(graph: Any, stream: int) -> None:
-    """Readies it on the device, behind what the stream has, for a first launch there that costs what the others do."""
+    """Uploads the graph to the device, after what the stream has, so that the first launch takes no longer than later
+    ones."""
     _check(_require().cuGraphUpload(graph, stream))
 
 
 def graph_launch(graph: Any, stream: int) -> None:
-    """Runs behind what the stream has."""
+    """Launches the graph on the stream."""
     _check(_require().cuGraphLaunch(graph, stream))
 
 
 def graph_destroy(graph: Any) -> None:
-    """Frees it, once it is done where it is running."""
+    """Frees the graph; if it is running, after it has ended."""
     _require().cuGraphExecDestroy(graph)
 
 
 @cache
 def _pointer_attribute() -> Any:
-    """``cuPointerGetAttribute`` of the driver's library: 1 us; through ``cuda.bindings``, which asks what kind of
-    object to make, several. None where the library is not there."""
+    """``cuPointerGetAttribute`` of the driver's library, which takes 1 us; through ``cuda.bindings`` it takes several,
+    for the conversion of its result. None if the library is missing."""
     try:
         function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
     except (OSError, AttributeError):
@@ -240,14 +243,14 @@ def _pointer_attribute() -> Any:
 
 
 def allocation_of(address: int) -> int | None:
-    """Number of the driver's allocation that the address is in, never given twice; None where the driver does not
-    say."""
+    """The driver's number, never used twice, of the allocation that contains the address; None if the driver does not
+    know it."""
     ask, number = _pointer_attribute(), ctypes.c_uint64()
     return None if ask is None or ask(ctypes.byref(number), _BUFFER_ID, address) else number.value
 
 
 def stream_create() -> int:
-    """A stream of the current device that nobody else has, as its handle (``stream.events.own_stream``)."""
+    """Handle of a new stream of the current device (``stream.events.own_stream``)."""
     result = _require().cuStreamCreate(_STREAM_NON_BLOCKING)
     _check(result)
     return int(result[1])
@@ -256,7 +259,7 @@ def stream_create() -> int:
 @cache
 def _batch_function() -> Any:
     """``cuStreamBatchMemOp`` of the driver's library: filling in the parameters through ``cuda.bindings`` would take
-    longer than the calls that a batch saves. None where the library does not have it.
+    longer than the calls that a batch saves. None if the library lacks it.
     """
     try:
         function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
@@ -269,9 +272,9 @@ def _batch_function() -> Any:
 def stream_memory_ops(stream: int, operations: list[tuple[str, int, int]]) -> None:
     """Enqueues ``("write" | "wait", address, value)`` on 32-bit words, in this order.
 
-    A write is ordered behind everything before it in the stream and fenced at system scope; a wait holds the stream
-    until ``word - value >= 0`` (cyclic). A wait has no timeout of its own: go through ``stream.waits``. Several are
-    one call: write, wait, write took 4.8 us of the device's time instead of 8.1 (H200).
+    A write comes after everything before it in the stream and is fenced at system scope; a wait blocks the stream
+    until ``word - value >= 0`` (cyclic). A wait has no timeout of its own, so use ``stream.waits``. Several operations
+    are one call: write, wait, write took 4.8 us of device time instead of 8.1 (H200).
     """
     driver = _require()
     batch = _batch_function() if len(operations) > 1 else None

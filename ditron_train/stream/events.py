@@ -27,17 +27,17 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
-    """The stream of a GPU that the driver knows by ``handle``.
+    """The stream of a GPU whose handle in the driver is ``handle``.
 
-    The default stream's is 0, for which ``torch.cuda.ExternalStream`` gives some stream of torch's pool: ops ordered
-    by that one have wrong results wherever the GPU is late (``docs/measurements/runtime.md``).
+    The default stream's handle is 0, for which ``torch.cuda.ExternalStream`` returns some stream of torch's pool: ops
+    that are ordered by that stream have wrong results if the GPU is slow (``docs/measurements/runtime.md``).
     """
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of a GPU that nobody else has. torch has 32 of each priority, and deals them out again and again, to
-    NCCL, too.
+    """A stream of a GPU that is not shared. torch has 32 streams of each priority, and hands them out again and again,
+    also to NCCL.
 
     Raises:
         NotSupportedError: ``cuda-bindings`` is missing.
@@ -47,7 +47,7 @@ def own_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StreamEvent:
-    """A moment of a stream. The driver's event behind it is used again once nobody holds this."""
+    """A point in a stream's work. The driver's event behind it is reused once this object is freed."""
 
     __slots__ = ("_event", "_pool")
 
@@ -55,11 +55,11 @@ class StreamEvent:
         self._event, self._pool = event, pool
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Holds ``stream`` until the moment has come."""
+        """Makes ``stream`` wait for this point."""
         driver.stream_wait_event(stream.cuda_stream, self._event)
 
     def is_over(self) -> bool:
-        """Whether the moment has come (no wait)."""
+        """Whether the stream has reached this point (no wait)."""
         return driver.event_query(self._event)
 
     def __del__(self) -> None:
@@ -67,7 +67,7 @@ class StreamEvent:
 
 
 def event_of(device: torch.device) -> Any:
-    """A new event of the driver's, without timing, of a GPU.
+    """A new driver event of a GPU, without timing.
 
     Raises:
         NotSupportedError: ``cuda-bindings`` is missing.
@@ -83,7 +83,7 @@ class EventPool:
         self._pool: list[Any] = []
 
     def record(self, stream: torch.cuda.Stream) -> StreamEvent:
-        """The moment when ``stream`` has done what is enqueued on it now."""
+        """The point at which ``stream`` has done what is enqueued on it now."""
         event = self._pool.pop() if self._pool else event_of(stream.device)
         driver.event_record(event, stream.cuda_stream)
         return StreamEvent(event, self._pool)

@@ -28,8 +28,8 @@ _Made = TypeVar("_Made")
 
 
 class Aborting:
-    """``OpContext.abort`` of a channel where the body of the ``with`` raises: no memory, a kernel that does not
-    compile, an interrupt. By hand, since every op enters one: ``contextlib`` would take four times as long."""
+    """Calls ``OpContext.abort`` for a channel if the body of the ``with`` raises, because memory is missing, a kernel
+    does not compile, or the user interrupts. Every op enters one, and ``contextlib`` would take four times as long."""
 
     __slots__ = ("_channel", "_context")
 
@@ -52,16 +52,16 @@ class OpContext(VaryingLengths):
 
     Args:
         group: The process group (``None``: WORLD).
-        device: Where activations live.
+        device: The device of the activations.
         first_epoch: For tests of the epoch's wrap.
 
     Attributes:
-        comm_stream: A stream of high priority beside the current one; None on the CPU.
-        comm_handle: The driver's handle of it; 0 on the CPU.
-        is_joined: Whether the current stream is behind the communication stream.
-        recorder: Replays what comes often as a recorded graph.
+        comm_stream: The communication stream, of high priority; None on the CPU.
+        comm_handle: The driver's handle of the communication stream; 0 on the CPU.
+        is_joined: Whether the current stream has waited for the communication stream.
+        recorder: Records frequent sequences as graphs and replays them.
         agreed: Calls that all ranks are known to make alike (``stream.agreement``).
-        prepared: What ops keep for the shapes they have seen; emptied before a buffer of the arena moves.
+        prepared: What ops cache for the shapes they have seen; emptied before a buffer of the arena moves.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
@@ -97,7 +97,7 @@ class OpContext(VaryingLengths):
 
     def plan(self, make: Callable[..., _Made], *arguments: Hashable) -> _Made:
         """The plan of a call (``stream.plan``): what ``make(self, *arguments)`` returned at the first call with these
-        arguments, which is collective. None, if there is nothing to do, is not kept."""
+        arguments, which is collective. None, which stands for nothing to do, is not cached."""
         key = (make, *arguments)
         plan: Any = self.prepared.get(key)
         if plan is None:
@@ -118,11 +118,11 @@ class OpContext(VaryingLengths):
         return channel
 
     def enter(self, op: str = "op", *details: Hashable) -> torch.cuda.Stream | None:
-        """Start of every op: raises what an earlier op recorded, and orders this stream behind the last one's.
+        """Start of every op: raises what an earlier op recorded, and makes this stream wait for the last op's.
 
         Args:
             op: Name for the record of the call (``runtime.flight_recorder``).
-            details: What all ranks of the group call it with alike, such as shapes.
+            details: Arguments that are the same on all ranks of the group, such as shapes.
 
         Returns:
             The current stream, None on the CPU.
@@ -133,13 +133,13 @@ class OpContext(VaryingLengths):
         return self._follow()
 
     def resume(self, started_on: torch.cuda.Stream | None, *used: torch.Tensor) -> None:
-        """Where what an op started is waited for: orders this stream behind the last op's, and the next op's behind
-        this one.
+        """Called when an op that was started is waited for: makes this stream wait for the last op's, and the next
+        op's for this one.
 
         Args:
-            started_on: What the op's ``enter`` gave.
-            used: Memory that the op works on. On another stream than that one it may be given away once this stream is
-                past the wait, and has to be told: the one that it was started on does not wait.
+            started_on: The stream that the op's ``enter`` returned.
+            used: Memory that the op works on. If this stream is another one, the memory's use is recorded on it, since
+                the stream that the op was started on does not wait for the op.
         """
         stream = self._follow()
         if stream is not None and stream is not started_on:
@@ -154,22 +154,22 @@ class OpContext(VaryingLengths):
         return stream
 
     def fork(self) -> torch.cuda.Stream | None:
-        """The communication stream, ordered behind the current one (None on the CPU)."""
+        """Makes the communication stream wait for the current one, and returns it (None on the CPU)."""
         if self.is_cuda:
             self.is_joined = False
             order_streams(self.device, current_handle(self.device), self._fork_event, self.comm_handle)
         return self.comm_stream
 
     def join(self) -> None:
-        """Orders the current stream behind the communication stream."""
+        """Makes the current stream wait for the communication stream."""
         if self.is_cuda:
             order_streams(self.device, self.comm_handle, self._join_event, current_handle(self.device))
             self.is_joined = True
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the arena that an op works in, at the same address until it has to grow: so what is recorded finds
-        its operands there. Who asks for the name next overwrites it: written behind ``enter`` alone. Collective where
-        it grows, with the same shape on all ranks: ask for it before anything is started.
+        """Scratch memory of the arena, at the same address until it has to grow, so that recorded ops find their
+        operands there. The next user of the name overwrites it, so write it only after ``enter``. It is collective
+        when it grows, with the same shape on all ranks: request it before anything is started.
 
         Raises:
             ArenaError: There is no room for it; on every rank alike.
@@ -183,19 +183,18 @@ class OpContext(VaryingLengths):
         return memory
 
     def aborting(self, channel: Channel) -> Aborting:
-        """``with`` it: ``abort`` if what is inside raises."""
+        """A context manager that calls ``abort`` if its body raises."""
         return Aborting(self, channel)
 
     def abort(self, channel: Channel) -> None:
-        """After ``fork``, instead of what ends an exchange of ``channel`` by kernels of two roles, if a part of it
-        cannot be enqueued: streams are joined, and both roles count the same launches, so that the next call has an
-        epoch of its own. Nothing is waited for, so that no wait hides what failed. Peers that did not abort as well
-        wait until their deadline."""
+        """Ends an exchange of ``channel`` after ``fork`` if a part of it cannot be enqueued. Streams are joined, and
+        the launch counters of both roles are made equal, so that the next call has a new epoch. The host waits for
+        nothing, so that no wait hides the error. Peers that did not abort as well wait until their deadline."""
         self.join()
         channel.tickets[1:2].copy_(channel.tickets[:1])
 
     def leave(self, channel: Channel) -> None:
-        """End of every op: on the CPU, where kernels are done by now, raises what went wrong."""
+        """End of every op: on the CPU, where kernels have run by now, raises what they recorded."""
         if not self.is_cuda:
             channel.check()
 
@@ -205,10 +204,10 @@ class OpContext(VaryingLengths):
             channel.synchronize()
 
     def forget_shapes(self) -> None:
-        """Lets go of what is kept for the shapes seen so far; each is agreed on anew when it comes again.
+        """Drops what is cached for the shapes seen so far; ranks agree on each again at its next call.
 
-        All ranks at the same point between two ops (new signatures are counted alike everywhere), with the device idle
-        and no graph captured: what is let go of may be in use by what is enqueued, and by graphs for ever.
+        All ranks call it at the same point between two ops (they count new signatures alike), with the device idle and
+        no graph captured: enqueued work, and graphs for ever, may use what is dropped.
         """
         self.agreed.clear()
         self._forget_prepared()
@@ -217,7 +216,7 @@ class OpContext(VaryingLengths):
 
 
 def order_streams(device: torch.device, first: int, event: Any, second: int) -> None:
-    """Holds stream ``second`` until what is enqueued on ``first`` now is done. ``event``: of a GPU, to record."""
+    """Makes stream ``second`` wait for what is enqueued on ``first`` now. ``event``: an event of the GPU to record."""
     if isinstance(event, torch.cuda.Event):
         event.record(stream_of(first, device))
         stream_of(second, device).wait_event(event)
@@ -227,7 +226,8 @@ def order_streams(device: torch.device, first: int, event: Any, second: int) -> 
 
 
 def _fork_join_events(device: torch.device) -> tuple[Any, Any]:
-    """Two events of a GPU: the driver's own where it can be called, 1.5 us to record and wait instead of 5 (H200)."""
+    """Two events of a GPU: the driver's own if it can be called, which take 1.5 us to record and wait for instead of 5
+    (H200)."""
     if device.type != "cuda":
         return None, None
     if torch.version.hip or not driver.has_driver():
@@ -246,13 +246,13 @@ def context_of(
     *,
     first_epoch: int = 0,
 ) -> _Context:
-    """The one context of its kind of a group and device, made at the first call, which is collective over the group.
+    """The context of a kind for a group and device, made at the first call, which is collective over the group.
 
     Args:
         kind: The subpackage's context class.
         group: The process group (``None``: WORLD).
-        device: Where activations live (``None``: the current GPU, or the CPU where there is none).
-        first_epoch: Where epochs begin if it is made now: tests and soak runs cross the wrap.
+        device: The device of the activations (``None``: the current GPU, or the CPU if there is none).
+        first_epoch: The first epoch of a context that is made now: tests and soak runs cross the wrap.
     """
     group = unwrapped(group) if group is not None else world_group()
     if device is None:

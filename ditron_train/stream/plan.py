@@ -27,11 +27,11 @@ class Exchange(Generic[_Context]):
     It owns the kernel launches, and the lists of copies, of all calls with this signature.
 
     Args:
-        context: Whose buffers and streams are used.
-        channel: Through which signals go.
+        context: The context whose buffers and streams are used.
+        channel: The channel of the signals.
 
     Attributes:
-        aborting: ``with`` it: ``abort`` if what is inside raises.
+        aborting: A context manager that calls ``abort`` if its body raises.
     """
 
     def __init__(self, context: _Context, channel: Channel) -> None:
@@ -39,12 +39,13 @@ class Exchange(Generic[_Context]):
         self.aborting = Aborting(context, channel)
 
     def abort(self) -> None:
-        """Instead of what ends the exchange, if something fails after its start. Nothing is waited for, so that no
-        wait hides what failed; the next exchange has an epoch of its own."""
+        """Ends the exchange if something fails after its start. The host waits for nothing, so that no wait hides the
+        error; the next exchange has a new epoch."""
         self.context.abort(self.channel)
 
     def fork(self, enqueue: Callable[[], None], key: Hashable | None = None, copied: Sequence[int] = ()) -> None:
-        """``OpContext.fork``, then what begins the exchange on the communication stream; ``abort`` if it raises.
+        """``OpContext.fork``, then ``enqueue``, which begins the exchange on the communication stream; ``abort`` if it
+        raises.
 
         Args:
             enqueue, copied: As of ``OpRecorder.run``.
@@ -66,16 +67,18 @@ class Exchange(Generic[_Context]):
         forks: bool = True,
         allocates: bool = False,
     ) -> None:
-        """Runs what ``enqueue`` puts onto the current stream; what comes often with the same ``key`` is recorded and
-        replayed.
+        """Runs what ``enqueue`` puts onto the current stream; if it comes often with the same ``key``, it is recorded
+        and replayed.
 
         Args:
-            key: Says all that it does; None: nothing is recorded.
-            enqueue: As for ``OpRecorder.remember``. It returns False if ``key`` does not say all that it did this
-                time: then nothing is recorded.
+            key: Determines everything that ``enqueue`` does; None: nothing is recorded.
+            enqueue: As for ``OpRecorder.remember``. It returns False if ``key`` does not determine everything that it
+                did this time: then nothing is recorded.
             copied: As for ``stream.recorded_graph.RecordedSequences.repeat``.
-            forks: Whether it uses the communication stream as well.
-            allocates: Whether it runs code of others, which may allocate: recorded only if that would be seen.
+            forks: Whether ``enqueue`` uses the communication stream as well.
+            allocates: Whether ``enqueue`` runs a caller's code, which may allocate GPU memory: then it is recorded
+            only
+                if allocations can be detected.
         """
         context = self.context
         if key is None or (allocates and not counts_allocations()):
@@ -88,10 +91,10 @@ class Plan(Exchange[_Context]):
     """An op prepared for one call signature (constructed collectively): an exchange that runs as a whole.
 
     Args:
-        context: Whose buffers and streams are used.
-        channel: Through which signals go.
-        is_recorded: Whether the op is so short that a training step may wait for its host: it is replayed as a whole
-            once its operands and results have been at the same addresses a few times, with the same strides.
+        context: The context whose buffers and streams are used.
+        channel: The channel of the signals.
+        is_recorded: Whether the op is so short that a training step may be CPU-bound there. It is then replayed as a
+            whole once its operands and results have been at the same addresses a few times, with the same strides.
     """
 
     def __init__(self, context: _Context, channel: Channel, *, is_recorded: bool = False) -> None:
@@ -105,24 +108,24 @@ class Plan(Exchange[_Context]):
 
 @outside_compile
 class Pending(Generic[_Exchange]):
-    """An exchange that has been started. What ends it is called once, before the next op of its context; it may be on
-    another stream.
+    """An exchange that has been started. It is ended by one call (``wait``, ``consume`` or ``abort``) before the next
+    op of its context, possibly on another stream.
 
     Args:
-        exchange: What was started.
-        started_on: What ``OpContext.enter`` gave.
-        used: Memory that the exchange works on; kept until the stream is behind it.
+        exchange: The exchange that was started.
+        started_on: The stream that ``OpContext.enter`` returned.
+        used: Memory that the exchange works on; kept until the stream has passed the exchange.
     """
 
     def __init__(self, exchange: _Exchange, started_on: torch.cuda.Stream | None, *used: torch.Tensor) -> None:
         self._exchange, self._started_on, self._used = exchange, started_on, used
 
     def _resume(self) -> None:
-        """Orders the current stream behind the last op's, and the next op's behind this one."""
+        """Makes the current stream wait for the last op's, and the next op's for this one."""
         self._exchange.context.resume(self._started_on, *self._used)
 
     def abort(self) -> None:
-        """Instead of what ends the exchange, if something fails before that: the data of the next one comes behind the
-        data of this one, which is for nobody."""
+        """Ends the exchange, without its result, if something fails before it was waited for. The data still arrives,
+        before that of the next exchange."""
         self._resume()
         self._exchange.abort()

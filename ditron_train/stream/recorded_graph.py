@@ -1,12 +1,11 @@
-"""Stream operations that come again and again in one order, recorded as a CUDA graph: one call of the driver for all
-of them.
+"""Frequent sequences of stream operations, recorded as CUDA graphs: one driver call replays a whole sequence.
 
-It spares half of the host's time, and nothing on the device (``docs/measurements/tp.md``).
+This saves half of the host time, and none on the device (``docs/measurements/tp.md``).
 
-A copy in a graph is bound to the allocation that its address was in when it was recorded: with another allocation at
-the address, launching the graph was a segmentation fault in the driver or a launch failure on the GPU. So a recording
-knows the numbers of the allocations its copies touch, which the driver gives. Kernels in a graph take addresses as
-they come.
+A copy in a graph is bound to the allocation that contained its address when it was recorded: with another allocation
+at the address, launching the graph ended in a segmentation fault in the driver or a launch failure on the GPU. So a
+recording keeps the driver's numbers of the allocations that its copies touch. Kernels in a graph are not bound to
+allocations.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _NEVER = -sys.maxsize  # calls of what is not to be recorded
 
 @cache
 def counts_allocations() -> bool:
-    """Whether torch's allocator counts what it gives away: another may not."""
+    """Whether torch's allocator counts its allocations; another allocator may not."""
     return not torch.cuda.is_available() or torch.cuda.get_allocator_backend() == "native"
 
 
 def _num_allocated() -> int:
-    """How often torch has given memory of the current GPU away."""
+    """How often torch has allocated memory of the current GPU."""
     if not counts_allocations():
         return 0
     counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict().get("allocation", {})
@@ -55,19 +54,20 @@ class _Recording:
 
 
 class RecordedSequences:
-    """Sequences by keys that say all that they depend on: ``repeat``, or run them and ``remember``.
+    """Sequences by keys that determine everything they do: ``repeat`` one, or run it and ``remember`` it.
 
-    Bounded: where there are many, the one that has not run for longest goes, but only if it is idle. A step with more
-    sequences than are kept would else record each of them anew whenever it comes; so the first stay, and the others
-    run as they are. What is freed while it runs ends first (``cuGraphExecDestroy``).
+    Their number is bounded. If a new one does not fit, it replaces the least recently used one, but only if that one
+    is idle: else a step with more sequences than fit would record all of them again in every step. So the first
+    recordings stay, and further sequences run unrecorded. A recording that is freed while it runs ends first
+    (``cuGraphExecDestroy``).
 
     A sequence that cannot be recorded is not tried again; after ``_MOST_REFUSED`` of them nothing new is recorded, and
-    what is recorded stays.
+    existing recordings stay.
 
-    A recording holds addresses, no memory: one whose copies' memory is another allocation by now is forgotten. A key
-    that names the addresses of tensors is right as long as whoever runs it holds tensors at these addresses, and
-    orders the stream it gives behind their last writers and before the next ones, just as for the operations
-    themselves: on the device the graph is one more entry of that stream.
+    A recording holds addresses, not memory; it is dropped if the memory of its copies belongs to another allocation by
+    now. A key with addresses of tensors is valid as long as the caller holds tensors at these addresses, and orders
+    its stream after their last writers and before their next ones, as for the operations themselves: on the device the
+    graph is one more entry of that stream.
     """
 
     def __init__(self) -> None:
@@ -79,13 +79,13 @@ class RecordedSequences:
         self._full_until = 0  # no recording is idle before this run
 
     def repeat(self, key: Hashable, stream: int, copied: Sequence[int] = ()) -> bool:
-        """Runs what is recorded for ``key`` behind what the stream has; False where nothing is.
+        """Enqueues what is recorded for ``key`` on the stream; returns False if nothing is recorded.
 
-        Not while a CUDA graph is captured: one graph would be part of the other.
+        Not to be called while a CUDA graph is captured: one graph would become part of the other.
 
         Args:
-            key: Says all that the sequence does, ``copied`` too.
-            stream: A handle.
+            key: Determines everything that the sequence does, ``copied`` included.
+            stream: Handle of the stream.
             copied: Addresses of torch's memory that copies of the sequence, not its kernels, read or write.
         """
         self._num_runs += 1
@@ -107,15 +107,15 @@ class RecordedSequences:
         copied: Sequence[int] = (),
         captured: int | None = None,
     ) -> None:
-        """After a run that was not a repetition: what comes often is recorded.
+        """Called after a run that was not a replay: records the sequence if it comes often.
 
         Args:
             key: As for ``repeat``.
-            enqueue: Puts the sequence onto the stream; it must do the same whenever it comes with ``key``. One that
-                allocates GPU memory is never recorded: a graph would go on using memory that is another's by then.
-            stream: Where it will be repeated.
-            copied: As for ``repeat``; where the driver does not know one of them, nothing is recorded.
-            captured: Onto which stream ``enqueue`` puts it (None: ``stream``). The legacy default stream cannot be
+            enqueue: Puts the sequence onto the stream; it must do the same for the same ``key``. A sequence that
+                allocates GPU memory is never recorded: a graph would keep using memory that has been freed.
+            stream: The stream that it will be replayed on.
+            copied: As for ``repeat``; if the driver does not know one of them, nothing is recorded.
+            captured: The stream that ``enqueue`` uses (None: ``stream``). The legacy default stream cannot be
                 captured.
         """
         if key in self._recordings:  # one that could not be repeated this time
@@ -166,7 +166,7 @@ class RecordedSequences:
         self._calls[key] = _NEVER
 
     def clear(self) -> None:
-        """Forgets everything; a sequence that is running ends as if it were kept."""
+        """Drops all recordings; a sequence that is running still ends."""
         recordings, self._recordings, self._calls = self._recordings, {}, {}
         for recording in recordings.values():
             driver.graph_destroy(recording.graph)

@@ -1,4 +1,4 @@
-"""``OpRecorder``: what of the ops of a context comes often is recorded, and replayed as one CUDA graph."""
+"""``OpRecorder``: frequent ops of a context, or parts of them, are recorded and replayed as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OpRecorder:
     """Recordings of one context: parts of ops on its communication stream, and whole ops.
 
     Args:
-        context: Whose ops they are.
+        context: The context of the ops.
 
     Attributes:
         is_enabled: Whether anything is recorded: on CUDA, with ``cuda.bindings``.
@@ -41,8 +41,8 @@ class OpRecorder:
         self.sequences = RecordedSequences()
 
     def run(self, key: Hashable, enqueue: Callable[[], None], copied: Sequence[int]) -> None:
-        """Runs what ``enqueue`` puts onto the communication stream, which is the same whenever it comes with ``key``;
-        what comes often is recorded. ``copied``: as for ``stream.recorded_graph.RecordedSequences.repeat``."""
+        """Runs what ``enqueue`` puts onto the communication stream, which must be the same for the same ``key``; it is
+        recorded if it comes often. ``copied``: as for ``stream.recorded_graph.RecordedSequences.repeat``."""
         if not self.is_enabled or self.is_capturing:
             enqueue()
         elif not self.sequences.repeat(key, self._context.comm_handle, copied):
@@ -50,20 +50,20 @@ class OpRecorder:
             self.sequences.remember(key, enqueue, self._context.comm_handle, copied)
 
     def repeat(self, key: Hashable, copied: Sequence[int], *, forks: bool = True) -> bool:
-        """Runs on the current stream the op that is recorded for ``key``, its part on the communication stream
-        included.
+        """Runs the op that is recorded for ``key`` on the current stream, including its part on the communication
+        stream.
 
-        To other streams it is ordered as without a recording. Behind the communication stream it is since the current
-        stream is; while that one has yet to wait for an op that was started (``start_all_gather``), nothing is
-        repeated that ``forks``.
+        Its order with other streams is that of an op without a recording. It runs after the communication stream's
+        work since the current stream has waited for that; if the current stream has yet to wait for an op that was
+        started (``start_all_gather``), an op that ``forks`` is not replayed.
         """
         if not self.is_enabled or self.is_capturing or (forks and not self._context.is_joined):
             return False
         return self.sequences.repeat(key, current_handle(self._context.device), copied)
 
     def remember(self, key: Hashable, enqueue: Callable[[], object], copied: Sequence[int]) -> None:
-        """After an op that was not repeated: ``enqueue`` puts it onto the current stream, and forks and joins the
-        communication stream; it allocates nothing, and does the same whenever it comes with ``key``."""
+        """Called after an op that was not replayed. ``enqueue`` puts the op onto the current stream, and forks and
+        joins the communication stream; it must allocate nothing, and do the same for the same ``key``."""
         if self.is_enabled and not self.is_capturing:
             captured = _recording_stream(self._context.device)
             self.sequences.remember(
@@ -76,7 +76,7 @@ class OpRecorder:
 
     def _enqueue_on(self, stream: torch.cuda.Stream, enqueue: Callable[[], object]) -> None:
         is_joined = self._context.is_joined
-        self.is_capturing = True  # what the op would run as a recording of its own becomes part of this one
+        self.is_capturing = True  # parts with recordings of their own become part of this one
         try:
             with torch.cuda.stream(stream):
                 enqueue()
@@ -86,5 +86,5 @@ class OpRecorder:
 
 @cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where ops are recorded; nothing runs on it."""
+    """The stream that ops are recorded on; nothing runs on it."""
     return own_stream(device)

@@ -1,6 +1,6 @@
-"""Shared memory of CPU processes, mapped once more: what ``stream.driver`` does with a GPU's, for ``stream.window``.
+"""Maps shared memory of CPU processes a second time, as ``stream.driver`` does with a GPU's, for ``stream.window``.
 
-Linux's ``mremap`` maps the pages of a shared mapping a second time where it is told that the old one has no bytes.
+Linux's ``mremap`` maps the pages of a shared mapping a second time if the old size is given as 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def map_side_by_side(addresses: Sequence[int], num_bytes: int) -> tuple[int, int
     """As ``stream.driver.map_side_by_side``, for shared mappings of ``num_bytes`` that begin at these addresses.
 
     Raises:
-        DitronError: They do not begin at pages, or the system does not map them.
+        DitronError: The addresses are not at the start of a page, or the system refuses the mapping.
     """
     if any(address % mmap.PAGESIZE for address in addresses):
         raise DitronError("shared memory that does not begin at a page cannot be mapped once more")
@@ -59,6 +59,6 @@ def map_side_by_side(addresses: Sequence[int], num_bytes: int) -> tuple[int, int
 
 
 def unmap(base: int, num_bytes: int) -> None:
-    """Takes back what ``map_side_by_side`` mapped there; nothing uses it any more."""
+    """Undoes ``map_side_by_side``; nothing may use the mapping any more."""
     if _libc().munmap(base, num_bytes):
         raise DitronError(f"shared memory cannot be unmapped: {os.strerror(ctypes.get_errno())}")

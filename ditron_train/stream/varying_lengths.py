@@ -1,4 +1,4 @@
-"""What a context has for lengths that vary: room for a range of rows, launches that all lengths share."""
+"""``VaryingLengths``: buffers for a range of rows, and launches that all lengths share, if lengths vary."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ditron_train.symm.channel import Channel
 
 
 class VaryingLengths:
-    """The part of an ``OpContext`` that knows whether lengths vary.
+    """The part of an ``OpContext`` for lengths that vary.
 
     Attributes:
-        varies: Whether they do (``vary_lengths``).
-        most_rows: The most rows of all ranks that buffers are made for at once, if that is known.
+        varies: Whether lengths vary (``vary_lengths``).
+        most_rows: The most rows of all ranks, if known: buffers are made for them from the start.
     """
 
     arena: SymmetricArena
@@ -30,10 +30,11 @@ class VaryingLengths:
         self._launches: dict[tuple[Any, ...], KernelLaunch] = {}
 
     def vary_lengths(self, most_rows: int | None) -> None:
-        """From now on calls come with ever-new numbers of rows (all ranks say so between the same two calls).
+        """Announces that calls come with ever-new numbers of rows (all ranks call it between the same two calls).
 
-        Tiles are chosen per range of rows, buffers have room for the range, or for ``most_rows`` at once, a new number
-        of rows is compared by the kernels' start signals alone, and nothing is recorded as a graph."""
+        From then on tiles are chosen per range of rows, buffers are made for the range or for ``most_rows``, kernels
+        compare a new number of rows by their start signals, without an agreement, and nothing is recorded as a
+        graph."""
         self.varies, self.most_rows = True, max(self.most_rows, most_rows or 0)
         self.recorder.is_enabled = False
 
@@ -48,7 +49,7 @@ class VaryingLengths:
         return self._launches[key]
 
     def rows_with_room(self, rows: int) -> int:
-        """For how many rows a buffer is made, or tiles are chosen, that ``rows`` rows need."""
+        """The number of rows that a buffer is made for, or tiles are chosen for, if ``rows`` are needed."""
         return max(top_of_range(rows), self.most_rows) if self.varies else rows
 
     def roomy(

@@ -1,12 +1,12 @@
 """Signals between kernels: a flag written or waited for by the stream itself, with a deadline.
 
 A stream wait of the driver has no timeout, so each wait is three memory operations: write "begun" to pinned memory,
-wait for the flag, write "done"; where the flag is in host memory it says itself that the wait is over, and the last
-write is left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (no CUDA call
-while all is well); when a wait has begun and is not done within the deadline, it records the failure in the channel
-and releases the wait by writing the flag itself: from the host where the flag is in host memory, else from a stream
-of its own, whatever CUDA graph another thread captures meanwhile. The host then raises at the next ``Channel.check``,
-also where the driver refuses the release.
+wait for the flag, write "done". If the flag is in host memory, it shows itself that the wait is over, and the last
+write is left out (it takes 1.6 us or more of the stream's time). A watchdog thread reads these words (without CUDA
+calls while all is well). When a wait has begun and is not done within the deadline, the thread records the failure in
+the channel and releases the wait by writing the flag itself: from the host if the flag is in host memory, else from a
+stream of its own, even while another thread captures a CUDA graph. The host then raises at the next ``Channel.check``,
+even if the driver refuses the release.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ _SLOTS = 4096
 def waits_can_be_released() -> bool:
     """Whether a stream that waits for a flag in device memory can be released from another stream.
 
-    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` it cannot: every kernel, copy and flag write of the process, on whatever
-    stream, queues behind the wait (seen on H200). There only flags in host memory (``host_address``) can be waited
-    for.
+    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` it cannot: every kernel, copy and flag write of the process, on any stream,
+    queues behind the wait (seen on H200). Then a stream can only wait for flags in host memory (``host_address``).
     """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
 
 def stream_notify(channel: Channel, signal_address: int, epoch: int, stream: torch.cuda.Stream | None = None) -> None:
-    """Sets the 32-bit flag at ``signal_address`` (here or at a peer) to ``epoch`` once the stream has got there; what
-    the stream did before is visible to whoever sees it. On the CPU it is set at once."""
+    """Sets the 32-bit flag at ``signal_address`` (here or at a peer) to ``epoch`` when the stream gets there; who sees
+    the flag also sees what the stream did before. On the CPU it is set at once."""
     if channel.arena.device.type != "cuda":
         _flag(signal_address).value = cyclic_difference(epoch, 0)
         return
@@ -60,13 +59,13 @@ def stream_wait(
     stream: torch.cuda.Stream | None = None,
     host_address: int | None = None,
 ) -> None:
-    """Holds the stream until the local flag at ``signal_address`` is ``epoch`` or later, at most as many deadlines as
-    the channel has ``turns`` now.
+    """Makes the stream wait until the local flag at ``signal_address`` is ``epoch`` or later, for at most ``turns``
+    deadlines of the channel.
 
-    ``peer`` and ``chunk`` name what is missing. On the CPU it blocks the caller. Enqueue the producing kernel of this
-    process, if any, before the wait: with one hardware queue the wait would sit in front of it. ``host_address``:
-    where the host can write the same flag, if it can; a release then needs nothing of the device, whose only hardware
-    queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the wait may be blocking.
+    ``peer`` and ``chunk`` name in an error what is missing. On the CPU it blocks the caller. Enqueue the producing
+    kernel of this process, if any, before the wait: with one hardware queue the wait would block it. ``host_address``:
+    the address at which the host can write the same flag, if it can. Releasing the wait then needs no work on the
+    device, whose only hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the wait may be blocking.
 
     Raises:
         PeerTimeoutError: On the CPU at once; on a GPU at the channel's next ``check``.
@@ -121,11 +120,11 @@ class _Wait:
 
 
 class _Watchdog:
-    """Releases stream waits that pass their deadline. One daemon thread a process, started at the first wait.
+    """Releases stream waits that pass their deadline. One daemon thread in a process, started at the first wait.
 
-    The thread never lets go of an entry, which may be the last to hold a channel and its symmetric memory: freeing
-    that waits for the device, and so for a wait that this very thread has to release (seen: nothing was released any
-    more). Who enqueues the next wait lets go of what is over.
+    The thread never drops an entry, which may hold the last reference to a channel and its symmetric memory: freeing
+    these waits for the device, and so for a wait that this very thread has to release (seen as a deadlock). The caller
+    that enqueues the next wait drops entries that are over.
     """
 
     def __init__(self) -> None:
@@ -154,7 +153,7 @@ class _Watchdog:
         with self._lock:
             if device not in self._release_streams:
                 self._release_streams[device] = own_stream(device)  # one of torch's may be one that waits
-        while (taken := self._take_slot()) is None:  # the host is that far ahead; each ends, or is released in time
+        while (taken := self._take_slot()) is None:  # the host is far ahead; each wait ends, or is released in time
             time.sleep(_POLL_S)
         slot, ticket = taken
         with self._lock:
@@ -171,8 +170,8 @@ class _Watchdog:
         driver.stream_memory_ops(stream.cuda_stream, operations)
 
     def _take_slot(self) -> tuple[int, int] | None:
-        """A slot and its ticket; the slot is not that of a wait in flight, however long that has been waiting. None
-        where all are: nobody can free one under this lock."""
+        """A slot and its ticket; never the slot of a wait in flight. None if all slots are in flight: none can become
+        free while this lock is held."""
         with self._lock:
             if len(self._slots_in_use) >= _SLOTS:
                 return None
@@ -211,7 +210,7 @@ class _Watchdog:
                 self._refused(entry, error)
 
     def _refused(self, entry: _Wait, error: Exception) -> None:
-        """A wait that cannot be released, though it is tried again at each poll: the host is to raise nevertheless."""
+        """A wait could not be released. It is tried again at each poll; the host has to raise nevertheless."""
         self._record(entry, cyclic_difference(entry.epoch, 1))  # what the flag holds cannot be read
         if str(error) != entry.refusal:
             entry.refusal = str(error)

@@ -1,15 +1,15 @@
-"""Windows: ranks' copies of symmetric memory mapped once more, side by side, so that one command of a copy engine
-writes the flags of several.
+"""Windows: all ranks' copies of a symmetric buffer, mapped a second time at equal distances, so that one command of a
+copy engine writes the flags of several ranks.
 
-A copy engine takes 2 to 3 us for each command beside its bytes, and a flag is a command, too
-(``docs/measurements/runtime.md``). A copy of pieces at equal distances is one command, also where they are on
-different GPUs; the driver's virtual memory management puts them there. Between CPU processes
-``stream.shared_mappings`` does it. Not for rows: the pieces of one command that are on several GPUs move at 89 GB/s,
-copies to one GPU at 375 (4 x H100, ``docs/measurements/tp.md``).
+A copy engine takes 2 to 3 us for each command in addition to its bytes, and each flag would be a command
+(``docs/measurements/runtime.md``). A strided copy is one command, even if its pieces are on different GPUs; the
+driver's virtual memory management maps them at equal distances, ``stream.shared_mappings`` does between CPU processes.
+Rows are not sent this way: one command to several GPUs runs at 89 GB/s, copies to one GPU at 375 GB/s (4 x H100,
+``docs/measurements/tp.md``).
 
-Memory is the same by every address. The owner of a window writes through it by copy engines alone, and its
-own kernels use the other addresses in operations that the stream orders before or behind, as aliases of memory require
-(CUDA C++ Programming Guide, "Virtual Aliasing Support").
+The same memory then has two addresses. The owner of a window writes through it by copy engines only, and its kernels
+use the other address in operations that the stream orders before or after, as the CUDA C++ Programming Guide requires
+("Virtual Aliasing Support").
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _MAX_PITCH_BYTES = (1 << 31) - 1  # of copies of pieces (CU_DEVICE_ATTRIBUTE_MAX
 
 @dataclass(frozen=True)
 class Window:
-    """``count`` copies of a buffer, ``pitch`` bytes from one to the next, each ``offset`` bytes into its mapping, of
-    which ``take_back`` undoes all."""
+    """``count`` copies of a buffer, ``pitch`` bytes from one to the next, each at ``offset`` bytes in its mapping;
+    ``take_back`` undoes all mappings."""
 
     base: int
     pitch: int
@@ -45,12 +45,12 @@ class Window:
     take_back: Callable[[int, int], None]
 
     def address(self, position: int) -> int:
-        """Of the copy at ``position``."""
+        """Address of the copy at ``position``."""
         assert 0 <= position < self.count
         return self.base + position * self.pitch + self.offset
 
     def unmap(self) -> None:
-        """Takes it back. What the driver has against that must not keep the memory's owner from freeing the rest."""
+        """Undoes the mappings. An error of the driver must not keep the memory's owner from freeing the rest."""
         try:
             self.take_back(self.base, self.count * self.pitch)
         except DitronError as error:
@@ -58,9 +58,9 @@ class Window:
 
 
 def ring_window(tensor: SymmetricTensor) -> Window | None:
-    """The copies of all ranks, twice around, so that neighbours are stored side by side from any rank on; mapped at
-    the first call, until the memory is freed. None where they cannot be mapped: NVSHMEM's memory, a GPU's without
-    ``cuda-bindings``; while a CUDA graph is captured that is not tried."""
+    """The copies of all ranks, listed twice, so that a range may begin at any rank and wrap around. They are mapped at
+    the first call, until the memory is freed. None if they cannot be mapped: NVSHMEM's memory, or a GPU's without
+    ``cuda-bindings``; not tried while a CUDA graph is captured."""
     segment, device = tensor.segment, tensor.local.device
     if not segment.is_mappable or (device.type == "cuda" and not driver.has_driver()):
         return None
@@ -75,14 +75,15 @@ def ring_window(tensor: SymmetricTensor) -> Window | None:
 def flags_of_peers(
     signals: SymmetricTensor, rank: int, offset: int, words: int, *, num_skipped: int = 0
 ) -> StridedCopy | None:
-    """A word to each peer as one command, from rank + 1 around to rank - 1, without the first ``num_skipped``; None
-    where they are sent one by one.
+    """A strided copy of a word to each peer, from rank + 1 around to rank - 1, without the first ``num_skipped``; None
+    if the words have to be sent one by one.
 
     Args:
-        signals: Where the flags are.
-        rank: This one.
-        offset: Of the flag in each peer's copy, in bytes.
-        words: Address of as many words of 4 bytes as there are peers, all alike.
+        signals: The symmetric buffer of the flags.
+        rank: This rank.
+        offset: Offset of the flag in each peer's copy, in bytes.
+        words: Address of as many equal 4-byte words as there are peers.
+        num_skipped: How many peers to leave out.
     """
     count = len(signals.host_addresses) - 1 - num_skipped
     ring = ring_window(signals) if count >= _MIN_FLAGS else None
@@ -92,7 +93,7 @@ def flags_of_peers(
 
 
 def send_strided(strided_copies: Sequence[StridedCopy], stream: torch.cuda.Stream | None) -> bool:
-    """``copy_strided`` through windows; False where the driver does not take them: then nothing, or a part, has been
+    """``copy_strided`` through windows. Returns False if the driver refuses it: then nothing, or a part, has been
     sent."""
     try:
         copy_strided(strided_copies, stream)

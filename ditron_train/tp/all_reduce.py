@@ -58,7 +58,7 @@ class OrderTables(NamedTuple):
 
 
 class _Partials(NamedTuple):
-    """Partial sums of all ranks, from element ``first`` on: own ones in ``own``, the others in ``slots``."""
+    """Partial sums of all ranks, from element ``first`` on: this rank's in ``own``, the others in ``slots``."""
 
     own: Any
     slots: Any
@@ -69,7 +69,7 @@ class _Partials(NamedTuple):
 
 @triton.jit
 def _load(partials, source, offsets, mask, SKIPS_OWN: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Those of ``source`` in fp32. SKIPS_OWN: slots are of rank + 1, rank + 2, ...; else of rank 0, 1, ..."""
+    """Loads those of ``source`` in fp32. SKIPS_OWN: slots are of rank + 1, rank + 2, ...; else of rank 0, 1, ..."""
     if source == partials.rank:
         values = tl.load(partials.own + offsets, mask=mask)
     else:
@@ -92,11 +92,11 @@ def _reduce_block(
     SKIPS_OWN: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
 ):
-    """out = the sums of elements [low, limit) of the whole buffer as far as they are of one block of BLOCK; each + in
-    fp32, rounded at every hop.
+    """out = the sums of elements [low, limit) of the whole buffer, within one block of BLOCK elements; each + in fp32,
+    rounded at every hop.
 
-    VECTOR: what the ends of all runs divide by, so that whole vectors are masked: they are loaded one by one where
-    the compiler does not see it. A block has few runs, most have one. 0: there are two ranks, and any order is
+    VECTOR: a divisor of the ends of all runs, so that masks cover whole vectors: if the compiler cannot see this, it
+    loads elements one by one. Most blocks have one run, none has many. 0: there are two ranks, and any order is
     right."""
     dtype = partials.own.dtype.element_ty
     offsets = low - partials.first + tl.arange(0, BLOCK)
@@ -129,7 +129,7 @@ def _reduce_block(
 
 @triton.jit
 def _num_chunks(behind, num_elements, chunk_elements):
-    """Of those that hold the elements in front of ``behind``."""
+    """How many chunks hold the elements before ``behind``."""
     return tl.cdiv(tl.maximum(tl.minimum(behind, num_elements), 0), chunk_elements).to(tl.int32)
 
 
@@ -148,12 +148,12 @@ def reduce_all_kernel(
     WORLD_SIZE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """out [elements] = the sum over ranks of what each has sent whole, behind copy engines.
+    """out [elements] = the sum over ranks of the partial sums that copy engines have sent.
 
-    Own ones are read from ``partial_ptr``, the others from slots [world - 1, elements] in own memory, of rank + 1
-    first. They come in chunks of ``chunk_elements``, of which each has a flag of every source, ``CHUNKS`` to a source:
-    a program waits for a chunk (acquire) before its first block there, so what came early is added up while the last
-    chunk is on its way.
+    This rank's are read from ``partial_ptr``, the others from slots [world - 1, elements] in own memory, those of
+    rank + 1 first. They arrive in chunks of ``chunk_elements`` with a flag for each chunk and source, ``CHUNKS`` flags
+    to a source. A program waits for a chunk (acquire) before its first block there, so early chunks are added up while
+    the last one arrives.
     """
     epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
@@ -162,8 +162,8 @@ def reduce_all_kernel(
     partials = _Partials(partial_ptr, slots_ptr, num_elements, tl.cast(0, tl.int64), rank)
     for block in range(tl.program_id(0), tl.cdiv(num_elements, BLOCK).to(tl.int32), tl.num_programs(0)):
         low = tl.cast(block, tl.int64) * BLOCK
-        # Not counted from block to block: Triton loses what a loop carries for the bounds of a loop inside alone (its
-        # pull request 9036), and each block would wait for all chunks again.
+        # Not carried from block to block: Triton loses a value that a loop carries only for an inner loop's bounds
+        # (its pull request 9036), and each block would wait for all chunks again.
         num_waited = _num_chunks(low - (tl.num_programs(0) - 1) * BLOCK, num_elements, chunk_elements)
         for chunk in range(num_waited, _num_chunks(low + BLOCK, num_elements, chunk_elements)):
             flags = channel.signals + chunk
@@ -227,7 +227,7 @@ def push_and_reduce_kernel(
 
     Slots [2, world, AREA] change with the parity of the epoch, so nobody waits for a start signal before its stores: a
     rank begins epoch e + 2, whose slots are those of e, when it has finished e + 1, for which every peer had to store,
-    and a peer stores for e + 1 only when it has finished e. Signatures are compared behind the sum.
+    and a peer stores for e + 1 only when it has finished e. Signatures are compared after the sum.
     """
     epoch = dl.next_epoch(channel.tickets)
     rank = dl.rank(channel.control)
@@ -262,8 +262,8 @@ def push_and_reduce_kernel(
 def push_largest_kernel(
     value_ptr, slots_addresses, channel, MOST_PROGRAMS: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr
 ):
-    """One program: ``value_ptr`` [1] becomes the largest of all ranks'; one that is not a number counts only where all
-    are, as in NCCL.
+    """One program: ``value_ptr`` [1] becomes the largest of all ranks'; the result is NaN only if all values are, as
+    in NCCL.
 
     Slots [2, world] change with the parity of the epoch, as those of ``push_and_reduce_kernel``, whose channel this
     is.
@@ -284,7 +284,7 @@ def push_largest_kernel(
     slots = dl.symm_at(slots_addresses, rank, value_ptr.dtype.element_ty) + area
     for step in tl.static_range(1, WORLD_SIZE):
         value = tl.load(slots + (rank + step) % WORLD_SIZE)
-        # As fmaxf; the interpreter's maximum is not a number where either is none.
+        # As fmaxf; the interpreter's maximum is NaN if either value is.
         largest = tl.maximum(tl.where(largest != largest, value, largest), tl.where(value != value, largest, value))
     tl.store(value_ptr, largest)
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
@@ -295,10 +295,10 @@ _MOST_ELEMENTS = 1 << 31  # tables hold int32
 
 
 def sums_of(context: TPContext, num_elements: int, dtype: torch.dtype) -> SumMap | None:
-    """In which orders NCCL adds (collective where it is not known yet); None where any order is right.
+    """The orders in which NCCL adds (collective if they are not known yet); None if any order is right.
 
     Raises:
-        NotSupportedError: It does not add along a chain of the ranks, and bits count; on every rank alike.
+        NotSupportedError: NCCL's sums are not reductions from left to right, and bits matter; on every rank alike.
     """
     if context.world_size <= 2:
         return None
@@ -339,14 +339,14 @@ def order_tables(
 class AllReduce(SumExchange):
     """All-reduces of partial sums [num_rows, num_columns] by copy engines (constructed collectively).
 
-    ``begin`` and then ``send`` for chunks of ``chunk_rows`` rows as they are done; ``finish`` adds up on the current
-    stream. Start signals go before the sends, since slots are single; arrival is told by a flag for each chunk and
-    source.
+    ``begin``, then ``send`` for chunks of ``chunk_rows`` rows as they are computed; ``finish`` adds up on the current
+    stream. Start signals come before the sends, since slots are single; a flag for each chunk and source signals its
+    arrival.
 
     Args:
-        context: Whose buffers and streams are used.
-        num_rows, num_columns: Of the partial sums, in rows of whole 16 bytes.
-        dtype: Of the partial sums.
+        context: The context whose buffers and streams are used.
+        num_rows, num_columns: Sizes of the partial sums, in rows of whole 16 bytes.
+        dtype: Type of the partial sums.
         chunk_rows: Rows that are sent together.
     """
 
@@ -368,7 +368,7 @@ class AllReduce(SumExchange):
         ]
 
     def _list_copies(self, index: int, offset: int, num_bytes: int) -> list[tuple[int, int, int, int, int]]:
-        """Of one chunk, to every peer: what ``copy_with_flags`` takes."""
+        """Arguments of ``copy_with_flags`` for one chunk, to every peer."""
         context, rank = self.context, self.context.rank
         slot_bytes = self._num_elements * self._slots.local.element_size()
         copies = []
@@ -380,7 +380,7 @@ class AllReduce(SumExchange):
         return copies
 
     def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
-        """Sends chunk ``position``, ``rows`` of the partial, behind what the communication stream has."""
+        """Sends chunk ``position``, ``rows`` of the partial, after what the communication stream has."""
         assert signals, "a chunk is sent whole"
         copy_with_flags(self._chunks[position], partial.data_ptr(), self.context.comm_stream)
 
@@ -393,10 +393,10 @@ class PushAllReduce(Plan[TPContext]):
     """All-reduces of at most ``PUSH_BYTES`` by one kernel that stores to the peers (constructed collectively).
 
     Args:
-        context: Whose buffers are used.
-        num_rows, num_columns: Of the partial sums.
-        dtype: Of the partial sums.
-        num_programs: That share them, at the most.
+        context: The context whose buffers are used.
+        num_rows, num_columns: Sizes of the partial sums.
+        dtype: Type of the partial sums.
+        num_programs: The most programs that share them.
     """
 
     def __init__(
@@ -442,10 +442,10 @@ class PushAllReduce(Plan[TPContext]):
 
 
 class MaxAllReduce(Plan[TPContext]):
-    """The largest of one fp32 value a rank, by one kernel that stores to the peers (constructed collectively).
+    """The maximum over ranks of one fp32 value, by one kernel that stores to the peers (constructed collectively).
 
     Args:
-        context: Whose buffers are used.
+        context: The context whose buffers are used.
     """
 
     def __init__(self, context: TPContext) -> None:
@@ -465,11 +465,11 @@ class MaxAllReduce(Plan[TPContext]):
 
 @outside_compile
 def largest_of_ranks(value: torch.Tensor, *, context: TPContext) -> None:
-    """``value``, fp32 of one element, becomes the largest of all ranks': an all-reduce with ``ReduceOp.MAX``, as NCCL
-    treats what is not a number.
+    """``value``, one fp32 element, becomes the largest of all ranks': an all-reduce with ``ReduceOp.MAX`` that treats
+    NaN as NCCL does.
 
     Raises:
-        NotSupportedError: It is of another type or size, or elsewhere.
+        NotSupportedError: ``value`` has another type, size or device.
         MismatchError, PeerTimeoutError: As ``gemm_ar``.
     """
     context.enter("largest_of_ranks", value.shape, value.dtype)

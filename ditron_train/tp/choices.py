@@ -2,7 +2,7 @@
 looked up.
 
 First a table (the user's, ``DITRON_TUNING``, or the one that ships for this GPU), else the cost model. Every rank
-reads the same table and computes the same model, so all choose alike without talking.
+reads the same table and computes the same model, so all ranks make the same choice without communication.
 
 The cost model estimates an op's time, native and fused, from the rates of a machine:
 
@@ -50,10 +50,10 @@ from ditron_train.gemm.operands import FP8_DTYPES, result_dtype
 from ditron_train.runtime.errors import SettingError
 
 Op = Literal["ag_gemm", "gemm_rs", "gemm_ar"]
-#: Of a result: so much of it a GEMM-AR can exchange by stores.
+#: The most bytes of a result that a GEMM-AR exchanges by stores.
 PUSH_BYTES = 4 << 20
 Layout = Literal["nt", "nn"]
-# How partial sums of a GEMM-RS travel: stored by its epilogue, or by copy engines behind a GEMM for the rows of each
+# How partial sums of a GEMM-RS are sent: stored by its epilogue, or by copy engines after a GEMM for the rows of each
 # rank.
 ScatterMode = Literal["store", "copy"]
 
@@ -87,27 +87,27 @@ class Problem:
 
     @property
     def table_op(self) -> str:
-        """Its name in a table."""
+        """The op's name in a table."""
         return f"{self.op} {self.layout}{' fp8' if self.is_fp8 else ''}"
 
     @property
     def is_fp8(self) -> bool:
-        """Whether its operands are FP8."""
+        """Whether the operands are FP8."""
         return self.dtype in FP8_DTYPES
 
     @property
     def result_bytes(self) -> int:
-        """Of an element of C."""
+        """Bytes of an element of C."""
         return result_dtype(self.dtype).itemsize
 
     @property
     def moved_bytes(self) -> int:
-        """Of an element of what travels: A or C."""
+        """Bytes of an element of what is sent: A or C."""
         return self.dtype.itemsize if self.op == "ag_gemm" else self.result_bytes
 
     @property
     def shape_class(self) -> str:
-        """Its class in a table."""
+        """The shape's class in a table."""
         return shape_class(self.m, self.n, self.k)
 
 
@@ -117,13 +117,13 @@ class Choice:
 
     Attributes:
         config: Tile sizes.
-        gather: Of an AG-GEMM: how rows travel. Of a GEMM-AR: how partial sums do, stored behind cuBLAS's GEMM by
-            ``push_programs`` or sent by copy engines in chunks of rows, each behind its own GEMM.
-        reduce_rows: Of a GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
-        scatter: Of a GEMM-RS: how partial sums travel.
-        rounds: Of a GEMM-AR: in one every rank gets all partial sums; in two a GEMM-RS in chunks, then a gather.
-        use_native: Whether native was quicker than every choice where this was measured. The ops themselves do not
-            ask.
+        gather: AG-GEMM: how rows are sent. GEMM-AR: how partial sums are sent, stored after cuBLAS's GEMM by
+            ``push_programs``, or by copy engines in chunks of rows, each after its own GEMM.
+        reduce_rows: GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
+        scatter: GEMM-RS: how partial sums are sent.
+        rounds: GEMM-AR: 1: every rank gets all partial sums; 2: a GEMM-RS in chunks, then a gather.
+        use_native: Whether native was faster than every choice when this was measured. The ops themselves do not read
+            it.
         source: ``table``, ``model`` or ``default``.
     """
 
@@ -147,7 +147,7 @@ _EXCHANGE_US = 10.0  # of an all-reduce by one kernel's stores, beside its bytes
 
 
 def rates_of(machine: Machine) -> MachineRates:
-    """Rates that the table measured, else those of the device's profile, else of its kind of device's.
+    """Rates from the table, else from the device's profile, else from that of its kind of device.
 
     Raises:
         SettingError: As ``choices.choose``.
@@ -178,8 +178,8 @@ def _cublas_us(problem: Problem, machine: Machine, rates: MachineRates) -> float
 
 
 def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> Estimate:
-    """``problem`` natively, GEMM and collective one after the other, and run as ``choice`` says: at best as long as
-    the GEMM, or as the bytes on the wire."""
+    """Times of ``problem``: native, GEMM and collective one after the other; and fused, as ``choice`` says, which
+    takes at least as long as the GEMM and as the bytes on the wire."""
     gemm, comm = _cublas_us(problem, machine, rates), collective_us(problem, rates)
     limit = max(gemm, wire_bytes(problem) / (rates.link_gbps * 1e3))
     fused = {"ag_gemm": _ag_gemm_us, "gemm_rs": _gemm_rs_us, "gemm_ar": _gemm_ar_us}[problem.op]
@@ -187,7 +187,7 @@ def predict(problem: Problem, choice: Choice, machine: Machine, rates: MachineRa
 
 
 def is_short(problem: Problem, choice: Choice, machine: Machine) -> bool:
-    """Whether a training step of such ops may wait for its host."""
+    """Whether the op is so short that a training step of such ops may be CPU-bound."""
     return predict(problem, choice, machine, rates_of(machine)).ditron_us < _SHORT_US
 
 
@@ -218,10 +218,10 @@ def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
 def _last_tile_us(
     problem: Problem, config: GemmConfig, num_programs: int, whole_us: float, arrivals_us: np.ndarray, num_chunks: int
 ) -> float:
-    """When the last tile is done: program p takes tiles p, p + num_programs, ... of the order of arrival, each not
-    before its rows are there (``arrivals_us`` [ranks * chunks]); then the halves of tiles that are left, likewise.
+    """When the last tile is done: program p takes tiles p, p + num_programs, ... in the order of arrival, each not
+    before its rows have arrived (``arrivals_us`` [ranks * chunks]); then the halves of the remaining tiles, likewise.
 
-    All row tiles of a group are wanted at its start.
+    All row tiles of a group are needed at its start.
     """
     tiles_n = -(-problem.n // config.block_n)
     shard_tiles_m = problem.m / config.block_m / problem.world_size
@@ -296,13 +296,13 @@ def _gemm_ar_us(problem: Problem, choice: Choice, machine: Machine, rates: Machi
 
 
 def links_are_last(problem: Problem, choice: Choice, machine: Machine) -> bool:
-    """Whether the links of a GEMM-RS in chunks are busy for longer than its GEMMs take."""
+    """Whether the transfers of a GEMM-RS in chunks finish after its GEMMs."""
     multiplied_us, sent_us = _chunks_us(problem, choice, machine, rates_of(machine))
     return sent_us > multiplied_us
 
 
 def sums_in_parts(problem: Problem, choice: Choice, machine: Machine) -> bool:
-    """Whether a GEMM-RS in chunks adds up all sources but the last while that one's rows are still on their way."""
+    """Whether a GEMM-RS in chunks adds up all sources but the last before the rows of the last have arrived."""
     return _in_parts(problem.world_size, *_chunks_us(problem, choice, machine, rates_of(machine)))
 
 
@@ -311,7 +311,7 @@ def _in_parts(world_size: int, multiplied_us: float, sent_us: float) -> bool:
 
 
 def first_rows(num_rows: int, n: int, config: GemmConfig, machine: Machine) -> int:
-    """Of a chunk of ``num_rows`` rows, those that are multiplied and sent before the others where links are last: half
+    """How many of a chunk's ``num_rows`` rows are multiplied and sent before the others if transfers finish last: half
     of its row tiles, if that takes fewer waves, else all."""
     half = -(-num_rows // config.block_m) // 2 * config.block_m
     waves, of_half = (math.ceil(num_waves(rows, n, config, machine.num_sms)) for rows in (num_rows, half))
@@ -332,8 +332,8 @@ def _stored_us(problem: Problem, choice: Choice, machine: Machine, rates: Machin
 def _chunks_us(
     problem: Problem, choice: Choice, machine: Machine, rates: MachineRates, num_first: int | None = None
 ) -> tuple[float, float]:
-    """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: rows of the first chunk that
-    are sent before its others; None: all at once. One rank transfers nothing."""
+    """When the last chunk's GEMM is done, and when the last transfer is. ``num_first``: how many rows of the first
+    chunk are sent before its others; None: all at once. A single rank transfers nothing."""
     world_size, rank_rows = problem.world_size, problem.m // problem.world_size
     rank_bytes = rank_rows * problem.n * problem.result_bytes
     waves = num_waves(rank_rows, problem.n, choice.config, machine.num_sms)
@@ -354,7 +354,7 @@ def _chunks_us(
 
 
 def default_choice(problem: Problem, machine: Machine) -> Choice:
-    """Where every search starts: the tile of fewest waves, copy engines, one chunk a shard."""
+    """The start of every search: the tile with the fewest waves, copy engines, one chunk for each shard."""
     config = choose_config(problem.m, problem.n, problem.k, problem.dtype, machine.target, machine.num_sms)
     gather = GatherPlan("push", push_programs=1) if machine.target == "interpreter" else GatherPlan("copy")
     if problem.op == "gemm_ar":
@@ -365,17 +365,17 @@ def default_choice(problem: Problem, machine: Machine) -> Choice:
 
 
 def _ar_plans(problem: Problem) -> list[GatherPlan]:
-    """Of a GEMM-AR in one round: stores where there is little to send, copy engines in chunks elsewhere.
+    """Plans of a GEMM-AR in one round: stores if there is little to send, else copy engines in chunks.
 
-    What little is cannot be cut, either: cuBLAS splits the sums of a product with few rows, and another one for each
-    chunk."""
+    A product with little to send cannot be cut into chunks: cuBLAS splits the sums of a product with few rows, and
+    differently for each size of a chunk."""
     if problem.m * problem.n * problem.dtype.itemsize <= PUSH_BYTES:
         return [GatherPlan("push", push_programs=programs) for programs in (64, 16)]
     return [GatherPlan("copy", num_chunks=chunks) for chunks in (4, 8, 16, 2, 1)]
 
 
 def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
-    """Other ways for ``base`` to move its data: copy engines or SMs, how many, chunks, rows of a ring-order
+    """``base`` with other ways to move its data: copy engines or SMs, their number, chunks, rows of a ring-order
     reduction."""
     if problem.op == "gemm_ar":
         variants = [replace(base, gather=plan) for plan in _ar_plans(problem)[1:]]
@@ -405,10 +405,10 @@ def tile_variants(machine: Machine, base: Choice) -> list[Choice]:
 
 
 def choose(problem: Problem, machine: Machine) -> Choice:
-    """The choice of a shape: a table's where its class was measured, else the cost model's.
+    """The choice for a shape: a table's if the shape's class was measured, else the cost model's.
 
     Raises:
-        SettingError: ``DITRON_TUNING`` names a file that is unreadable, no table, or of another kind of device.
+        SettingError: ``DITRON_TUNING`` names a file that is unreadable, not a table, or for another kind of device.
         NotSupportedError: No GEMM for this type or device.
     """
     table = active_table(machine.device)
@@ -419,7 +419,7 @@ def choose(problem: Problem, machine: Machine) -> Choice:
 
 
 def modelled_choice(problem: Problem, machine: Machine) -> Choice:
-    """What the cost model takes for the quickest.
+    """The choice that is fastest by the cost model.
 
     Raises:
         SettingError, NotSupportedError: As ``choose``.
@@ -432,7 +432,7 @@ def _modelled(problem: Problem, machine: Machine, rates: MachineRates) -> Choice
     base = default_choice(problem, machine)
     if machine.target == "interpreter":
         return base
-    # Of equals the first, so the default stands where the model sees no difference.
+    # The first of equals, so the default is kept if the model sees no difference.
     tried = [base, *transfer_variants(problem, machine, base)]
     tried += [variant for choice in tried for variant in tile_variants(machine, choice)]
     best = min(tried, key=lambda choice: predict(problem, choice, machine, rates).ditron_us)
@@ -442,7 +442,7 @@ def _modelled(problem: Problem, machine: Machine, rates: MachineRates) -> Choice
 def prefers_native(
     op: Op, m: int, n: int, k: int, layout: Layout, dtype: torch.dtype, world_size: int, device: str
 ) -> bool:
-    """Whether the table says that native is quicker than every choice that was tried at this shape."""
+    """Whether the table says that native is faster than every choice that was tried at this shape."""
     table = active_table(device)
     problem = Problem(op, m, n, k, layout, dtype, world_size)
     entry = None if table is None else table.find(problem.table_op, world_size, problem.shape_class)
@@ -450,7 +450,7 @@ def prefers_native(
 
 
 def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
-    """``choice`` as it stands in a table."""
+    """``choice`` as an entry of a table."""
     entry = config_entry(choice.config)
     if problem.op == "gemm_ar":
         entry.update(rounds=choice.rounds)

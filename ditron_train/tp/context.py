@@ -1,7 +1,7 @@
-"""``TPContext``: who owns the symmetric memory of tensor parallelism on one group, and what every op checks of its
-operands before anything is signalled.
+"""``TPContext``, which owns the symmetric memory of tensor parallelism on one group, and the checks that every op
+makes before anything is signalled.
 
-All layers of a group share it: one gathered activation and one set of partials, of the largest layer's size.
+All layers of a group share the memory: one gathered activation and one set of partials, of the largest layer's size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Found = TypeVar("_Found")
 MOST_CHUNKS = 64  # of one source in an all-reduce by copy engines
 MOST_PUSH_PROGRAMS = 128  # in one of stores
 FLAGS_PER_RANK = 1024  # arrival flags of one source rank in a gather
-#: Names of the buffers that gathers share, and that partial sums are stored in.
+#: Names of the buffer that gathers share, and of the one that partial sums are stored in.
 GATHERED, SLOTS = "tp.gathered", "tp.partials"
 
 
@@ -76,7 +76,7 @@ class RowPartition:
 
     @property
     def fingerprint(self) -> int:
-        """31 bits that tell partitions apart when ranks compare what they were called with."""
+        """31 bits by which ranks detect that they were called with different partitions."""
         return hash(self.starts) & 0x7FFFFFFF
 
 
@@ -84,8 +84,8 @@ class RowTables(NamedTuple):
     """Tables of the rows of all ranks, int32.
 
     Attributes:
-        order: [row tiles], which row tile comes when; read where shares are uneven.
-        starts: [world_size + 1], where the rows of each rank begin.
+        order: [row tiles], the row tiles in the order of their computation; read if shares are uneven.
+        starts: [world_size + 1], the first row of each rank, and the end of the last.
     """
 
     order: torch.Tensor
@@ -97,7 +97,7 @@ class TPContext(OpContext):
 
     Args:
         group: The tensor-parallel process group (``None``: WORLD).
-        device: Where activations live.
+        device: The device of the activations.
         first_epoch: For tests of the epoch's wrap.
     """
 
@@ -130,8 +130,8 @@ class TPContext(OpContext):
         return tensor
 
     def row_tables(self, kind: Literal["gather", "scatter"], partition: RowPartition, block_m: int) -> RowTables:
-        """Where ranks' rows begin, and the row tiles in gather or scatter order; where shares are even no kernel reads
-        an order, and any table stands for it."""
+        """The first rows of the ranks, and the row tiles in gather or scatter order; if shares are even, no kernel
+        reads the order, and it is any table."""
         starts = self.table(partition, partition.starts)
         if partition.is_even(block_m):
             return RowTables(starts, starts)
@@ -142,8 +142,8 @@ class TPContext(OpContext):
         return RowTables(self._tables[key], starts)
 
     def modelled(self, function: Callable[..., _Found], problem: Problem, *arguments: Hashable) -> _Found:
-        """What a function of ``choices`` says of a problem; if lengths vary, once for all lengths of a range, of the
-        most rows in it."""
+        """The result of a function of ``choices`` for a problem; if lengths vary, computed once for each range of
+        lengths, for its most rows."""
         if not self.varies:
             return function(problem, *arguments, self.machine)
         key = (function, replace(problem, m=top_of_range(problem.m)), *arguments)
@@ -157,7 +157,7 @@ class TPContext(OpContext):
         return self.modelled(choose, problem)
 
     def forget_shapes(self) -> None:
-        """See ``OpContext``; the tables of row tiles go, too."""
+        """As ``OpContext.forget_shapes``; also drops the tables of row tiles."""
         super().forget_shapes()
         self._tables.clear()
         self._choices.clear()
@@ -175,7 +175,7 @@ class TPContext(OpContext):
         return self.arena.tensor("tp.pushed", (2, self.world_size, PUSH_BYTES // dtype.itemsize), dtype)
 
     def slots(self, num_rows: int, num_columns: int, dtype: torch.dtype, room_rows: int = 0) -> SymmetricTensor:
-        """The partials that peers store here; ``room_rows``: of the longest call of the range, if that is known."""
+        """The partials that peers store here; ``room_rows``: rows of the longest call of the range, if known."""
         return self.roomy(SLOTS, num_rows, num_columns, dtype, room_rows)
 
 
@@ -197,7 +197,7 @@ class Operands(NamedTuple):
     weight_device: torch.device
 
     def sizes(self, name: str, context: TPContext, layout: Layout) -> tuple[int, int]:
-        """(N, K), if this rank sees nothing wrong.
+        """(N, K), after this rank's checks.
 
         Raises:
             NotSupportedError: Device, types or shapes do not fit op ``name``.
@@ -233,7 +233,7 @@ class Operands(NamedTuple):
 def row_partition(
     name: str, context: TPContext, shape: torch.Size, row_counts: Sequence[int] | None, *, total: bool
 ) -> RowPartition:
-    """Rows of all ranks: given, or the same number everywhere. ``total``: x holds all of them, not this rank's."""
+    """Rows of all ranks: as given, or the same number on each. ``total``: whether x holds the rows of all ranks."""
     world = context.world_size
     rows = shape[:-1].numel()
     if row_counts is None:
@@ -256,6 +256,6 @@ def can_copy(context: TPContext) -> bool:
 
 
 def check_can_copy(name: str, context: TPContext) -> None:
-    """Raises NotSupportedError where op ``name`` would have to drive copy engines that cannot be driven."""
+    """Raises NotSupportedError if op ``name`` needs copy engines that cannot be driven here."""
     if not can_copy(context):
         raise NotSupportedError(f"{name} by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")

@@ -53,12 +53,12 @@ class NodesTPContext:
 
     Attributes:
         group: All ranks.
-        rank, world_size: In it.
+        rank, world_size: Of ``group``.
         nodes: The groups of a node and of a rail.
-        inner: Context of this rank's node; None where a node has one rank.
-        device: Where activations live.
-        leaves_gather, leaves_sums: Whether the policy has left the gather of a column layer's forward or a row layer's
-            backward, or sums over ranks, to the process group: of the layers that one answer is for (``for_answer``).
+        inner: Context of this rank's node; None if a node has one rank.
+        device: The device of the activations.
+        leaves_gather, leaves_sums: Whether the policy has left the gather, or the sums over ranks, to the process
+            group. These are set for the layers of one answer (``for_answer``).
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class NodesTPContext:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.inner: TPContext | None = None
         if nodes.local_size > 1:
-            # Where a node has no memory its ranks alone hear of it, and would turn to native while the others wait.
+            # If a node has no memory, only its own ranks learn it, and would go native while the others wait.
             self.inner = on_all_ranks(
                 group,
                 "making a context on every node",
@@ -87,12 +87,12 @@ class NodesTPContext:
 
     @property
     def target(self) -> str:
-        """As ``TPContext.target``; ``cublas`` where a node has one rank."""
+        """As ``TPContext.target``; ``cublas`` if a node has one rank."""
         return "cublas" if self.inner is None else self.inner.target
 
     def ring_step(self, rows: int, n: int, dtype: torch.dtype) -> int:
-        """Along which ring the process group reduce-scatters [rows, n]: 1 by ascending ranks, -1 by descending ones, 0
-        in no order that the fused path can follow, which is logged once (collective the first time)."""
+        """The ring along which the process group reduce-scatters [rows, n]: 1: ascending ranks, -1: descending ranks,
+        0: no order that the fused path can follow, which is logged once (collective the first time)."""
         of_gloo = rows * n // self.world_size if self.device.type == "cpu" else None
         order = reduction_order(self.group, self.device, dtype, of_gloo)
         if order.ring_step == 0:
@@ -101,7 +101,7 @@ class NodesTPContext:
         return order.ring_step
 
     def sums_by_rails(self, rows: int, n: int, dtype: torch.dtype) -> bool:
-        """Whether a product [rows, n] is reduce-scattered by rails (collective the first time)."""
+        """Whether a product [rows, n] is reduce-scattered along rails (collective the first time)."""
         if self.leaves_sums or rows % self.world_size:
             return False
         if self.inner is not None and not (covers(n, dtype) and can_copy(self.inner)):
@@ -109,20 +109,20 @@ class NodesTPContext:
         return self.ring_step(rows, n, dtype) != 0
 
     def plan(self, make: Callable[..., _Made], *arguments: Hashable) -> _Made:
-        """As ``OpContext.plan``, of the node's context and inside ``naming``. At the first such call the nodes tell
-        each other whether they have room for it, before anything of it crosses a border.
+        """As ``OpContext.plan`` of the node's context, inside ``naming``. At the first such call the nodes tell each
+        other whether they have room for it, before anything is sent between nodes.
 
         Raises:
             ArenaError: A node cannot make the plan; on every rank alike.
         """
         inner, call = self.inner, (make, *arguments)
         assert inner is not None, "a node of one rank needs no memory"
-        # A capture, in which nobody may wait, takes what all nodes have planned, or is refused by each alike.
+        # During a capture, in which no rank may wait, only what all nodes have planned is used, else all ranks refuse.
         if call in self._planned or is_capturing(self.device):
             return inner.plan(make, *arguments)
         inner.enter("preparing on every node")
         before = set(self._planned) if len(self._planned) < MAX_KNOWN_SHAPES else set()
-        self._planned.clear()  # what fails may have given back what is there for other calls
+        self._planned.clear()  # a failure may have freed memory that other calls use
         plan = self.nodes.on_every_node("making room on every node", lambda: inner.plan(make, *arguments), self.device)
         self._planned.update(before, {call})
         return plan
@@ -138,8 +138,7 @@ def get_nodes_tp_context(group: dist.ProcessGroup, device: torch.device) -> Node
     """The context of ``group``, made at the first call (collective).
 
     Raises:
-        NotSupportedError: The group is inside a node, or its nodes are no equal blocks of ranks; on every rank
-            alike.
+        NotSupportedError: The group is inside a node, or its nodes are not equal blocks of ranks; on every rank alike.
         ArenaError: A node cannot have its context; on every rank alike.
     """
     group = unwrapped(group)
@@ -151,9 +150,9 @@ def get_nodes_tp_context(group: dist.ProcessGroup, device: torch.device) -> Node
 
 
 def _parts(rows: torch.Tensor, nodes: NodeGroups) -> Iterator[tuple[int, torch.Tensor]]:
-    """This rank's rows, then those of its rail's other ranks as they come, with their nodes."""
+    """This rank's rows, then those of its rail's other ranks as they arrive, each with its node."""
     count, arrivals = nodes.num_nodes, []
-    for step in range(1, count):  # one message each way at a time: the next node's rows are there first
+    for step in range(1, count):  # one message each way at a time, so the next node's rows arrive first
         target, source = (nodes.node + step) % count, (nodes.node - step) % count
         splits = [[len(rows) * (node == one) for node in range(count)] for one in (source, target)]
         arrivals.append((source, *nodes.start_along_rail(rows, *splits)))
@@ -170,11 +169,11 @@ def ag_gemm_over_nodes(
     """All-gather of ``x`` [rows, K] of all ranks, times ``weight``: as ``ag_gemm``.
 
     Args:
-        x: This rank's rows, as many on every rank.
+        x: This rank's rows, the same number on every rank.
         weight: [N, K] (``nt``) or [K, N] (``nn``).
-        context: Of the group.
-        layout: How ``weight`` is.
-        keeps: Whether the gathered rows are wanted.
+        context: The group's context.
+        layout: Layout of ``weight``.
+        keeps: Whether to return the gathered rows.
 
     Returns:
         [rows of all ranks, N], and [rows of all ranks, K] or None.
@@ -187,7 +186,7 @@ def ag_gemm_over_nodes(
     products: list[Any] = [None] * context.nodes.num_nodes
     gathered: list[Any] = [None] * context.nodes.num_nodes
     with context.nodes.naming("ag_gemm over nodes"):
-        if context.inner is not None:  # before rows leave, for which a node that cannot gather them would not wait
+        if context.inner is not None:  # before rows are sent: a node that cannot gather them would not wait for them
             operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
             context.plan(plan_ag_gemm, operands, layout, None, None, True, None)
         for node, part in _parts(x, context.nodes):
@@ -206,8 +205,8 @@ _Part = Literal[
 
 
 class _NodeSum(ReduceScatter):
-    """What a node adds onto the sums of one block, for one shape (constructed collectively): ``begin``, ``hand_out``,
-    then ``add_up`` behind what the current stream has been given meanwhile."""
+    """What a node adds to the sums of one block, for one shape (constructed collectively): ``begin``, ``hand_out``,
+    then ``add_up`` after what was enqueued on the current stream meanwhile."""
 
     def __init__(
         self, context: TPContext, num_rows: int, num_columns: int, dtype: torch.dtype, ring_step: int
@@ -222,7 +221,7 @@ class _NodeSum(ReduceScatter):
         }
 
     def ranks(self, part: _Part, owner: int) -> range:
-        """Whom the node adds up for ``owner``, in this order."""
+        """The ranks whose partial sums the node adds up for ``owner``, in this order."""
         world, step = self.context.world_size, self._step
         first, last = (0, world - 1) if step > 0 else (world - 1, 0)
         bounds = {"begin": (owner + step, last), "whole": (first, last), "end": (first, owner)}[part]
@@ -238,7 +237,8 @@ class _NodeSum(ReduceScatter):
                 self.send(partial, position, slice(starts[owner], end), signals=True)
 
     def add_up(self, partial: torch.Tensor, total: torch.Tensor | None, out: torch.Tensor, part: _Part) -> None:
-        """``out`` [rows of a rank, N]: ``total``, if any, and this node's; on the communication stream."""
+        """Writes ``out`` [rows of a rank, N]: ``total``, if any, plus this node's part; on the communication
+        stream."""
         ranks = self.ranks(part, self.context.rank)
         operands = (partial, self._slots.local, self._pointers, out if total is None else total, out, self._row_starts)
         sizes = (self._num_columns, self.partition.max_count, ranks.start, len(ranks))
@@ -249,8 +249,8 @@ class _NodeSum(ReduceScatter):
 
 
 class _Rail:
-    """The sums of this rank's rail on their way: each is sent on, and the next one awaited, on the stream that adds
-    up."""
+    """The sums that move along this rank's rail: the stream that adds up also sends each sum on and waits for the
+    next."""
 
     def __init__(self, context: NodesTPContext, step: int, like: torch.Tensor) -> None:
         nodes = context.nodes
@@ -260,11 +260,11 @@ class _Rail:
         self._on_its_way: tuple[torch.Tensor, Any] | None = None
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Where sums are added up."""
+        """A context that makes the stream that adds up the current one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def send(self, total: torch.Tensor) -> None:
-        """To the next node; the last one's comes meanwhile."""
+        """Starts to send ``total`` to the next node, and to receive the previous node's."""
         shares = [
             [len(total) * (node == one) for node in range(self._nodes.num_nodes)] for one in (self._from, self._to)
         ]
@@ -272,7 +272,7 @@ class _Rail:
             self._on_its_way = self._nodes.start_along_rail(total, *shares)
 
     def receive(self) -> torch.Tensor | None:
-        """What the last node has sent; None where sums begin here."""
+        """What the previous node has sent; None if sums begin here."""
         if self._on_its_way is None:
             return None
         (total, work), self._on_its_way = self._on_its_way, None
@@ -291,8 +291,8 @@ def gemm_rs_over_nodes(
     Args:
         x: This rank's columns of all rows.
         weight: [N, K] (``nt``) or [K, N] (``nn``).
-        context: Of the group.
-        layout: How ``weight`` is.
+        context: The group's context.
+        layout: Layout of ``weight``.
 
     Returns:
         [rows / world, N].
@@ -318,7 +318,7 @@ def gemm_rs_over_nodes(
 
 
 def _by_single_ranks(blocks: list[torch.Tensor], factor: torch.Tensor, rail: _Rail) -> torch.Tensor:
-    """Of nodes of one rank: each product runs while the sum that it is added onto comes."""
+    """The sums if each node has one rank: a product runs while the sum that it is added to arrives."""
     for index, block in enumerate(blocks):
         total = block.matmul(factor)
         before = rail.receive()

@@ -111,6 +111,7 @@ def test_calls_of_the_package_are_counted_and_stopped_at() -> None:
     with counted.watched():
         draw(1, JOBS, 1.0, {})  # tools are not hit
     assert counted.count == 0
+    arrival_order(1, 4)  # what is cached is not called again
     with counted.watched():
         arrival_order(1, 4)
         arrival_order(1, 4)

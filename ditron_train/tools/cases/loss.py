@@ -19,6 +19,7 @@ from ditron_train.tools.timing import Timing
 
 _TOKENS = 8192
 _VOCABULARIES = {"Qwen3": 151936, "LLaMA-3": 128256, "DeepSeek-V3": 129280, "LLaMA-2": 32000}
+_SMALL = 256  # words of a rank
 _NUM_SETS = 2  # whose logits are larger than an L2 cache
 
 
@@ -41,7 +42,8 @@ class CrossEntropyCase(BenchCase[LossCall, None]):
         return [loss_shape(model, _TOKENS, vocabulary) for model, vocabulary in _VOCABULARIES.items()]
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
-        return [] if model.vocabulary is None else [loss_shape("custom", model.tokens, model.vocabulary)]
+        """With a small vocabulary if only the tokenizer knows it."""
+        return [loss_shape("custom", model.tokens, model.vocabulary or _SMALL * world_size)]
 
     def unsupported_shape(self, shape: Shape, world_size: int) -> str | None:
         words = shape.sizes["vocabulary"]

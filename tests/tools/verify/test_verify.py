@@ -256,6 +256,7 @@ def test_every_room(tmp_path: Path) -> None:
         "send_recv",
         "pipeline_step",
         "muon_step",
+        "cross_entropy",
     }
     assert {row.op for row in rows} == ops and all(row.bitwise_equal for row in rows)
     others = len(rows) - 1
