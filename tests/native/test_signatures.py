@@ -63,7 +63,9 @@ def _compare_what_is_replaced_by_name():
     assert _form(_make_groups_and_rendezvous) == _form(initialize_model_parallel)
 
 
-@pytest.mark.parametrize("feature", sorted(FEATURE_MODULES.keys() - {"det", "loss", "wgrad"}))  # which override nothing
+@pytest.mark.parametrize(
+    "feature", sorted(FEATURE_MODULES.keys() - {"det", "loss", "wgrad"})
+)  # which override nothing
 def test_overrides_have_the_signatures_of_what_they_override(feature):
     """In a process of its own: what is imported here is imported by the workers of all later tests."""
     (outcome,) = run_workers_once(1, _compare_overrides, feature)
