@@ -57,7 +57,6 @@ _VARIABLES = (
 )
 _OWN = ("transport", "pp_slots", "pp_leases", "pp_path", "ep_capacity", "ep_rails")  # likewise, of the fused path
 _LIBRARIES = ("triton", "megatron-core", "transformer-engine")
-_FORMER_WORDS = (("ep beside_wgrad ", "ep overlap_wgrad "), (" ranks, fold-", " ranks, order-"))
 
 
 @dataclass(frozen=True)
@@ -167,13 +166,6 @@ def _has_times(entry: Entry) -> bool:
     return all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (*times, entry.host_longer_us))
 
 
-def _renamed(key: str) -> str:
-    """The current form of a key; until 0.1 some words were different."""
-    for former, name in _FORMER_WORDS:
-        key = key.replace(former, name)
-    return key
-
-
 def load_plan(path: Path, made_with: dict[str, Any] | None = None) -> Plan:
     """Reads a plan; if there is no file at the path, returns an empty plan, to be written there.
 
@@ -200,14 +192,13 @@ def load_plan(path: Path, made_with: dict[str, Any] | None = None) -> Plan:
     if not isinstance(content.get("made_with"), dict):
         raise SettingError(f"{path} does not say what it was made with: delete it or name another file")
     here = fingerprint() if made_with is None else made_with
-    former = {setting.former: setting.variable for setting in SETTINGS.values()}
-    there = {former.get(name, name): value for name, value in content["made_with"].items()}
+    there = content["made_with"]
     stale = [f"{name} was {there.get(name, 'absent')}, is {here.get(name, 'absent')}"
              for name in sorted({*here, *there}) if there.get(name) != here.get(name)]  # fmt: skip
     if stale:
         raise SettingError(f"the plan {path} is stale ({'; '.join(stale)}): delete it or name another file")
     try:
-        entries = {_renamed(key): Entry(**entry) for key, entry in content["decisions"].items()}
+        entries = {key: Entry(**entry) for key, entry in content["decisions"].items()}
     except (TypeError, AttributeError, KeyError):
         raise SettingError(f"the decisions in {path} cannot be read: delete it or name another file") from None
     unclear = [

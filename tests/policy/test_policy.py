@@ -371,21 +371,6 @@ def test_plan_of_other_groups_is_refused_from_the_command_line_alone(tmp_path, m
     forget_plans()
 
 
-def test_a_plan_with_former_words_is_read(tmp_path, monkeypatch):
-    path = tmp_path / "plan.json"
-    entry = dict(use_ditron=True, reason="", bits_equal=True, native_us=2.0, ditron_us=1.0)
-    keys = ["ep beside_wgrad 8 tokens on 2 ranks (strict)", "tp row 1x2 on 4 ranks, fold-0-2-1-3 (strict)"]
-    monkeypatch.setenv("DITRON_PP_LEASES", "3")
-    made_with = fingerprint()
-    made_with["DITRON_PP_LOANS"] = made_with.pop("DITRON_PP_LEASES")
-    content = {"format": "ditron_train plan 3", "made_with": made_with, "decisions": dict.fromkeys(keys, entry)}
-    path.write_text(json.dumps(content))
-    assert list(load_plan(path).entries) == [
-        "ep overlap_wgrad 8 tokens on 2 ranks (strict)",
-        "tp row 1x2 on 4 ranks, order-0-2-1-3 (strict)",
-    ]
-
-
 @contextlib.contextmanager
 def _switched(name, batch_invariant):
     """One of the process's switches, as a job may set it behind its arguments."""

@@ -9,7 +9,6 @@ before the backward, which computes from them here.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -61,13 +60,10 @@ class CrossEntropyOp(Op[LossCall, None]):
         """Both paths add up by the same operator of torch, at any number of tokens, so a decision holds for all that
         are about as many."""
         logits = call.logits
-        return logits.shape[-1], _rows(logits).bit_length(), logits.dtype, call.target.dtype, logits.device
+        return logits.shape[-1], logits.shape[:-1].numel().bit_length(), logits.dtype, call.target.dtype, logits.device
 
     def unsupported_reason(self, call: LossCall) -> str | None:
         return unsupported_reason(call.logits, call.target)
-
-    def describe(self, call: LossCall, context: None) -> str:
-        return f"{self.name} {_rows(call.logits)}x{call.logits.shape[-1]} {str(call.logits.dtype)[6:]}"
 
     def trial(self, call: LossCall, context: None) -> Trial:
         """The call's own logits, or some of them, and others that are far apart."""
@@ -101,19 +97,15 @@ class CrossEntropyOp(Op[LossCall, None]):
         return call._replace(logits=logits, target=call.target.view(-1, 1)[:num_rows])
 
 
-def _rows(logits: torch.Tensor) -> int:
-    return math.prod(logits.shape[:-1])
-
-
 CROSS_ENTROPY = CrossEntropyOp()
 OPS: Sequence[Op[Any, Any]] = (CROSS_ENTROPY,)
 
 
-def route_loss(module: Any, logits: torch.Tensor, target: torch.Tensor) -> Answer:
+def route_loss(module: Any, call: LossCall) -> Answer:
     """Which path the loss of a language model takes (collective if the shape is new)."""
-    if module.config.cross_entropy_loss_fusion or logits.device.type not in _DEVICES:
+    if module.config.cross_entropy_loss_fusion or call.logits.device.type not in _DEVICES:
         return Answer(None, "Megatron fuses it, or there is no GPU")
-    return gate.answer_for(CROSS_ENTROPY, LossCall(logits, target, parallel_state.get_tensor_model_parallel_group()))
+    return gate.answer_for(CROSS_ENTROPY, call)
 
 
 def _fused(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -122,11 +114,10 @@ def _fused(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if torch.compiler.is_compiling():  # what is compiled with the model has bits of its own
             return native(self, labels, logits)
         target = labels.transpose(0, 1).contiguous()
-        if not route_loss(self, logits, target).is_fused:
+        call = LossCall(logits, target, parallel_state.get_tensor_model_parallel_group())
+        if not route_loss(self, call).is_fused:
             return native(self, labels, logits)
-        group = parallel_state.get_tensor_model_parallel_group()
-        call = LossCall(logits, target, group)
-        return cross_entropy(logits, target, group, first_word=call.first_word).transpose(0, 1).contiguous()
+        return cross_entropy(*call, first_word=call.first_word).transpose(0, 1).contiguous()
 
     return compute_language_model_loss
 

@@ -17,10 +17,7 @@ from ditron_train.runtime.values import normal_values
 from ditron_train.tools.cases.case import BenchCase, ModelSizes, RunEnvironment, Shape
 from ditron_train.tools.timing import Timing
 
-_TOKENS = 8192
 _VOCABULARIES = {"Qwen3": 151936, "LLaMA-3": 128256, "DeepSeek-V3": 129280, "LLaMA-2": 32000}
-_SMALL = 256  # words of a rank
-_NUM_SETS = 2  # whose logits are larger than an L2 cache
 
 
 def loss_shape(model: str, tokens: int, vocabulary: int) -> Shape:
@@ -34,16 +31,16 @@ class CrossEntropyCase(BenchCase[LossCall, None]):
     row = "cross_entropy"
     measured = "forward_backward"
     groups = "tensor"
-    num_sets = _NUM_SETS
+    num_sets = 2  # logits are larger than an L2 cache
 
     def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
         if not on_gpu:
             return [loss_shape("tiny", 8, 64 * world_size)]
-        return [loss_shape(model, _TOKENS, vocabulary) for model, vocabulary in _VOCABULARIES.items()]
+        return [loss_shape(model, 8192, vocabulary) for model, vocabulary in _VOCABULARIES.items()]
 
     def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
         """With a small vocabulary if only the tokenizer knows it."""
-        return [loss_shape("custom", model.tokens, model.vocabulary or _SMALL * world_size)]
+        return [loss_shape("custom", model.tokens, model.vocabulary or 256 * world_size)]
 
     def unsupported_shape(self, shape: Shape, world_size: int) -> str | None:
         words = shape.sizes["vocabulary"]

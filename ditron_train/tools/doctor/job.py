@@ -55,8 +55,7 @@ class JobReport:
             for part in self.parts
         ]
         lines = ["what of this job would run by the fused path, on Hopper inside a node", aligned(rows), *self.idle]
-        if self.job.unknown:
-            lines.append(f"passed over, as Megatron-LM does not have them: {' '.join(self.job.unknown)}")
+        lines += self.job.passed_over
         if verbose:
             lines.append(f"without an effect here: {' '.join(self.job.without_effect()) or 'none'}")
         return "\n".join(line for line in lines if line)

@@ -125,6 +125,14 @@ class Job:
         return [name for name, target in self.given.items() if target not in self.config.fields_read]
 
     @property
+    def passed_over(self) -> list[str]:
+        """What a reader has to know of arguments that Megatron-LM does not have, a line each."""
+        lines = [f"passed over, as Megatron-LM does not have them: {' '.join(self.unknown)}"]
+        if not (self.config.bf16 or self.config.fp16):
+            lines.append("read as fp32: add --bf16 if the framework sets it by itself")
+        return lines if self.unknown else []
+
+    @property
     def vocabulary(self) -> int | None:
         """Padded; None if only the tokenizer knows it."""
         config = self.config

@@ -25,6 +25,10 @@ exit() { :; }; set() { :; }; exec() { "$@"; }; wait() { :; }; kill() { :; }; tra
 """
 _REDIRECTION = re.compile(r"\s[12&]?>>?\s*(?:\"[^\"\n]*\"|[\w./${}-]+)(?=\s*(?:2>&1)?\s*&?\s*$)", re.MULTILINE)
 _PATH = re.compile(r"^\s*(?:export\s+)?PATH=.*$", re.MULTILINE)
+# ``source "${FOLDER}/file"``: bash runs none of the programs by which scripts find their folder.
+_SOURCED = re.compile(
+    r"^[ \t]*(?:source|\.)[ \t]+[\"']?(?:\$\w+/|\$\{[^}\n]*\}/|\$\([^\n]*\)/)?([\w./-]+)[\"']?[ \t]*$", re.MULTILINE
+)
 _LAUNCHER_SIZES = {"nproc-per-node": "gpus_per_node", "nnodes": "nodes"}
 
 
@@ -73,7 +77,19 @@ def read_command(words: Sequence[str]) -> Command:
     if not (text.startswith("#!") or first.endswith(".sh")):
         return Command([*split_text(text), *words[1:]])
     given = list(itertools.takewhile(lambda word: not word.startswith("--"), words[1:]))
-    return Command([*_evaluated(text, first, given), *words[1 + len(given) :]])
+    return Command([*_evaluated(_with_sourced(text, Path(first).parent), first, given), *words[1 + len(given) :]])
+
+
+def _with_sourced(text: str, folder: Path) -> str:
+    """A script with what it sources in the place of the lines that do so, if that is in the script's folder."""
+
+    def text_of(found: re.Match[str]) -> str:
+        path = folder / found[1]
+        return read_regular(path).decode("utf-8", errors="replace") if path.is_file() else found[0]
+
+    for _ in range(4):  # one in another
+        text = _SOURCED.sub(text_of, text)
+    return text
 
 
 def split_text(text: str) -> list[str]:

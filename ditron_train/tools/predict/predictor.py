@@ -208,8 +208,7 @@ def _text(job: Job, cluster: Cluster, found: Prediction, *, verbose: bool) -> st
     if found.native:
         lines += ["", "native, or without a gain:", aligned((f"  {name}", why) for name, why in found.native.items())]
     lines += [line for line in ("", *found.idle) if found.idle]
-    if job.unknown:
-        lines.append(f"passed over, as Megatron-LM does not have them: {' '.join(job.unknown)}")
+    lines += job.passed_over
     if cluster.profile.about:
         lines.append(f"{cluster.profile.machine.device}: {cluster.profile.about}")
     if verbose:

@@ -95,6 +95,30 @@ def test_a_launch_script_is_evaluated_and_runs_nothing(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        'source "${SCRIPT_DIR}/models/small.sh"',
+        ". models/small.sh",
+        'source "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/models/small.sh"',
+        "source $HERE/models/small.sh",
+    ],
+)
+def test_what_a_launch_script_sources_from_its_folder_is_read(tmp_path: Path, line: str) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small.sh").write_text("source models/sizes.sh\nMODEL_ARGS=(--num-layers 2 $SIZES)\n")
+    (tmp_path / "models" / "sizes.sh").write_text("SIZES='--hidden-size 64'\n")
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/bash\n{line}\nsource elsewhere.sh\npython train.py ${{MODEL_ARGS[@]}} --bf16\n")
+    assert read_command([str(script)]).arguments == ["--num-layers", "2", "--hidden-size", "64", "--bf16"]
+
+
+def test_a_file_that_sources_itself_ends(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/bash\nsource run.sh\npython train.py --bf16\n")
+    assert read_command([str(script)]).arguments == ["--bf16"]
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("MODEL_ARGS=' --num-layers 8 '\n", "starts no Python script"),
