@@ -26,7 +26,7 @@ from ditron_train.tools.nothing_compared import NothingComparedError
 from megatron_tests import campaign, launches, plugin
 from megatron_tests.launches import NATIVE, Launcher
 from megatron_tests.records import Notes, Suite, read_suite, stop_mark
-from megatron_tests.suites import SUITES, fit_expert_sizes, fit_sizes, paths_of, suites_of
+from megatron_tests.suites import SUITES, fit_expert_sizes, fit_parallelism, fit_sizes, paths_of, suites_of
 from megatron_tests.table import NOTHING_ASKED, row_of
 
 _CONFTEST = """
@@ -402,6 +402,22 @@ def test_sizes_fit_the_ranks(world_size, sizes):
     assert all(1 <= one <= wanted for one, wanted in zip(fitting, sizes))
     expert, sliced = fit_expert_sizes(world_size, fitting[1], sizes[2], fitting[0])
     assert expert * sliced * fitting[1] <= world_size
+
+
+@pytest.mark.parametrize(
+    "sizes, fitting",
+    [
+        ({"TP": 8}, {"TP": 2}),
+        ({"EP": 2}, {"EP": 2}),
+        ({"TP": 2, "EP": 4}, {"TP": 2, "EP": 1}),
+        ({"FSDP": 8, "EP": 4}, {"FSDP": 2, "EP": 2}),
+        ({"PP": 2, "VPP": 2}, {"PP": 2, "VPP": 2}),
+        ({"TP": 4, "PP": 2, "VPP": 2}, {"TP": 2, "PP": 1}),
+    ],
+)
+def test_cells_of_the_determinism_tests_fit_two_ranks(sizes, fitting):
+    fit_parallelism(2, sizes)
+    assert sizes == fitting
 
 
 def test_sizes_that_fit_stay():

@@ -27,7 +27,7 @@ import pytest
 from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
 from ditron_train.runtime.logs import decisions, forget_decisions
 from megatron_tests.records import Notes
-from megatron_tests.suites import fit_expert_sizes, fit_sizes
+from megatron_tests.suites import fit_expert_sizes, fit_parallelism, fit_sizes
 
 JOB = "MEGATRON_TESTS_JOB"
 _NATIVE = ": native, "
@@ -234,6 +234,12 @@ def _fit_sizes_to_world(world_size: int) -> None:
 
     parallel_state.initialize_model_parallel = make_smaller_groups
     ModelParallelConfig.__post_init__ = check_smaller
+    try:
+        configs = importlib.import_module("tests.unit_tests.determinism.configs")
+    except ModuleNotFoundError:  # older than these tests
+        return
+    for cell in configs.PARALLELISM_CONFIGS:
+        fit_parallelism(world_size, cell.values[0])
 
 
 def _is_device_lost() -> bool:

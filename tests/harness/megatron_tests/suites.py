@@ -29,6 +29,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "distributed": ("distributed",),
     "optimizer": ("test_muon_optimizer.py", "test_layer_wise_optimizer.py", "test_optimizer.py", "optimizer"),
     "tensor_parallel": ("tensor_parallel",),
+    "determinism": ("determinism",),  # of newer Megatron-LM; see CONTRIBUTING
 }
 #: Into how many suites the tests of a folder or file are dealt out, since a process would take minutes for them.
 _PARTS = {"dist_checkpointing_layer_wise": 6, "dist_checkpointing_experts": 3, "a2a_overlap": 2, "moe_a": 2}
@@ -76,6 +77,18 @@ def fit_expert_sizes(world_size: int, pipeline: int, expert: int, expert_tensor:
     """Expert parallel and expert tensor parallel sizes that fit beside ``pipeline`` stages, which stay."""
     sliced, whole = fit_sizes(max(1, world_size // pipeline), expert_tensor, expert)
     return whole, sliced
+
+
+def fit_parallelism(world_size: int, sizes: dict[str, int]) -> None:
+    """Makes the sizes of a cell of the determinism tests (``{"TP": 4, "EP": 2}``) fit, which skip what does not."""
+    sharded = [name for name in ("EP", "FSDP") if name in sizes]
+    whole = max((sizes[name] for name in sharded), default=1)
+    tensor, pipeline, most = fit_sizes(world_size, sizes.get("TP", 1), sizes.get("PP", 1), whole)
+    fitting = {"TP": tensor, "PP": pipeline, **{name: min(sizes[name], most) for name in sharded}}
+    for name in list(sizes):
+        sizes[name] = fitting.get(name, sizes[name])
+    if pipeline == 1:
+        sizes.pop("VPP", None)
 
 
 def _product(sizes: list[int]) -> int:
