@@ -110,6 +110,11 @@ class SymmetricArena:
         return self._transport.name
 
     @property
+    def copies_by_engine(self) -> bool:
+        """Whether copies to peers need no multiprocessors, the same on every rank."""
+        return self._transport.copies_by_engine
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of symmetric memory that this rank holds for the group."""
         live = sum(segment.num_bytes for segment, _ in self._segments.values())

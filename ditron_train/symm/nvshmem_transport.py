@@ -49,6 +49,7 @@ class NvshmemTransport:
     """One per process: NVSHMEM can be initialised once."""
 
     name = "nvshmem"
+    copies_by_engine = True
     _instance: NvshmemTransport | None = None
     _unsupported_reason = ""  # of the last start
 

@@ -47,6 +47,7 @@ class ShmTransport:
     they stay only where all ranks die at once."""
 
     name = "shm"
+    copies_by_engine = True
 
     def allocate(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Segment:
         """See ``Transport.allocate``."""

@@ -74,9 +74,15 @@ class Segment:
 
 
 class Transport(Protocol):
-    """Allocates symmetric memory for one process group."""
+    """Allocates symmetric memory for one process group.
+
+    Attributes:
+        name: What ``DITRON_TRANSPORT`` calls it.
+        copies_by_engine: Whether copies to peers need no multiprocessors, the same on every rank.
+    """
 
     name: str
+    copies_by_engine: bool
 
     def allocate(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Segment:
         """Collective over ``group``: the same ``num_bytes`` on every rank, zero-filled.

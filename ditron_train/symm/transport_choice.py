@@ -26,10 +26,17 @@ class TorchTransport:
     Where one fails on some rank, its ranks have come to different points of it, and torch's count of them is out of
     step from then on: the next one would wait for keys that nobody sets. So there is none any more for these ranks,
     whatever their groups.
+
+    ``sees_peers``: whether the processes see each other's GPUs.
     """
 
     name = "torch"
     _unsupported_reason = ""
+
+    def __init__(self, sees_peers: bool = True) -> None:
+        # The driver copies to memory of a GPU that the process does not see as within a GPU, by a kernel: that
+        # waits for multiprocessors behind a GEMM which fills them (measured on H200; hints for batches do not help).
+        self.copies_by_engine = sees_peers
 
     def allocate(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Segment:
         """See ``Transport.allocate``."""
@@ -66,9 +73,10 @@ _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _set_here: list[bool] = []
 
 
-def _tell_gpus_apart(group: dist.ProcessGroup, device: torch.device) -> None:
+def _tell_gpus_apart(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Has torch accept GPUs that have one ordinal in several processes, as if each process sees its own GPU alone (Ray
-    masks the others): torch tells GPUs apart by ordinals, this by UUIDs (collective over ``group``).
+    masks the others): torch tells GPUs apart by ordinals, this by UUIDs (collective over ``group``). Returns whether
+    all processes see all GPUs, the same on every rank.
 
     Raises:
         ArenaError: Ranks share a GPU, and torch has not been told to accept that; on every rank.
@@ -76,14 +84,16 @@ def _tell_gpus_apart(group: dist.ProcessGroup, device: torch.device) -> None:
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     gpus = exchange(group, (device.index, uuid, _OVERLAPPING in os.environ and not _set_here))
     ordinals, uuids, is_accepted = zip(*gpus)
+    sees_peers = len(set(ordinals)) >= len(set(uuids))
     if any(is_accepted) or not all(uuids):
-        return
+        return sees_peers
     if len(set(uuids)) < len(uuids):
         sharing = [rank for rank, one in enumerate(uuids) if uuids.count(one) > 1]
         raise ArenaError(f"group ranks {sharing} share a GPU: symmetric memory needs a GPU for each rank")
-    if len(set(ordinals)) < len(ordinals):
+    if not sees_peers:
         os.environ[_OVERLAPPING] = "1"
         _set_here.append(True)
+    return sees_peers
 
 
 def _spans_nodes(group: dist.ProcessGroup) -> bool:
@@ -117,6 +127,5 @@ def select_transport(group: dist.ProcessGroup, device: torch.device, name: str |
         # Tried between nodes, it would fail in the middle, and there would be none inside a node either.
         if is_chosen and _spans_nodes(group):
             raise ArenaError("the transport torch reaches the ranks of one torchrun agent, and this group has several")
-        _tell_gpus_apart(group, device)
-        return TorchTransport()
+        return TorchTransport(_tell_gpus_apart(group, device))
     return NvshmemTransport.get(group, device)

@@ -255,6 +255,12 @@ def can_copy(context: TPContext) -> bool:
     return has_driver() or not context.is_cuda
 
 
+def copies_overlap(context: TPContext) -> bool:
+    """Whether copies to peers run under a GEMM that fills the GPU: by copy engines, which reach only GPUs that the
+    process sees (``symm.transport_choice``)."""
+    return can_copy(context) and context.arena.copies_by_engine
+
+
 def check_can_copy(name: str, context: TPContext) -> None:
     """Raises NotSupportedError if op ``name`` needs copy engines that cannot be driven here."""
     if not can_copy(context):

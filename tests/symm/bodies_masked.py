@@ -27,6 +27,14 @@ def said_of(gpus: list[tuple[int, str]], variable: str | None = None) -> tuple[s
         return "", os.environ.get(_VARIABLE)
 
 
+def copies_by_engine(gpus: list[tuple[int, str]]) -> bool:
+    """Whether copies between these GPUs leave the multiprocessors alone."""
+    ordinal, uuid = gpus[dist.get_rank()]
+    with mock.patch("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=uuid)):
+        with mock.patch.dict(os.environ):
+            return select_transport(dist.group.WORLD, torch.device("cuda", ordinal), "torch").copies_by_engine
+
+
 def masked_then_shared() -> list[tuple[str, str | None]]:
     """What is accepted for one group is not for the next."""
     return [said_of([(0, "a"), (0, "b")]), said_of([(0, "a"), (0, "a")])]

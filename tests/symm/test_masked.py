@@ -32,3 +32,8 @@ def test_one_visible_gpu(gpus, variable, logged):
 
 def test_what_is_accepted_for_one_group_is_not_for_the_next():
     assert _values(bodies.masked_then_shared) == [[("", "1"), (_REFUSED, None)]] * 2
+
+
+@pytest.mark.parametrize("gpus, by_engine", [([(0, "a"), (1, "b")], True), ([(0, "a"), (0, "b")], False)])
+def test_copy_engines_reach_gpus_that_the_process_sees(gpus, by_engine):
+    assert _values(bodies.copies_by_engine, gpus) == [by_engine] * 2

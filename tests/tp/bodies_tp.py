@@ -20,6 +20,7 @@ from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import TensorScales
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.symm.control import TICKET_UNIT_LOG2
+from ditron_train.symm.shm_transport import ShmTransport
 from ditron_train.tp import (
     GatherPlan,
     TPContext,
@@ -50,6 +51,28 @@ def integers(shape, seed: int, dtype=torch.float32) -> torch.Tensor:
     """Small integers: products and sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+def check_without_copy_engines() -> None:
+    """Copies to peers would take multiprocessors: rows are pushed and tiles stored instead, with the same bits."""
+    results, rows = [], 64
+    for by_engine in (True, False):
+        with mock.patch.object(ShmTransport, "copies_by_engine", by_engine):
+            context = get_tp_context(dist.new_group(), CPU)
+            torch.manual_seed(5)
+            x = torch.randn(rows, 48).bfloat16().requires_grad_()
+            weight, other = (torch.randn(64, width).bfloat16().requires_grad_() for width in (48, 64))
+            y = row_linear(column_linear(x, weight, context=context), other, context=context)
+            y.backward(torch.randn(y.shape).bfloat16())
+            y2 = ag_gemm(x.detach(), weight.detach(), context=context, plan=GatherPlan("copy", 1))
+            y3 = gemm_rs(y2, other.detach(), context=context, scatter="copy")
+            results.append([y.detach(), y2, y3, x.grad, weight.grad, other.grad])
+            plan = context.prepared[next(key for key in reversed(context.prepared) if "plan_gemm_rs" in str(key[0]))]
+            assert isinstance(plan, gemm_rs_module.GemmRsStorePlan) is not by_engine, plan
+            gathers = [plan.gather for plan in context.prepared.values() if hasattr(plan, "gather")]
+            assert {gather.by_push for gather in gathers} == ({True, False} if by_engine else {True})
+    for one, another in zip(*results, strict=True):
+        assert torch.equal(one, another)
 
 
 def gather_rows(x: torch.Tensor, counts: list[int]) -> torch.Tensor:

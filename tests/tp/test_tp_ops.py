@@ -44,6 +44,10 @@ def test_gemm_rs_equals_matmul_then_ring(counts, n, k, layout, dtype, scatter):
     run_workers(2, bodies.check_gemm_rs, counts, n, k, layout, scatter, dtype, 3)
 
 
+def test_copies_that_would_take_multiprocessors_are_pushes_and_stores():
+    run_workers(2, bodies.check_without_copy_engines)
+
+
 def test_fp8_products_and_rows_as_they_arrive():
     run_workers(2, bodies.check_fp8_products, 40, 48, 32)
     run_workers(4, bodies.check_fp8_products, 16, 32, 64)
