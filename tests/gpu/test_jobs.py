@@ -49,6 +49,8 @@ _EP, _SP = (
 _PP = " --pipeline-model-parallel-size 2"
 _MUON = " --optimizer dist_muon --muon-momentum 0.95 --muon-num-ns-steps 5"
 
+_FP8_PARAMETERS = " --fp8-param-gather --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
 _TP_OPS, _EP_OPS, _SP_OPS = ("ag_gemm", "gemm_rs"), ("dispatch", "combine"), ("a2a|heads|sequence",)
 
 #: Ranks, features, arguments, recipe, ops of the fused path that have to run in every step (patterns).
@@ -56,8 +58,17 @@ _JOBS: dict[str, tuple[int, str, str, str | None, tuple[str, ...]]] = {
     "tp tensorwise": (2, "tp", _DENSE + _TP, "tensorwise", _TP_OPS),
     "tp delayed": (2, "tp", _DENSE + _TP, "delayed", _TP_OPS),
     "tp blockwise": (2, "tp", _DENSE + _TP, "blockwise", ("gather_of_parts", "scatter_as_computed")),
+    "tp blockwise parameters": (
+        2,
+        "tp",
+        _DENSE + _TP + _FP8_PARAMETERS,
+        "blockwise",
+        ("gather_of_parts", "scatter_as_computed"),
+    ),
     "ep tensorwise": (2, "ep", _MOE + _EP, "tensorwise", _EP_OPS),
     "ep blockwise": (2, "ep", _MOE + _EP, "blockwise", _EP_OPS),
+    "ep tensorwise parameters": (2, "ep", _MOE + _EP + _FP8_PARAMETERS, "tensorwise", _EP_OPS),
+    "ep blockwise parameters": (2, "ep", _MOE + _EP + _FP8_PARAMETERS, "blockwise", _EP_OPS),
     "sp tensorwise": (2, "sp", _DENSE + _SP, "tensorwise", _SP_OPS),
     "sp blockwise": (2, "sp", _DENSE + _SP, "blockwise", _SP_OPS),
     "tp,ep": (2, "tp,ep", _MOE + _EP + _TP, None, (*_TP_OPS, *_EP_OPS)),

@@ -116,7 +116,7 @@ def _steps(index, config, world_size, how):
 def test_stacks_leave_the_state_of_the_native_path(tensor_parallel, all_equal, monkeypatch, recipe, how):  # noqa: F811
     if recipe == "delayed" and how in ("input saved", "ends in bf16"):
         pytest.skip("Megatron refuses it")
-    if recipe != "tensorwise" and how == "FP8 parameters":
+    if recipe == "delayed" and how == "FP8 parameters":
         pytest.skip("native: scales of delayed scaling were seen to differ")
     _import_te()
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager

@@ -87,4 +87,5 @@ def unsupported_reason_parameters(names: Collection[str]) -> str | None:
     Args:
         names: Of the recipe's class and of those that it is derived from.
     """
-    return None if FP8_RECIPES[0] in names else "the parameters are FP8 (--fp8-param-gather), not tensorwise"
+    is_covered = FP8_RECIPES[0] in names or FP8_RECIPES[2] in names
+    return None if is_covered else "the parameters are FP8 (--fp8-param-gather), with delayed scaling"
