@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import shared_gpus  # noqa: E402
 
 
-def _behind(option: str) -> int | None:
-    """Where the value of an option of this process stands."""
-    return sys.argv.index(option) + 1 if option in sys.argv else None
+def _behind(option: str) -> str | None:
+    """The value of an option of the launcher, which takes its own away from ``sys.argv``."""
+    words = sys.orig_argv
+    return words[words.index(option) + 1] if option in words else None
 
 
 def _count_ops(path: Path) -> None:
@@ -63,8 +64,8 @@ if __name__ == "__main__":
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     saved, record = os.environ.get("SAVED"), _behind("--ditron-record")
     if saved is not None and record is not None:
-        sys.argv += ["--save", str(Path(saved) / Path(sys.argv[record]).name)]
-        _count_ops(Path(sys.argv[record]) / f"ops{os.environ['RANK']}.json")
+        sys.argv += ["--save", str(Path(saved) / Path(record).name)]
+        _count_ops(Path(record) / f"ops{os.environ['RANK']}.json")
     _take_helpers_of_wheel()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

@@ -101,9 +101,10 @@ def _build(kind, index, n, k, config, bias, skip_bias_add):
     else:
         options["input_is_parallel"] = True
     layer = _classes(kind)[index](k, n, is_expert=False, **options)
-    for position, parameter in enumerate(layer.parameters()):
-        scale = 0.5 if parameter.dim() == 1 else 0.05
-        parameter.data.copy_(_normals(*parameter.shape, seed=position, dtype=parameter.dtype) * scale)
+    with torch.no_grad():  # also of parameters in FP8
+        for position, parameter in enumerate(layer.parameters()):
+            scale = 0.5 if parameter.dim() == 1 else 0.05
+            parameter.copy_(_normals(*parameter.shape, seed=position, dtype=parameter.dtype) * scale)
     return layer
 
 
