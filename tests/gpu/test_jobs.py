@@ -83,6 +83,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _leaves(part, f"{path}/{key}")
+    elif hasattr(value, "get_metadata"):  # a parameter in FP8: its bytes and scales
+        yield from _leaves({k: v for k, v in value.get_metadata().items() if isinstance(v, torch.Tensor)}, path)
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):
             yield from _leaves(part, f"{path}/{index}")
