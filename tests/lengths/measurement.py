@@ -234,13 +234,15 @@ def _measured(
     fused_calls = FUSED_CALLS.take().get("tp", 0)
     measured = [family for family in gate.lengths.families.values() if family.is_open]
     proven = {rows: all(one.proven.get(rows, True) for one in measured) for one in measured for rows in one.proven}
+    seen = set(lengths)
     figures = {
         "differing_lengths": len(proven) - sum(proven.values()),
         "first_speedup": _sum(first, 0) / max(_sum(first, 1), 1e-9),
         "fixed_gain": fixed_gain,
         "gain_share": (_sum(steady, 0) / max(_sum(steady, 1), 1e-9) - 1) / fixed_gain,
         "proof_us": statistics.median(proofs) if proofs else 0.0,
-        "host_ratio": _host_ratio(clock, budget, session.world_size, set(lengths)),
+        "host_ratio": _host_ratio(clock, budget, session.world_size, seen, is_fused=True),
+        "native_host_ratio": _host_ratio(clock, budget, session.world_size, seen, is_fused=False),
         "excess_gib": max(0, clock.peak_bytes[True] - clock.peak_bytes[False]) / 2**30,
         "symmetric_gib": peak_bytes() / 2**30,
     }
@@ -255,12 +257,14 @@ def _measured(
     )  # fmt: skip
 
 
-def _host_ratio(clock: _Clock, budget: int, multiple: int, seen: set[int]) -> float:
-    """Time of the host for a pass at a new length, its proof apart, in times of a pass at the same length again."""
+def _host_ratio(clock: _Clock, budget: int, multiple: int, seen: set[int], *, is_fused: bool) -> float:
+    """Time of the host for a pass at a new length, its proof apart, in times of a pass at the same length again;
+    cuBLAS chooses an algorithm at each new one, natively and fused."""
     fresh = (tokens for tokens in range(budget * 7 // 8, budget, multiple) if tokens not in seen)
     ratios = []
     for tokens, _ in zip(fresh, range(_HOST_CALLS)):
-        new, known = (clock.run(True, tokens, 1).host_us for _ in range(2))
+        seen.add(tokens)
+        new, known = (clock.run(is_fused, tokens, 1).host_us for _ in range(2))
         ratios.append(new / known)
     return statistics.median(ratios) if ratios else 0.0
 
