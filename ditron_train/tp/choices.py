@@ -136,6 +136,7 @@ class Choice:
     source: str = "default"
 
 
+_PUSH_PROGRAMS = (4, 6, 8, 12, 16)  # few leave the GEMM whole waves, many keep up with the links
 _PUSH_BESIDE_GEMM = 0.72  # of its rate alone is what a multiprocessor pushes while the others multiply
 _PUSH_OF_LINK = 0.79  # of a copy engine's rate is the most that multiprocessors push then
 _PUSHED_CHUNKS = 4  # of a shard: what a program that pushes has sent before it goes on to the next flag block
@@ -416,6 +417,16 @@ def choose(problem: Problem, machine: Machine) -> Choice:
     if entry is not None:
         return _choice_of(entry, problem)
     return modelled_choice(problem, machine)
+
+
+def choose_without_copies(problem: Problem, machine: Machine) -> Choice:
+    """`choose` where copies to peers take multiprocessors: as many programs push as the cost model finds best beside
+    the GEMM, and tiles are stored by it. Raises as `choose`."""
+    choice, rates = choose(problem, machine), rates_of(machine)
+    if problem.op == "gemm_rs":
+        return replace(choice, scatter="store")
+    pushed = [replace(choice, gather=GatherPlan("push", count)) for count in _PUSH_PROGRAMS]
+    return min(pushed, key=lambda one: predict(problem, one, machine, rates).ditron_us)
 
 
 def modelled_choice(problem: Problem, machine: Machine) -> Choice:

@@ -28,7 +28,7 @@ from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.choices import PUSH_BYTES, Choice, Layout, Problem, choose
+from ditron_train.tp.choices import PUSH_BYTES, Choice, Layout, Problem, choose, choose_without_copies
 from ditron_train.tp.kept import KeptInputs
 
 _Found = TypeVar("_Found")
@@ -153,8 +153,8 @@ class TPContext(OpContext):
         return found
 
     def choose(self, problem: Problem) -> Choice:
-        """``choices.choose``, ``modelled``."""
-        return self.modelled(choose, problem)
+        """``choices.choose``, ``modelled``; where copies would take multiprocessors, without copies."""
+        return self.modelled(choose if self.arena.copies_by_engine else choose_without_copies, problem)
 
     def forget_shapes(self) -> None:
         """As ``OpContext.forget_shapes``; also drops the tables of row tiles."""
@@ -253,12 +253,6 @@ def row_partition(
 def can_copy(context: TPContext) -> bool:
     """Whether copy engines can be driven here: on a GPU that needs ``cuda-bindings``."""
     return has_driver() or not context.is_cuda
-
-
-def copies_overlap(context: TPContext) -> bool:
-    """Whether copies to peers run under a GEMM that fills the GPU: by copy engines, which reach only GPUs that the
-    process sees (``symm.transport_choice``)."""
-    return can_copy(context) and context.arena.copies_by_engine
 
 
 def check_can_copy(name: str, context: TPContext) -> None:

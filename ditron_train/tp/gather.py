@@ -40,22 +40,14 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.orders import arrival_order, chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.copies import StridedCopy, copy_in_sequence, copy_with_flags
-from ditron_train.stream.driver import memcpys_async
+from ditron_train.stream.driver import has_driver, memcpys_async
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Exchange, Pending
 from ditron_train.stream.window import flags_of_peers, send_strided
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.symm.control import DTYPES
 from ditron_train.tp.choices import GatherPlan
-from ditron_train.tp.context import (
-    FLAGS_PER_RANK,
-    GATHERED,
-    RowPartition,
-    TPContext,
-    check_can_copy,
-    copies_overlap,
-    row_partition,
-)
+from ditron_train.tp.context import FLAGS_PER_RANK, GATHERED, RowPartition, TPContext, check_can_copy, row_partition
 
 
 @triton.jit
@@ -318,7 +310,7 @@ class Gather(BaseGather):
     ) -> None:
         self.partition = partition
         self.num_columns = num_columns
-        self.by_push = plan.mode == "push" or not copies_overlap(context)
+        self.by_push = plan.mode == "push" or (context.is_cuda and not has_driver())
         if self.by_push:
             self.flag_block_rows = _push_flag_block_rows(partition, num_columns * dtype.itemsize, block_m)
         else:

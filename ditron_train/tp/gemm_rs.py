@@ -56,7 +56,7 @@ from ditron_train.tp.choices import (
     links_are_last,
     sums_in_parts,
 )
-from ditron_train.tp.context import SLOTS, Operands, RowPartition, TPContext, copies_overlap, row_partition
+from ditron_train.tp.context import SLOTS, Operands, RowPartition, TPContext, can_copy, row_partition
 from ditron_train.tp.reduce_scatter import ReduceScatter, SumExchange, SumOrder
 
 
@@ -567,9 +567,8 @@ GemmRsPlan = GemmRsCopyPlan | GemmRsStorePlan
 
 
 def gemm_rs_by(context: TPContext, partition: RowPartition, problem: Problem, choice: Choice) -> GemmRsPlan:
-    """The plan of a GEMM-RS as ``choice`` says; tiles are stored by the GEMM if copies would not overlap with it
-    (collective)."""
-    by_copy = choice.scatter == "copy" and copies_overlap(context) and covers(problem.n, result_dtype(problem.dtype))
+    """The plan of a GEMM-RS as ``choice`` says; tiles are stored by the GEMM if they cannot be copied (collective)."""
+    by_copy = choice.scatter == "copy" and can_copy(context) and covers(problem.n, result_dtype(problem.dtype))
     kind = GemmRsCopyPlan if by_copy else GemmRsStorePlan
     return kind(context, partition, problem, choice)
 

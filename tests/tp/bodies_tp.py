@@ -26,6 +26,7 @@ from ditron_train.tp import (
     TPContext,
     ag_gemm,
     all_gather,
+    choices,
     column_linear,
     gemm_ar,
     gemm_rs,
@@ -34,6 +35,7 @@ from ditron_train.tp import (
     start_all_gather,
     start_reduce_scatter,
 )
+from ditron_train.tp import context as tp_context
 from ditron_train.tp import gather as tp_gather
 from ditron_train.tp.choices import Choice
 from ditron_train.tp.context import FLAGS_PER_RANK
@@ -55,22 +57,29 @@ def integers(shape, seed: int, dtype=torch.float32) -> torch.Tensor:
 
 def check_without_copy_engines() -> None:
     """Copies to peers would take multiprocessors: rows are pushed and tiles stored instead, with the same bits."""
-    results, rows = [], 64
+    results, rows, choose = [], 64, choices.choose
+
+    def copying(problem, machine):
+        return dataclasses.replace(choose(problem, machine), gather=GatherPlan("copy", 1), scatter="copy")
+
     for by_engine in (True, False):
-        with mock.patch.object(ShmTransport, "copies_by_engine", by_engine):
+        with (
+            mock.patch.object(ShmTransport, "copies_by_engine", by_engine),
+            mock.patch.object(choices, "choose", copying),
+            mock.patch.object(tp_context, "choose", copying),
+        ):
             context = get_tp_context(dist.new_group(), CPU)
             torch.manual_seed(5)
             x = torch.randn(rows, 48).bfloat16().requires_grad_()
             weight, other = (torch.randn(64, width).bfloat16().requires_grad_() for width in (48, 64))
             y = row_linear(column_linear(x, weight, context=context), other, context=context)
             y.backward(torch.randn(y.shape).bfloat16())
-            y2 = ag_gemm(x.detach(), weight.detach(), context=context, plan=GatherPlan("copy", 1))
-            y3 = gemm_rs(y2, other.detach(), context=context, scatter="copy")
-            results.append([y.detach(), y2, y3, x.grad, weight.grad, other.grad])
-            plan = context.prepared[next(key for key in reversed(context.prepared) if "plan_gemm_rs" in str(key[0]))]
-            assert isinstance(plan, gemm_rs_module.GemmRsStorePlan) is not by_engine, plan
-            gathers = [plan.gather for plan in context.prepared.values() if hasattr(plan, "gather")]
-            assert {gather.by_push for gather in gathers} == ({True, False} if by_engine else {True})
+            scattered = gemm_rs(torch.cat([y.detach()] * dist.get_world_size()), other.detach(), context=context)
+            results.append([y.detach(), scattered, x.grad, weight.grad, other.grad])
+            plans = {type(plan).__name__: plan for plan in context.prepared.values()}
+            assert plans["AgGemmPlan"].gather.by_push is not by_engine
+            kinds = {name for name in plans if name.startswith("GemmRs")}
+            assert kinds == {"GemmRsCopyPlan" if by_engine else "GemmRsStorePlan"}, plans
     for one, another in zip(*results, strict=True):
         assert torch.equal(one, another)
 
