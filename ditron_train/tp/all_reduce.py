@@ -36,9 +36,9 @@ from ditron_train.stream.agreement import agree
 from ditron_train.stream.copies import copy_with_flags
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Plan
+from ditron_train.stream.sums import REDUCE_BLOCK, SumExchange
 from ditron_train.tp.choices import PUSH_BYTES
 from ditron_train.tp.context import MOST_CHUNKS, MOST_PUSH_PROGRAMS, TPContext
-from ditron_train.tp.reduce_scatter import REDUCE_BLOCK, SumExchange
 
 
 class OrderTables(NamedTuple):
@@ -336,7 +336,7 @@ def order_tables(
     return OrderTables(*tables), vector
 
 
-class AllReduce(SumExchange):
+class AllReduce(SumExchange[TPContext]):
     """All-reduces of partial sums [num_rows, num_columns] by copy engines (constructed collectively).
 
     ``begin``, then ``send`` for chunks of ``chunk_rows`` rows as they are computed; ``finish`` adds up on the current

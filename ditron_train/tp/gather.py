@@ -35,6 +35,7 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.gemm.operands import padded_columns
+from ditron_train.lang.start import gather_start_kernel
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.orders import arrival_order, chunk_order, order_in_block, rank_blocks
@@ -101,26 +102,6 @@ def push_shard_kernel(
             count = tl.minimum(num_rows - row, flag_block_rows) * K
             dl.putmem(destination + row * K, x_ptr + row * K, count, 0, 1, BLOCK)
             dl.notify(flags + flag_block, epoch, TARGET)
-
-
-@triton.jit(do_not_specialize=["num_flags"])
-def gather_start_kernel(
-    epochs_ptr, num_flags, channel, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TARGET: tl.constexpr
-):
-    """One program before a gather by copy engines: exchanges start signals and stores ``epochs_ptr[:num_flags] =
-    epoch``.
-
-    After the data the copy engines copy those words onto the peers' flags. Since the epoch is read from device memory,
-    every replay of a captured graph gets a new one.
-    """
-    epoch = dl.next_epoch(channel.tickets)
-    rank = dl.rank(channel.control)
-    dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
-    lanes = tl.arange(0, BLOCK)
-    for block in range(0, tl.cdiv(num_flags, BLOCK)):
-        offsets = block * BLOCK + lanes
-        tl.store(epochs_ptr + offsets, epoch + tl.zeros((BLOCK,), tl.int32), mask=offsets < num_flags)
-    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
 
 
 @triton.jit

@@ -32,8 +32,8 @@ from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, unsupported_rea
 from ditron_train.megatron.plugin.arguments import FEATURES, WITH_OTHERS, Options, fuses_mlp
 from ditron_train.megatron.pp.communicator import unsupported_reason_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
-from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
-from ditron_train.megatron.sp.coverage import (
+from ditron_train.megatron.sp.attention_exchange import (
+    config_of_one_rank,
     unsupported_reason_comm_type,
     unsupported_reason_levels,
     unsupported_reason_te_attention,
