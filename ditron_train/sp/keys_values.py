@@ -57,6 +57,7 @@ from ditron_train.symm.channel import ChannelPointers
 from ditron_train.symm.control import cyclic_difference
 
 _BUFFER = "sp.keys_values"
+_MOST_ELEMENTS = 1 << 31  # of k or v on a rank: kernels count them in 32 bits
 
 
 @triton.jit
@@ -116,11 +117,11 @@ def sum_keys_kernel(
     A part is one chunk of one tensor: out [2 tensors, 2 chunks, chunk]. ``x[rank]`` is read from ``partial_ptr``
     [2 tensors, 2 * world chunks, chunk], the others from slots [world, 2, 2, chunk] in own memory, once the flag of
     their source holds this epoch (acquire). ``bounds_ptr`` [2 chunks, world, 2]: the rows of a chunk, first and end,
-    that a rank adds to; it adds 0 to the others.
+    that a rank adds to; it adds 0 to the others. A chunk has less than 2**31
+    elements.
     """
     epoch = dl.next_epoch(channel.tickets + 1)  # slot 1: the role that waits
     rank = dl.rank(channel.control)
-    chunk_elements = tl.cast(chunk_elements, tl.int64)
     for step in tl.static_range(1, WORLD_SIZE):
         peer = (rank + step) % WORLD_SIZE
         ends = tl.load(bounds_ptr + 2 * peer + 1) + tl.load(bounds_ptr + 2 * (WORLD_SIZE + peer) + 1)
@@ -137,16 +138,19 @@ def sum_keys_kernel(
         for step in tl.static_range(1, WORLD_SIZE + 1):
             source = (rank + step) % WORLD_SIZE
             bounds = bounds_ptr + 2 * (slot * WORLD_SIZE + source)
-            first = tl.load(bounds).to(tl.int64) * row_elements
-            end = tl.load(bounds + 1).to(tl.int64) * row_elements
+            first = tl.load(bounds) * row_elements
+            end = tl.load(bounds + 1) * row_elements
             if step == WORLD_SIZE:
-                values_ptr = partial_ptr + ((part // 2) * 2 * WORLD_SIZE + own_chunk) * chunk_elements
+                place = (part // 2) * 2 * WORLD_SIZE + own_chunk
+                values_ptr = partial_ptr + tl.cast(place, tl.int64) * chunk_elements
             else:
-                values_ptr = slots_ptr + (source * 4 + part) * chunk_elements
+                values_ptr = slots_ptr + tl.cast(source * 4 + part, tl.int64) * chunk_elements
             values = tl.load(values_ptr + offsets, mask=(offsets >= first) & (offsets < end), other=0)
             total = (total + values.to(tl.float32)).to(slots_ptr.dtype.element_ty).to(tl.float32)
         mask = offsets < chunk_elements
-        tl.store(out_ptr + part * chunk_elements + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            out_ptr + tl.cast(part, tl.int64) * chunk_elements + offsets, total.to(out_ptr.dtype.element_ty), mask=mask
+        )
 
 
 class KeyValueContext(OpContext):
@@ -173,7 +177,9 @@ class _Sizes:
     def __init__(
         self, context: KeyValueContext, channel: Any, shape: torch.Size, dtype: torch.dtype, ranges: tuple[Range, ...]
     ) -> None:
-        self.world, self.rank, self.ranges, self.dtype = context.world_size, context.rank, ranges, dtype
+        if shape.numel() >= _MOST_ELEMENTS:
+            raise NotSupportedError(f"{channel.op_name}: k and v of a rank have {shape.numel()} elements each")
+        self.world, self.rank, self.ranges = context.world_size, context.rank, ranges
         self.rows, self.columns = shape[0] // 2, shape[1:].numel()
         self.row_bytes = self.columns * dtype.itemsize
         self.total_rows = 2 * self.world * self.rows

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import pathlib
 import random
 import sys
 import types
@@ -118,6 +119,10 @@ class Kernels:
         return options["window_size_left"], options["window_size_right"]
 
 
+def _starts(batch, rows, device):
+    return torch.arange(batch + 1) * rows
+
+
 def _gather_along_first_dim(x, group):
     out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(out, x, group=group)
@@ -155,7 +160,7 @@ def pose(checkout):
         for name in names:
             setattr(module, name, getattr(kernels, name))
     constants.dist_group_type, constants.TE_DType = dist.ProcessGroup, {torch.bfloat16: "bf16"}
-    utils.get_full_cu_seqlens = lambda batch, rows, device: torch.arange(batch + 1) * rows
+    utils.get_full_cu_seqlens = _starts
     flags = [f"v{version}_plus" for version in ("2_3", "2_4", "2_4_1", "2_5_7", "2_6_0", "2_7_0")]
     utils.FlashAttentionUtils = types.SimpleNamespace(**dict.fromkeys(flags, True))
     distributed.get_distributed_world_size, distributed.get_distributed_rank = dist.get_world_size, dist.get_rank
@@ -198,7 +203,6 @@ def _arguments(te, case, **options):
         deterministic=True, use_fused_attention=case["kernels"] == "cudnn", return_max_logit=False, window_size=window,
         cp_group=dist.group.WORLD, cp_stream=MagicMock(), use_flash_attn_3=case["kernels"] == "flash 3",
     )  # fmt: skip
-    assert [*given] == list(inspect.signature(te.AttnFuncWithCPAndKVAllGather.forward).parameters)[1:]
     return {**given, **options}, values(case["heads"])
 
 
@@ -227,6 +231,7 @@ def compare(checkout, seed, num_cases):
             window=draw.choice(windows) if causal else draw.choice([(-1, -1), (3, 2), None]),
         )  # fmt: skip
         given, grad = _arguments(te, case)
+        assert [*given] == list(inspect.signature(te.AttnFuncWithCPAndKVAllGather.forward).parameters)[1:]
         native, calls = _results(te, given, grad), kernels.calls[:]
         with fused_exchanges():
             assert te.AttnFuncWithCPAndKVAllGather is not function
@@ -244,3 +249,169 @@ def compare(checkout, seed, num_cases):
             assert name in ("out", "dq") or not torch.signbit(one[one == 0]).any()
     assert not reasons, reasons
     return sum(answer.context is not None for answer in gate.answers("sp all_gather_attention"))
+
+
+def _stand_in():
+    """Has megatron-core find a Transformer Engine whose ``all_gather`` function is made of the native exchanges, and a
+    wrapper of its attention that calls that function by name; returns the module with the function, the wrapper and
+    what is run natively for which reason."""
+    import te_simulated
+
+    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "sp"))
+    from bodies_keys import RingMoves
+
+    from ditron_train.schedule.keys import attended_ranges
+    from ditron_train.sp.all_gather_attention import GatheredAttention, all_gather_attention
+
+    te, kernels = types.ModuleType(f"{_DPA}.context_parallel"), Kernels(10)
+
+    class Attention(torch.nn.Module):
+        overrides: dict = {}
+
+        def __init__(
+            self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
+            k_channels=None, v_channels=None, num_splits=None, cp_comm_type="p2p", pg_collection=None,
+        ):  # fmt: skip
+            super().__init__()
+            self.config, self.cp_group, self.cp_comm_type = config, pg_collection.cp, cp_comm_type
+
+        def forward(
+            self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None,
+            num_splits=None,
+        ):  # fmt: skip
+            total = len(query) * dist.get_world_size()
+            case = dict(format="sbhd", batch=1, rows=2, groups=1, heads=1, causal=True, kernels="cudnn", seed=0,
+                        window=self.config.window_size)  # fmt: skip
+            options = dict(q=query, k=key, v=value, max_seqlen_q=total, max_seqlen_kv=total)
+            options["cu_seqlens_q"] = torch.arange(query.shape[1] + 1) * total
+            given, _ = _arguments(te, case, **{**options, **self.overrides})
+            return te.AttnFuncWithCPAndKVAllGather.apply(*given.values()).flatten(2)
+
+    te_simulated.pose_transformer_engine(Attention)
+    backends = types.ModuleType(f"{_DPA}.backends")
+    sys.modules[te.__name__], sys.modules[backends.__name__] = te, backends
+    sys.modules[_DPA].context_parallel, sys.modules[_DPA].backends = te, backends
+
+    def info(chunk, world, rows, num_keys, window, causal):
+        found = attended_ranges(2 * world, rows, causal=causal, window=window or (-1, -1))[chunk]
+        return found, (-1 if window is None else window[0], 0 if causal else -1)
+
+    def forward(ctx, is_training, q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded, dropout_p,
+                softmax_scale, qkv_format, attn_mask_type, attn_bias_type, attn_bias, deterministic,
+                use_fused_attention, return_max_logit, window_size, cp_group, cp_stream,
+                use_flash_attn_3):  # fmt: skip
+        raise AssertionError("called by apply")
+
+    class Function:
+        num_calls = 0
+
+        @classmethod
+        def apply(cls, *args):
+            from ditron_train.megatron.sp import te_all_gather
+
+            cls.num_calls += 1
+            given = types.SimpleNamespace(**dict(zip(te_all_gather._PARAMETERS, args)))
+            values, steps = (given.q, given.k, given.v), te_all_gather._FusedAttention(given)
+            moves = RingMoves(given.cp_group, steps.ranges)
+            return all_gather_attention(*values, GatheredAttention(moves, steps, 0, None))
+
+    Function.forward = staticmethod(forward)
+    te.AttnFuncWithCPAndKVAllGather, te.get_kv_seq_info_after_all_gather = Function, info
+    te.fused_attn_fwd, te.fused_attn_bwd = kernels.fused_attn_fwd, kernels.fused_attn_bwd
+    te.is_graph_capturing, te.TE_DType = lambda: False, {torch.bfloat16: "bf16"}
+    te.dpa_utils = types.SimpleNamespace(
+        get_full_cu_seqlens=lambda batch, rows, device: torch.arange(batch + 1) * rows
+    )
+    te.fa_utils = types.SimpleNamespace(v2_7_0_plus=False)
+    te.tex = MagicMock()
+
+    from ditron_train.megatron.sp import te_all_gather, te_attention
+
+    reasons = []
+    te_all_gather.log_native = te_attention.log_native = lambda what, reason: reasons.append(reason)
+    return te, Attention, reasons
+
+
+def _module(ranks, **options):
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from ditron_train.cpu import megatron_shim as megatron_cpu
+    from ditron_train.megatron.sp.te_attention import DitronTEDotProductAttention
+
+    settings = dict(
+        num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0,
+        hidden_dropout=0.0, context_parallel_size=ranks, cp_comm_type="all_gather",
+    )  # fmt: skip
+    config = TransformerConfig(**{**megatron_cpu.CPU_CONFIG, **settings, **options})
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    arguments = dict(cp_comm_type="all_gather", pg_collection=groups)
+    return DitronTEDotProductAttention(config, 1, AttnMaskType.causal, "self", **arguments)
+
+
+@contextlib.contextmanager
+def _megatron():
+    from megatron.core import parallel_state
+
+    import ditron_train.megatron as plugin
+    from ditron_train.cpu import megatron_shim as megatron_cpu
+
+    with megatron_cpu.megatron_on_cpu():
+        ranks = dist.get_world_size()
+        parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+        plugin.apply(features="sp")
+        try:
+            yield ranks
+        finally:
+            plugin.restore()
+            parallel_state.destroy_model_parallel()
+
+
+def _attended(core, packed=None):
+    from megatron.core.transformer.enums import AttnMaskType
+
+    generator = torch.Generator().manual_seed(3 + dist.get_rank())
+    q, k, v = (torch.randn(8, 1, heads, 8, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    out = core(q, k, v, None, AttnMaskType.causal, packed_seq_params=packed)
+    out.backward(torch.randn(out.shape, generator=generator).bfloat16())
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def modules_agree(window):
+    """Bits of the attention that gathers by itself, in training and in evaluation."""
+    te, native, reasons = _stand_in()
+    with _megatron() as ranks:
+        core = _module(ranks, window_size=window)
+        fused = _attended(core)
+        assert te.AttnFuncWithCPAndKVAllGather.num_calls == 0 and not reasons, reasons
+        core.__class__ = native
+        for one, other in zip(fused, _attended(core), strict=True):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+        assert te.AttnFuncWithCPAndKVAllGather.num_calls == 1
+
+
+def stays_native(kind):
+    """What is not covered is computed by Transformer Engine's own function; returns the reasons in the log."""
+    te, attention, reasons = _stand_in()
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    overrides = {
+        "dropout": {"dropout_p": 0.1}, "logits": {"return_max_logit": True}, "mask": {"attn_mask_type": "padding"},
+        "bias": {"attn_bias_type": "post_scale_bias"}, "uneven": {"max_seqlen_kv": 12},
+    }  # fmt: skip
+    options = {
+        "fp8": {"fp8": "e4m3", "fp8_dot_product_attention": True}, "module_dropout": {"attention_dropout": 0.1}
+    }  # fmt: skip
+    with _megatron() as ranks:
+        core = _module(ranks)
+        for name, value in options.get(kind, {}).items():
+            setattr(core.config, name, value)
+        attention.overrides = overrides.get(kind, {})
+        if kind == "version":
+            te.AttnFuncWithCPAndKVAllGather.forward = staticmethod(lambda ctx, q: None)
+        if kind == "group":
+            core.cp_group = None
+        _attended(core, PackedSeqParams(qkv_format="thd") if kind == "packed" else None)
+        assert te.AttnFuncWithCPAndKVAllGather.num_calls == 1
+    return reasons

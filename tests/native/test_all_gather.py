@@ -28,3 +28,27 @@ def run(ranks, body, *arguments):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bits_and_calls_of_kernels_are_those_of_transformer_engines_own_code(ranks):
     assert min(run(ranks, workers.compare, TRANSFORMER_ENGINE, ranks, 12)) >= 10
+
+
+@pytest.mark.parametrize("window", [None, (5, 0)])
+def test_bits_of_the_attention_that_gathers_by_itself(window):
+    run(2, workers.modules_agree, window)
+
+
+@pytest.mark.parametrize(
+    "kind, says",
+    [
+        ("dropout", "attention dropout is on"),
+        ("module_dropout", "attention dropout is on"),
+        ("logits", "the largest attention logits are collected"),
+        ("mask", "q is torch.bfloat16, the mask padding"),
+        ("bias", "the attention has a bias"),
+        ("uneven", "q is (8, 1, 4, 8), k (8, 1, 2, 8), v (8, 1, 2, 8)"),
+        ("fp8", "the attention itself computes in FP8"),
+        ("packed", "the attention is called with packed_seq_params"),
+        ("version", "Transformer Engine gathers keys and values otherwise (2.10 to 2.14 are covered)"),
+        ("group", "a batch before this one has changed the context parallel group"),
+    ],
+)
+def test_what_is_not_covered_is_native_and_said(kind, says):
+    assert run(2, workers.stays_native, kind) == [[says]] * 2
