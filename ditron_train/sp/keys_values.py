@@ -303,7 +303,7 @@ class KeyValueScatter(SumExchange[KeyValueContext]):
             self._sends += [*moves, (flag, None, epochs.data_ptr(), 4)] if moves else []
 
     def _moves(self, peer: int) -> list[tuple[int, int | None, int, int]]:
-        sizes, moves = self._sizes, []
+        sizes, moves = self._sizes, list[tuple[int, int | None, int, int]]()
         for slot, chunk in enumerate(chunks_of(peer, sizes.world)):
             first, end = hull_of_steps(sizes.ranges, sizes.rows, chunk, sizes.rank)
             for tensor in range(2 if first < end else 0):

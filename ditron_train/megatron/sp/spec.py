@@ -402,7 +402,7 @@ class AllGatherAttentionOp(Op[GatheredCall, KeyValueContext]):
         return lambda *values: [call.native(*values)]
 
     def fused(self, call: GatheredCall, context: KeyValueContext) -> Function:
-        return lambda *values: [all_gather_attention(*values, call.attention(context))]
+        return lambda q, k, v: [all_gather_attention(q, k, v, call.attention(context))]
 
 
 def _unsupported_device(tensor: torch.Tensor) -> str | None:
