@@ -18,26 +18,10 @@ def chunks_of(rank: int, world_size: int) -> tuple[int, int]:
     return rank, 2 * world_size - 1 - rank
 
 
-def attended_ranges(
-    num_chunks: int, rows: int, *, causal: bool = True, window: tuple[int, int] = (-1, -1)
-) -> tuple[Range, ...]:
-    """The range of each chunk under a mask that is aligned with the sequence.
-
-    Args:
-        num_chunks: 2 W.
-        rows: Rows of a chunk.
-        causal: Whether no query sees a later key.
-        window: How many keys before and after its own a query sees; -1: all of them.
-    """
-    left, right = window[0], 0 if causal else window[1]
-    total = num_chunks * rows
-    return tuple(
-        (
-            0 if left < 0 else max(0, chunk * rows - left),
-            total if right < 0 else min(total, (chunk + 1) * rows + right),
-        )
-        for chunk in range(num_chunks)
-    )
+def causal_ranges(num_chunks: int, rows: int, window: int | None = None) -> tuple[Range, ...]:
+    """The range of each of the 2 W chunks if no query sees a later key, or one more than ``window`` before it."""
+    firsts = [0 if window is None else max(0, chunk * rows - window) for chunk in range(num_chunks)]
+    return tuple((first, (chunk + 1) * rows) for chunk, first in enumerate(firsts))
 
 
 def needed_rows(ranges: Sequence[Range], rows: int, chunk: int, reader: int) -> Range:

@@ -11,112 +11,77 @@ this rank's q, k and v, and what the attention kernels want, are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ditron_train.policy import Function, Op, Trial
+from ditron_train.policy.op import make_trial
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.runtime.values import make_values
 from ditron_train.schedule.keys import Range, chunks_of
-from ditron_train.sp.keys_values import KeyValueContext, scatter_key_value_grads, start_key_value_gather
+from ditron_train.sp.keys_values import FusedMoves, KeyValueContext, get_key_value_context
+from ditron_train.symm.nodes import spans_nodes
 
-_Saved = tuple[torch.Tensor | None, ...]
+
+class Attended(NamedTuple):
+    """What the backward of one step's attention gets: its inputs and its result, in the layout of the call."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    saved: tuple[torch.Tensor | None, ...]  #: What ``forward`` returned for it.
 
 
 class StepKernels(Protocol):
-    """The attention of one step, on contiguous tensors in the layout of the call."""
+    """The attention of one step, on contiguous tensors."""
 
-    def forward(self, step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, _Saved]:
-        """The attended values, shaped as q or with leading dimensions merged, and what ``backward`` needs."""
+    def forward(self, step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The attended values, shaped as q, and a tuple of tensors or None that ``backward`` needs."""
 
-    def backward(
-        self,
-        step: int,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        saved: _Saved,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, step: int, grad: torch.Tensor, attended: Attended) -> Sequence[torch.Tensor]:
         """Gradients of q, k and v."""
-
-
-class _Gathered(Protocol):
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def wait(self, step: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-class FusedMoves:
-    """The exchanges of keys and values by copy engines."""
-
-    def __init__(self, context: KeyValueContext, ranges: tuple[Range, ...]) -> None:
-        self.rank, self.ranges, self._context = context.rank, ranges, context
-
-    def gather(self, k: torch.Tensor, v: torch.Tensor) -> _Gathered:
-        """Starts the gather of this rank's rows."""
-        return start_key_value_gather(k, v, context=self._context, ranges=self.ranges)
-
-    def scatter(
-        self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of this rank's rows, from those of both steps."""
-        return scatter_key_value_grads(keys, values, context=self._context, num_rows=num_rows, ranges=self.ranges)
-
-
-class _GatheredNatively:
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values = keys, values
-
-    def wait(self, step: int) -> None:
-        """Everything is there in stream order."""
-
-    finish = abort = lambda self: None
 
 
 class NativeMoves:
     """The same exchanges by collectives of the process group, in Transformer Engine's order."""
 
-    def __init__(self, group: dist.ProcessGroup, ranges: tuple[Range, ...]) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranges: tuple[Range, ...], device: torch.device) -> None:
         self.rank, self.ranges, self._group = dist.get_rank(group), ranges, group
         self._world_size = dist.get_world_size(group)
-
-    def _order(self, like: torch.Tensor) -> torch.Tensor:
         chunks = [chunk for rank in range(self._world_size) for chunk in chunks_of(rank, self._world_size)]
-        return torch.tensor(chunks, dtype=torch.int32, device=like.device)
+        self._order = torch.tensor(chunks, device=device)
 
-    def gather(self, k: torch.Tensor, v: torch.Tensor) -> _Gathered:
+    def _reordered(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(0, (2 * self._world_size, -1)).index_select(0, order).flatten(0, 1)
+
+    def gather(self, k: torch.Tensor, v: torch.Tensor) -> Any:
         """Gathers this rank's rows."""
-        whole, order = [], self._order(k).argsort()
-        for tensor in (k, v):
-            gathered = tensor.new_empty(self._world_size * len(tensor), *tensor.shape[1:])
+        whole = [one.new_empty(self._world_size * len(one), *one.shape[1:]) for one in (k, v)]
+        for gathered, tensor in zip(whole, (k, v)):
             dist.all_gather_into_tensor(gathered, tensor, group=self._group)
-            whole.append(gathered.unflatten(0, (2 * self._world_size, -1)).index_select(0, order).flatten(0, 1))
-        return _GatheredNatively(*whole)
+        keys, values = (self._reordered(gathered, self._order.argsort()) for gathered in whole)
+        nothing: Callable[..., None] = lambda *_: None  # noqa: E731  everything is there in stream order
+        return SimpleNamespace(keys=keys, values=values, wait=nothing, finish=nothing, abort=nothing)
 
     def scatter(
         self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """The gradients of this rank's rows, from those of both steps."""
         results = []
         for steps in (keys, values):
             total = steps[0].new_zeros(self._world_size * num_rows, *steps[0].shape[1:])
             for chunk, grad in zip(chunks_of(self.rank, self._world_size), steps):
                 total[slice(*self.ranges[chunk])].add_(grad)
-            chunks = total.unflatten(0, (2 * self._world_size, -1)).index_select(0, self._order(total))
-            out = total.new_empty(num_rows, *total.shape[1:])
-            dist.reduce_scatter_tensor(out, chunks.flatten(0, 1), group=self._group)
-            results.append(out)
-        return results[0], results[1]
+            results.append(total.new_empty(num_rows, *total.shape[1:]))
+            dist.reduce_scatter_tensor(results[-1], self._reordered(total, self._order), group=self._group)
+        return tuple(results)
 
 
 @dataclass(frozen=True)
@@ -127,7 +92,7 @@ class GatheredAttention:
         moves: The exchanges.
         kernels: The attention.
         seq_dim: Dimension of q, k and v that is the sequence: 0 (sbhd) or 1 (bshd).
-        second_stream: Where the second step runs on a GPU, or None.
+        second_stream: Where the second step runs on a GPU; not looked at on the CPU.
     """
 
     moves: FusedMoves | NativeMoves
@@ -137,11 +102,11 @@ class GatheredAttention:
 
     def run(self, k: torch.Tensor, v: torch.Tensor, each: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
         """Gathers k and v [2 chunks, ...] and calls ``each`` with a step, its keys and its values."""
-        world_size = len(self.moves.ranges) // 2
+        chunks = chunks_of(self.moves.rank, len(self.moves.ranges) // 2)
         gathered = self.moves.gather(k, v)
 
         def attend(step: int) -> None:
-            rows = slice(*self.moves.ranges[chunks_of(self.moves.rank, world_size)[step]])
+            rows = slice(*self.moves.ranges[chunks[step]])
             k_, v_ = (
                 whole[rows].view(-1, *k.shape[1:]).movedim(0, self.seq_dim).contiguous()
                 for whole in (gathered.keys, gathered.values)
@@ -150,7 +115,7 @@ class GatheredAttention:
 
         try:
             gathered.wait(0)
-            second = self.second_stream
+            second = self.second_stream if k.is_cuda else None
             if second is not None:
                 second.wait_stream(torch.cuda.current_stream())
             attend(0)
@@ -175,18 +140,16 @@ class _AllGatherAttention(torch.autograd.Function):
         q = q.view(*shape[:seq_dim], 2, shape[seq_dim] // 2, *shape[seq_dim + 1 :])
         k, v = (x.movedim(seq_dim, 0).contiguous() for x in (k, v))
         result = torch.empty_like(q)
-        outs: list[torch.Tensor] = []
-        saved: list[_Saved] = []
+        steps: list[tuple[torch.Tensor, Any]] = []
 
         def attend(step: int, k_: torch.Tensor, v_: torch.Tensor) -> None:
-            out, kept = call.kernels.forward(step, q.select(seq_dim, step).contiguous(), k_, v_)
-            result.select(seq_dim, step).copy_(out.view(result.select(seq_dim, step).shape))
-            outs.append(out)
-            saved.append(kept)
+            steps.append(call.kernels.forward(step, q.select(seq_dim, step).contiguous(), k_, v_))
+            result.select(seq_dim, step).copy_(steps[step][0])
 
         call.run(k, v, attend)
-        ctx.call, ctx.num_saved = call, len(saved[0])
-        ctx.save_for_backward(q, k, v, *outs, *saved[0], *saved[1])
+        (first, kept), (second, others) = steps
+        ctx.call, ctx.num_saved = call, len(kept)
+        ctx.save_for_backward(q, k, v, first, second, *kept, *others)
         return result.view(shape)
 
     @staticmethod
@@ -199,14 +162,14 @@ class _AllGatherAttention(torch.autograd.Function):
         grads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def attend(step: int, k_: torch.Tensor, v_: torch.Tensor) -> None:
-            q_, out = q.select(seq_dim, step).contiguous(), outs[step]
-            grad_ = grad.select(seq_dim, step).contiguous().view(out.shape)
-            dq, dk, dv = call.kernels.backward(step, grad_, q_, k_, v_, out, tuple(saved[step]))
-            grad_q.select(seq_dim, step).copy_(dq.view(q_.shape))
+            attended = Attended(q.select(seq_dim, step).contiguous(), k_, v_, outs[step], tuple(saved[step]))
+            grad_ = grad.select(seq_dim, step).contiguous().view(attended.out.shape)
+            dq, dk, dv = call.kernels.backward(step, grad_, attended)
+            grad_q.select(seq_dim, step).copy_(dq)
             grads.append((dk.movedim(seq_dim, 0).contiguous(), dv.movedim(seq_dim, 0).contiguous()))
 
         call.run(k, v, attend)
-        if call.second_stream is not None:  # the current stream reads what the second one has allocated
+        if k.is_cuda:  # the current stream reads what the second one has allocated
             for tensor in grads[1]:
                 tensor.record_stream(torch.cuda.current_stream())
         grad_k, grad_v = (
@@ -232,3 +195,75 @@ def all_gather_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
     """
     result: torch.Tensor = _AllGatherAttention.apply(q, k, v, call)
     return result
+
+
+class GatheredCall(NamedTuple):
+    """One attention that gathers keys and values.
+
+    Attributes:
+        group: Context parallel group.
+        values: q, k and v of this rank.
+        options: What a decision depends on besides their shapes: mask, window, kernels.
+        native: From q, k and v to the attended values, shaped as q.
+        attention: What the fused path computes with.
+        grads: Gradients of the result.
+    """
+
+    group: dist.ProcessGroup
+    values: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    options: tuple[Hashable, ...]
+    native: Callable[..., torch.Tensor]
+    attention: Callable[[KeyValueContext], GatheredAttention]
+    grads: tuple[torch.Tensor, ...] = ()
+
+
+class AllGatherAttentionOp(Op[GatheredCall, KeyValueContext]):
+    """An attention with the gathers of its keys and values, and the sums of their gradients.
+
+    Gradients of q are not compared: attention kernels may add them up in any order, and the exchanges do not touch
+    them.
+    """
+
+    name, decides_forward, synchronizes = "sp all_gather_attention", True, True
+
+    def key(self, call: GatheredCall) -> tuple[Hashable, ...]:
+        return (*super().key(call), *call.options)
+
+    def unsupported_reason(self, call: GatheredCall) -> str | None:
+        return "the group spans nodes" if spans_nodes(call.group) else None
+
+    def make_context(self, call: GatheredCall) -> KeyValueContext:
+        return get_key_value_context(call.group, call.values[0].device)
+
+    def describe(self, call: GatheredCall, context: KeyValueContext) -> str:
+        return f"{super().describe(call, context)} {' '.join(map(str, call.options))}"
+
+    def peak_bytes(self, call: GatheredCall) -> int:
+        """Both paths hold keys and values of all ranks, and their gradients."""
+        return super().peak_bytes(call) + 8 * dist.get_world_size(call.group) * call.values[1].nbytes
+
+    def trial(self, call: GatheredCall, context: KeyValueContext) -> Trial:
+        """Normal values, whose sums show their order in every rounding."""
+        q, k, v, grad = (
+            make_values(tuple(one.shape), one.dtype, one.device, seed=seed, rank=context.rank)
+            for seed, one in enumerate((*call.values, call.values[0]))
+        )
+        return make_trial(self, call._replace(values=(q, k, v), grads=(grad,)), context, summed_dtype=q.dtype)
+
+    def inputs(self, call: GatheredCall) -> Sequence[torch.Tensor]:
+        return call.values
+
+    def needs_grad(self, call: GatheredCall) -> Sequence[bool]:
+        return False, True, True
+
+    def grads(self, call: GatheredCall) -> Sequence[torch.Tensor]:
+        return call.grads
+
+    def native(self, call: GatheredCall) -> Function:
+        return lambda *values: [call.native(*values)]
+
+    def fused(self, call: GatheredCall, context: KeyValueContext) -> Function:
+        return lambda q, k, v: [all_gather_attention(q, k, v, call.attention(context))]
+
+
+ALL_GATHER_ATTENTION = AllGatherAttentionOp()

@@ -17,7 +17,6 @@ from ditron_train.costs.products import cublas_us, num_waves, pass_us
 from ditron_train.data.device_profiles import Machine
 from ditron_train.data.rates import MachineRates
 from ditron_train.gemm.configs import choose_config
-from ditron_train.schedule.keys import attended_ranges, rows_by_step
 from ditron_train.sp.transfer_sizes import NUM_PUSH, Pace, receive_programs, weighed_deal
 
 _ITEMSIZE = 2
@@ -87,49 +86,26 @@ def exchange(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) 
     return Estimate.alike(exchanged_us(num_bytes, num_parts, span, rates))
 
 
-def _needed_share(length: int, window: tuple[int, int] | None, ranks: int) -> float:
-    """The share of the other ranks' keys that the rank that needs most of them needs under a causal mask."""
-    rows = length // (2 * ranks)
-    ranges = attended_ranges(2 * ranks, rows, window=window or (-1, -1))
-    needed = [
-        sum(
-            end - first
-            for chunk in range(2 * ranks)
-            if chunk not in (rank, 2 * ranks - 1 - rank)
-            for step in rows_by_step(ranges, rows, chunk, rank)
-            for first, end in step
-        )
-        for rank in range(ranks)
-    ]
-    return max(needed) / max((2 * ranks - 2) * rows, 1)
-
-
-def keys_forward(
+def gathers(
     num_bytes: float, length: int, window: tuple[int, int] | None, span: Span, rates: MachineRates
-) -> Estimate:
-    """Keys and values of all ranks, ``num_bytes`` together, to every rank before a causal attention.
+) -> tuple[Estimate, Estimate]:
+    """Forward and backward of an attention that gathers keys and values, ``num_bytes`` of all ranks together.
 
-    Natively two gathers, each put in order. Fused, what a rank needs of them, as if nothing covered it.
+    Natively two gathers, each put in order; in backward also zeros, two additions, an order of ranks and a
+    reduce-scatter for both. Fused, the rows that the rank needs that needs most of them: all, or those of a window
+    before each of two chunks; and one addition. No overlap is counted.
     """
-    reordered_us = 2 * pass_us(num_bytes, rates, reorders=True)
-    native_us = 2 * ring_us(num_bytes / 2, span, rates) + reordered_us
+    moved_us = 2 * ring_us(num_bytes / 2, span, rates)
+    native_us = moved_us + 2 * pass_us(num_bytes, rates, reorders=True)
+    forward = Estimate.alike(native_us)
+    backward = Estimate.alike(2 * native_us + pass_us(4 * num_bytes, rates))
     if span.nodes > 1:
-        return Estimate.alike(native_us)
-    return Estimate(native_us, ring_us(num_bytes * _needed_share(length, window, span.ranks), span, rates))
-
-
-def keys_backward(
-    num_bytes: float, length: int, window: tuple[int, int] | None, span: Span, rates: MachineRates
-) -> Estimate:
-    """As ``keys_forward``, again, then their gradients, added up over steps and ranks.
-
-    Natively zeros, two additions, an order of ranks and a reduce-scatter, for keys and for values.
-    """
-    gathered = keys_forward(num_bytes, length, window, span, rates)
-    scattered_us = gathered.native_us + pass_us(4 * num_bytes, rates)
-    if span.nodes > 1:
-        return gathered + Estimate.alike(scattered_us)
-    return gathered + Estimate(scattered_us, gathered.ditron_us + pass_us(2 * num_bytes, rates))
+        return forward, backward
+    others = length * (span.ranks - 1) / span.ranks
+    share = min(2 * window[0] / others, 1.0) if window is not None and window[0] >= 0 else 1.0
+    fused_us = ring_us(num_bytes * share, span, rates)
+    fused_back_us = 2 * fused_us + pass_us(2 * num_bytes, rates)
+    return replace(forward, ditron_us=fused_us), replace(backward, ditron_us=fused_back_us)
 
 
 def _of(gemm_us: float, passes_us: float, moved: Estimate, fused_us: float, span: Span) -> Estimate:

@@ -40,7 +40,6 @@ import triton
 import triton.language as tl
 
 import ditron_train.lang as dl
-from ditron_train.lang.start import gather_start_kernel
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import pip_command
@@ -51,8 +50,7 @@ from ditron_train.stream.copies import copy_in_sequence
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.events import current_handle, current_stream
 from ditron_train.stream.op_context import OpContext, context_of
-from ditron_train.stream.plan import Exchange
-from ditron_train.stream.sums import REDUCE_BLOCK, SumExchange
+from ditron_train.stream.plan import REDUCE_BLOCK, SUM_DTYPES, CopyExchange, SumExchange
 from ditron_train.symm.channel import ChannelPointers
 from ditron_train.symm.control import cyclic_difference
 
@@ -100,17 +98,9 @@ def add_steps_kernel(
 
 @triton.jit
 def sum_keys_kernel(
-    partial_ptr,
-    slots_ptr,
-    channel,
-    out_ptr,
-    bounds_ptr,
-    chunk_elements,
-    row_elements,
-    BLOCK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    TARGET: tl.constexpr,
-):
+    partial_ptr, slots_ptr, channel, out_ptr, bounds_ptr, chunk_elements, row_elements,
+    BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
     """out = ((x[rank + 1] + x[rank + 2]) + ...) + x[rank] for this rank's chunks, each + in fp32, rounded at every
     hop.
 
@@ -147,10 +137,8 @@ def sum_keys_kernel(
                 values_ptr = slots_ptr + tl.cast(source * 4 + part, tl.int64) * chunk_elements
             values = tl.load(values_ptr + offsets, mask=(offsets >= first) & (offsets < end), other=0)
             total = (total + values.to(tl.float32)).to(slots_ptr.dtype.element_ty).to(tl.float32)
-        mask = offsets < chunk_elements
-        tl.store(
-            out_ptr + tl.cast(part, tl.int64) * chunk_elements + offsets, total.to(out_ptr.dtype.element_ty), mask=mask
-        )
+        part_ptr = out_ptr + tl.cast(part, tl.int64) * chunk_elements
+        tl.store(part_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=offsets < chunk_elements)
 
 
 class KeyValueContext(OpContext):
@@ -164,11 +152,24 @@ class KeyValueContext(OpContext):
         self.gather_epochs, self.scatter_epochs = torch.zeros(2, 1, dtype=torch.int32, device=self.device)
 
 
-def get_key_value_context(
-    group: dist.ProcessGroup | None = None, device: torch.device | None = None, *, first_epoch: int = 0
-) -> KeyValueContext:
+def get_key_value_context(group: dist.ProcessGroup | None, device: torch.device) -> KeyValueContext:
     """The context of ``group`` (``None``: WORLD), made at the first call, which is collective over the group."""
-    return context_of(KeyValueContext, group, device, first_epoch=first_epoch)
+    return context_of(KeyValueContext, group, device)
+
+
+#: Destination, number of the tensor that is copied from, byte in it, bytes; of tensor 2 the byte is an address.
+_Move = tuple[int, int, int, int]
+
+
+def _with_flag(moves: list[_Move], flag: int, epochs: torch.Tensor) -> list[_Move]:
+    """Moves to one peer, and its flag after them, if there are any."""
+    return [*moves, (flag, 2, epochs.data_ptr(), 4)] if moves else []
+
+
+def _at(moves: Sequence[_Move], addresses: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """Moves as copies of tensors at these addresses."""
+    first = (*addresses, 0)
+    return [(to, first[tensor] + offset, num_bytes) for to, tensor, offset, num_bytes in moves]
 
 
 class _Sizes:
@@ -177,15 +178,12 @@ class _Sizes:
     def __init__(
         self, context: KeyValueContext, channel: Any, shape: torch.Size, dtype: torch.dtype, ranges: tuple[Range, ...]
     ) -> None:
-        if shape.numel() >= _MOST_ELEMENTS:
-            raise NotSupportedError(f"{channel.op_name}: k and v of a rank have {shape.numel()} elements each")
         self.world, self.rank, self.ranges = context.world_size, context.rank, ranges
         self.rows, self.columns = shape[0] // 2, shape[1:].numel()
         self.row_bytes = self.columns * dtype.itemsize
         self.total_rows = 2 * self.world * self.rows
-        fingerprint = cyclic_difference(zlib.crc32(repr(ranges).encode()), 0)
         num_bytes = 2 * self.total_rows * self.row_bytes
-        values = (self.rows, self.columns, dtype, fingerprint)
+        values = (self.rows, self.columns, dtype, cyclic_difference(zlib.crc32(repr(ranges).encode()), 0))
         signature = agree(context, channel, values, buffer=(_BUFFER, num_bytes))
         self.pointers: ChannelPointers = channel.pointers(signature)
         self.buffer = context.roomy(_BUFFER, 2 * self.total_rows, self.columns, dtype)
@@ -195,7 +193,7 @@ class _Sizes:
         return (tensor * self.total_rows + chunk * self.rows + row) * self.row_bytes
 
 
-class KeyValueGather(Exchange[KeyValueContext]):
+class KeyValueGather(CopyExchange[KeyValueContext]):
     """Gathers of keys and values of one shape, with the rows that ``ranges`` need (constructed collectively).
 
     Attributes:
@@ -205,8 +203,9 @@ class KeyValueGather(Exchange[KeyValueContext]):
     def __init__(
         self, context: KeyValueContext, shape: torch.Size, dtype: torch.dtype, ranges: tuple[Range, ...]
     ) -> None:
-        super().__init__(context, context.gather_channel)
-        sizes = self._sizes = _Sizes(context, self.channel, shape, dtype, ranges)
+        channel, epochs = context.gather_channel, context.gather_epochs
+        sizes = self._sizes = _Sizes(context, channel, shape, dtype, ranges)
+        super().__init__(context, channel, sizes.pointers, epochs)
         self.keys, self.values = sizes.buffer.local.view(2, sizes.total_rows, sizes.columns)
         senders = [
             [any(rows_by_step(ranges, sizes.rows, chunk, sizes.rank)[step] for chunk in chunks_of(peer, sizes.world))
@@ -215,23 +214,19 @@ class KeyValueGather(Exchange[KeyValueContext]):
         ]  # fmt: skip
         self._senders = torch.tensor(senders, dtype=torch.int32, device=context.device)
         world, target = {"WORLD_SIZE": sizes.world}, {"TARGET": context.target}
-        self._start = context.launch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
         self._waits = [
             context.launch(keys_wait_kernel, 1, {"STEP": step, "LAST": step == 1, **world, **target}, num_warps=1)
             for step in range(2)
         ]
         self._own = self._moves(sizes.rank, 0) + self._moves(sizes.rank, 1)
-        self._sends: list[tuple[int, int | None, int, int]] = []
-        peers = [(sizes.rank + distance) % sizes.world for distance in range(1, sizes.world)]
+        self._sends: list[_Move] = []
         for step in range(2):
-            for peer in peers:
-                moves = self._moves(peer, step)
-                flag = self.channel.signals.host_addresses[peer] + 4 * (2 * sizes.rank + step)
-                self._sends += [*moves, (flag, None, context.gather_epochs.data_ptr(), 4)] if moves else []
+            for peer in ((sizes.rank + distance) % sizes.world for distance in range(1, sizes.world)):
+                flag = channel.signals.host_addresses[peer] + 4 * (2 * sizes.rank + step)
+                self._sends += _with_flag(self._moves(peer, step), flag, epochs)
 
-    def _moves(self, peer: int, step: int) -> list[tuple[int, int | None, int, int]]:
-        """What ``peer`` needs of this rank's rows for its ``step``: (destination, 0 for k and 1 for v, offset,
-        bytes)."""
+    def _moves(self, peer: int, step: int) -> list[_Move]:
+        """What ``peer`` needs of this rank's rows for its ``step``; tensor 0 is k, 1 is v."""
         sizes = self._sizes
         return [
             (
@@ -253,29 +248,20 @@ class KeyValueGather(Exchange[KeyValueContext]):
             copy_in_sequence(_at(self._own, addresses), current_stream(context.device) if context.is_cuda else None)
 
     def _send(self, addresses: tuple[int, int]) -> None:
-        context = self.context
-        if not self._start.repeat("start", context.comm_handle):
-            arguments = (context.gather_epochs, 1, self._sizes.pointers)
-            self._start(*arguments, stream=context.comm_stream, key="start")
-        copy_in_sequence(_at(self._sends, addresses), context.comm_stream)
+        self._signal_start()
+        copy_in_sequence(_at(self._sends, addresses), self.context.comm_stream)
 
     def wait(self, step: int) -> None:
         """Makes the current stream wait for the rows of ``step``; for the second after the first, on any stream that
         has waited for the first one's."""
         with self.aborting:
             if not self._waits[step].repeat(step, current_handle(self.context.device)):
-                self._waits[step](self._sizes.pointers, self._senders, key=step)
+                self._waits[step](self.pointers, self._senders, key=step)
 
     def finish(self) -> None:
         """Makes the current stream wait for the sends."""
         self.context.join()
         self.context.leave(self.channel)
-
-
-def _at(moves: Sequence[tuple[int, int | None, int, int]], addresses: tuple[int, int]) -> list[tuple[int, int, int]]:
-    return [
-        (to, offset if tensor is None else addresses[tensor] + offset, count) for to, tensor, offset, count in moves
-    ]
 
 
 class KeyValueScatter(SumExchange[KeyValueContext]):
@@ -296,14 +282,12 @@ class KeyValueScatter(SumExchange[KeyValueContext]):
         self._ring_reduce = self._launch_of_sum(sum_keys_kernel, {})
         num_programs = 2 * context.num_sms if context.is_cuda else 1
         self._add_steps = context.launch(add_steps_kernel, num_programs, {"BLOCK": REDUCE_BLOCK}, num_warps=8)
-        self._sends: list[tuple[int, int | None, int, int]] = []
+        self._sends: list[_Move] = []
         for peer in chunk_order(rank, world, "sum_push").tolist():
-            moves = self._moves(peer)
-            flag = channel.signals.host_addresses[peer] + 4 * rank
-            self._sends += [*moves, (flag, None, epochs.data_ptr(), 4)] if moves else []
+            self._sends += _with_flag(self._moves(peer), channel.signals.host_addresses[peer] + 4 * rank, epochs)
 
-    def _moves(self, peer: int) -> list[tuple[int, int | None, int, int]]:
-        sizes, moves = self._sizes, list[tuple[int, int | None, int, int]]()
+    def _moves(self, peer: int) -> list[_Move]:
+        sizes, moves = self._sizes, list[_Move]()
         for slot, chunk in enumerate(chunks_of(peer, sizes.world)):
             first, end = hull_of_steps(sizes.ranges, sizes.rows, chunk, sizes.rank)
             for tensor in range(2 if first < end else 0):
@@ -315,8 +299,7 @@ class KeyValueScatter(SumExchange[KeyValueContext]):
     def run(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """From the gradients of both steps' keys and values, [rows of the step's range, ...] each, to the sums over
         steps and ranks of this rank's rows [2 chunks, ...]."""
-        sizes = self._sizes
-        like = keys[0]
+        sizes, like = self._sizes, keys[0]
         partial = like.new_empty(2, sizes.total_rows, sizes.columns)
         out = like.new_empty(2, 2 * sizes.rows, *like.shape[1:])
         bounds = [row for chunk in chunks_of(sizes.rank, sizes.world) for row in sizes.ranges[chunk]]
@@ -333,76 +316,62 @@ class KeyValueScatter(SumExchange[KeyValueContext]):
 
     def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         sizes = self._sizes
-        operands = (partial, sizes.buffer.local, self._pointers, out, self._bounds)
-        return (*operands, sizes.rows * sizes.columns, sizes.columns)
-
-
-def _check(name: str, context: KeyValueContext, tensors: Sequence[torch.Tensor], ranges: Sequence[Range]) -> None:
-    """Checks what this rank can see alone."""
-    first, world = tensors[0], context.world_size
-    if context.is_cuda and not has_driver():
-        raise NotSupportedError(f"{name} by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")
-    if first.dtype not in (torch.bfloat16, torch.float16, torch.float32) or first.numel() == 0:
-        raise NotSupportedError(f"{name}: {tuple(first.shape)} {first.dtype}")
-    if any(one.shape[1:] != first.shape[1:] or one.dtype != first.dtype for one in tensors):
-        raise NotSupportedError(f"{name}: {[(tuple(one.shape), one.dtype) for one in tensors]} are not alike")
-    if any(one.device != context.device for one in tensors):
-        raise NotSupportedError(f"{name}: {first.device}, the context is on {context.device}")
-    if len(ranges) != 2 * world or first[0].numel() * first.dtype.itemsize % 16:
-        raise NotSupportedError(f"{name}: {len(ranges)} ranges for {world} ranks, rows of {tuple(first.shape[1:])}")
+        slots, chunk_elements = sizes.buffer.local, sizes.rows * sizes.columns
+        return partial, slots, self.pointers, out, self._bounds, chunk_elements, sizes.columns
 
 
 @outside_compile
-def start_key_value_gather(
-    keys: torch.Tensor, values: torch.Tensor, *, context: KeyValueContext, ranges: tuple[Range, ...]
-) -> KeyValueGather:
-    """Starts the gather of ``keys`` and ``values`` [2 chunks, ..., head size], concurrent with what the current stream
-    does next: ``wait(0)``, ``wait(1)`` and ``finish()`` follow, before the context's next exchange.
+class FusedMoves:
+    """The exchanges of keys and values by copy engines; the ops of this module.
 
     Args:
-        keys, values: This rank's rows, contiguous, of the same shape and type.
         context: The group's context.
         ranges: Of each of the 2 W chunks, the rows of the sequence that its queries see.
-
-    Raises:
-        NotSupportedError: Shapes, types or devices do not fit, or no ``cuda-bindings`` on a GPU.
-        MismatchError: The ranks' calls differ (at the first call of sizes here, else at the next ``check``).
-        PeerTimeoutError: A peer did not arrive (CPU: here, GPU: at a later call or ``context.synchronize()``).
     """
-    context.enter("gather_keys", keys.shape, keys.dtype)
-    _check("gather_keys", context, (keys, values), ranges)
-    if len(keys) % 2 or keys.shape != values.shape:
-        raise NotSupportedError(f"gather_keys: k {tuple(keys.shape)} and v {tuple(values.shape)}: not two chunks")
-    gather = context.plan(KeyValueGather, keys.shape, keys.dtype, ranges)
-    gather.start(keys, values)
-    return gather
 
+    def __init__(self, context: KeyValueContext, ranges: tuple[Range, ...]) -> None:
+        self.rank, self.ranges, self._context = context.rank, ranges, context
 
-@outside_compile
-def scatter_key_value_grads(
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    *,
-    context: KeyValueContext,
-    num_rows: int,
-    ranges: tuple[Range, ...],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the gradients of gathered keys and values over both steps, then over the ranks in NCCL's ring order.
+    def gather(self, k: torch.Tensor, v: torch.Tensor) -> KeyValueGather:
+        """Starts the gather of this rank's k and v [2 chunks, ..., head size], contiguous, concurrent with what the
+        current stream does next: ``wait(0)``, ``wait(1)`` and ``finish()`` follow, before the context's next exchange.
 
-    Args:
-        keys, values: Of each step, [rows of its range, ..., head size], contiguous.
-        context: The group's context.
-        num_rows: Rows of this rank's two chunks.
-        ranges: As ``start_key_value_gather``.
+        Raises:
+            NotSupportedError: Shapes, types or devices do not fit, or no ``cuda-bindings`` on a GPU.
+            MismatchError: The ranks' calls differ (at the first call of sizes here, else at the next ``check``).
+            PeerTimeoutError: A peer did not arrive (CPU: here, GPU: at a later call or ``context.synchronize()``).
+        """
+        gather: KeyValueGather = self._plan("gather_keys", KeyValueGather, (k, v), len(k))
+        gather.start(k, v)
+        return gather
 
-    Returns:
-        For keys and values, this rank's rows [2 chunks, ..., head size].
+    def scatter(
+        self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums of the gradients of gathered keys and values over both steps, then over the ranks in NCCL's ring order.
 
-    Raises:
-        NotSupportedError, MismatchError, PeerTimeoutError: As ``start_key_value_gather``.
-    """
-    like = keys[0]
-    context.enter("scatter_keys", tuple(like.shape[1:]), like.dtype)
-    _check("scatter_keys", context, (*keys, *values), ranges)
-    shape = torch.Size((num_rows, *like.shape[1:]))
-    return context.plan(KeyValueScatter, shape, like.dtype, ranges).run(keys, values)
+        Args:
+            keys, values: Of each step, [rows of its range, ..., head size], contiguous.
+            num_rows: Rows of this rank's two chunks.
+
+        Returns:
+            For keys and values, this rank's rows [2 chunks, ..., head size].
+
+        Raises:
+            NotSupportedError, MismatchError, PeerTimeoutError: As ``gather``.
+        """
+        scatter: KeyValueScatter = self._plan("scatter_keys", KeyValueScatter, (*keys, *values), num_rows)
+        return scatter.run(keys, values)
+
+    def _plan(self, name: str, kind: Any, tensors: Sequence[torch.Tensor], num_rows: int) -> Any:
+        context, like = self._context, tensors[0]
+        context.enter(name, num_rows, like.shape[1:], like.dtype)
+        if context.is_cuda and not has_driver():
+            raise NotSupportedError(f"{name} by copy engines needs cuda-bindings: {pip_command('cuda-bindings')}")
+        found = {(one.shape[1:], one.dtype, one.device) for one in tensors}
+        fits = found == {(like.shape[1:], like.dtype, context.device)} and like.dtype in SUM_DTYPES
+        columns = like.shape[1:].numel()
+        fits &= 0 < num_rows * columns < _MOST_ELEMENTS and columns * like.dtype.itemsize % 16 == 0
+        if not fits or num_rows % 2 or len(self.ranges) != 2 * context.world_size:
+            raise NotSupportedError(f"{name}: {num_rows} rows of {sorted(map(str, found))}, {len(self.ranges)} ranges")
+        return context.plan(kind, torch.Size((num_rows, *like.shape[1:])), like.dtype, self.ranges)

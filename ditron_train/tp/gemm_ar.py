@@ -35,8 +35,7 @@ from ditron_train.gemm.fp8 import check_scaled
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.stream.agreement import agree_on_nothing
-from ditron_train.stream.plan import Plan
-from ditron_train.stream.sums import REDUCE_BLOCK
+from ditron_train.stream.plan import REDUCE_BLOCK, Plan
 from ditron_train.tp.all_reduce import AllReduce, PushAllReduce, order_tables, reduce_local_shard_kernel
 from ditron_train.tp.choices import PUSH_BYTES, Choice, GatherPlan, Layout, Problem, choose, chunk_rows_of
 from ditron_train.tp.context import Operands, RowPartition, TPContext, can_copy

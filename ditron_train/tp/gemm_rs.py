@@ -45,8 +45,7 @@ from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.schedule.tiles import ordered_tile, scatter_tile
 from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.events import current_handle
-from ditron_train.stream.plan import Plan
-from ditron_train.stream.sums import SumExchange
+from ditron_train.stream.plan import Plan, SumExchange
 from ditron_train.tp.choices import (
     Choice,
     Layout,

@@ -35,8 +35,7 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.orders import chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.copies import StridedCopy, copy_bytes, copy_in_sequence, copy_with_flags
-from ditron_train.stream.plan import Pending
-from ditron_train.stream.sums import SumExchange
+from ditron_train.stream.plan import SUM_DTYPES, Pending, SumExchange
 from ditron_train.stream.window import flags_of_peers, send_strided
 from ditron_train.tp.context import SLOTS, RowPartition, TPContext, check_can_copy, row_partition
 
@@ -178,10 +177,6 @@ def reduce_onto_kernel(
         tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-#: Types of partial sums: each addition is in fp32 and rounded to the type.
-SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
 class SumOrder(NamedTuple):
     """An order of sums other than the ring's.
 
@@ -309,7 +304,7 @@ class ReduceScatter(SumExchange[TPContext]):
 
     def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         order = () if self._order is None else (self._order.tables,)
-        operands = (partial, self._slots.local, self._pointers, out, self._row_starts, *order)
+        operands = (partial, self._slots.local, self.pointers, out, self._row_starts, *order)
         return (*operands, self._num_columns, self.partition.max_count)
 
 

@@ -258,9 +258,8 @@ def _stand_in():
     import te_simulated
 
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "sp"))
-    from bodies_keys import RingMoves
+    from bodies_keys import RingMoves, attended_ranges
 
-    from ditron_train.schedule.keys import attended_ranges
     from ditron_train.sp.all_gather_attention import GatheredAttention, all_gather_attention
 
     te, kernels = types.ModuleType(f"{_DPA}.context_parallel"), Kernels(10)
@@ -312,7 +311,7 @@ def _stand_in():
             cls.num_calls += 1
             given = types.SimpleNamespace(**dict(zip(te_all_gather._PARAMETERS, args)))
             values, steps = (given.q, given.k, given.v), te_all_gather._FusedAttention(given)
-            moves = RingMoves(given.cp_group, steps.ranges)
+            moves = RingMoves(given.cp_group, steps.ranges, torch.device("cpu"))
             return all_gather_attention(*values, GatheredAttention(moves, steps, 0, None))
 
     Function.forward = staticmethod(forward)

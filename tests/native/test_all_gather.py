@@ -41,7 +41,7 @@ def test_bits_of_the_attention_that_gathers_by_itself(window):
         ("dropout", "attention dropout is on"),
         ("module_dropout", "attention dropout is on"),
         ("logits", "the largest attention logits are collected"),
-        ("mask", "q is torch.bfloat16, the mask padding"),
+        ("mask", "the mask is padding"),
         ("bias", "the attention has a bias"),
         ("uneven", "q is (8, 1, 4, 8), k (8, 1, 2, 8), v (8, 1, 2, 8)"),
         ("fp8", "the attention itself computes in FP8"),

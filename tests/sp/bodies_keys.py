@@ -9,10 +9,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from ditron_train.schedule.keys import attended_ranges, chunks_of
+from ditron_train.schedule.keys import chunks_of
 from ditron_train.sp import keys_values
-from ditron_train.sp.all_gather_attention import FusedMoves, GatheredAttention, NativeMoves, all_gather_attention
-from ditron_train.sp.keys_values import get_key_value_context
+from ditron_train.sp.all_gather_attention import GatheredAttention, NativeMoves, all_gather_attention
+from ditron_train.sp.keys_values import FusedMoves, KeyValueContext, get_key_value_context
+from ditron_train.stream.op_context import context_of
 
 
 class PlainAttention:
@@ -38,7 +39,8 @@ class PlainAttention:
         time.sleep(self.delay_s * random.random())
         return self._whole(step, q.float(), k.float(), v.float()).to(q.dtype).contiguous(), (q.sum().view(1), None)
 
-    def backward(self, step, grad, q, k, v, out, saved):
+    def backward(self, step, grad, attended):
+        q, k, v, out, saved = attended
         assert torch.equal(saved[0], q.sum().view(1)) and saved[1] is None
         assert torch.equal(out, self.forward(step, q, k, v)[0])
         with torch.enable_grad():
@@ -65,6 +67,16 @@ class RingMoves(NativeMoves):
             return super().scatter(keys, values, num_rows)
         finally:
             dist.reduce_scatter_tensor = native
+
+
+def attended_ranges(num_chunks, rows, *, causal=True, window=(-1, -1)):
+    """The rows that each chunk's queries see under a mask that is aligned with the sequence."""
+    left, right = window[0], 0 if causal else window[1]
+    total, ranges = num_chunks * rows, []
+    for chunk in range(num_chunks):
+        first = 0 if left < 0 else max(0, chunk * rows - left)
+        ranges.append((first, total if right < 0 else min(total, (chunk + 1) * rows + right)))
+    return tuple(ranges)
 
 
 def masks_of(rank, world, rows, causal, window):
@@ -116,7 +128,7 @@ def values_of(case, heads, generator):
 def run_cases(cases, delay_s=0.0, first_epoch=0):
     """Bits of both paths; returns how many elements of the native dk and dv are zero."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    context = get_key_value_context(None, torch.device("cpu"), first_epoch=first_epoch)
+    context = context_of(KeyValueContext, None, torch.device("cpu"), first_epoch=first_epoch)
     random.seed(rank)
     num_zeros = 0
     for seed, case in enumerate(cases):
@@ -126,7 +138,7 @@ def run_cases(cases, delay_s=0.0, first_epoch=0):
         inputs = [values_of(case, case[name], generator) for name in ("heads", "groups", "groups")]
         grad = values_of(case, case["heads"], generator)
         kernels = PlainAttention(seq_dim, masks, delay_s)
-        native = _results(RingMoves(context.group, ranges), kernels, seq_dim, inputs, grad)
+        native = _results(RingMoves(context.group, ranges, context.device), kernels, seq_dim, inputs, grad)
         for _ in range(2):
             poison(context)
             time.sleep(delay_s * random.random())

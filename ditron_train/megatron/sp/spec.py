@@ -8,7 +8,7 @@ What all ranks see alike decides without talking; the rest is tried once per sha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,9 +31,7 @@ from ditron_train.policy.op import ProofPart, dtype_name, make_trial
 from ditron_train.runtime.device import is_interpreter, kernel_target
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection, split_by_heads
-from ditron_train.sp.all_gather_attention import GatheredAttention, all_gather_attention
 from ditron_train.sp.head_norms import Norms, normalised
-from ditron_train.sp.keys_values import KeyValueContext, get_key_value_context
 from ditron_train.symm.nodes import spans_nodes
 
 _Tensors = Sequence[torch.Tensor]
@@ -113,7 +111,7 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
 
     def unsupported_tensors(self, call: UlyssesCall) -> str | None:
         """As ``unsupported_reason``, of the tensors alone."""
-        reason = _unsupported_device(call.like)
+        reason = unsupported_reason_device(call.like)
         if reason is not None or not call.weights:
             return reason
         if torch.is_autocast_enabled(call.like.device.type):
@@ -331,81 +329,8 @@ class ProjectionsOp(_UlyssesOp):
         return function
 
 
-class GatheredCall(NamedTuple):
-    """One attention that gathers keys and values.
-
-    Attributes:
-        group: Context parallel group.
-        values: q, k and v of this rank.
-        options: What a decision depends on besides their shapes: mask, window, kernels.
-        native: From q, k and v to the attended values, shaped as q.
-        attention: What the fused path computes with.
-        reason: Why it does not take the call, or None.
-        grads: Gradients of the result.
-    """
-
-    group: dist.ProcessGroup
-    values: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    options: tuple[Hashable, ...]
-    native: Callable[..., torch.Tensor]
-    attention: Callable[[KeyValueContext], GatheredAttention]
-    reason: str | None = None
-    grads: tuple[torch.Tensor, ...] = ()
-
-
-class AllGatherAttentionOp(Op[GatheredCall, KeyValueContext]):
-    """An attention with the gathers of its keys and values, and the sums of their gradients.
-
-    Gradients of q are not compared: attention kernels may add them up in any order, and the exchanges do not touch
-    them.
-    """
-
-    name, decides_forward, synchronizes = "sp all_gather_attention", True, True
-
-    def key(self, call: GatheredCall) -> tuple[Hashable, ...]:
-        return (*super().key(call), *call.options)
-
-    def unsupported_reason(self, call: GatheredCall) -> str | None:
-        reason = call.reason or _unsupported_device(call.values[0])
-        return reason or ("the group spans nodes" if spans_nodes(call.group) else None)
-
-    def make_context(self, call: GatheredCall) -> KeyValueContext:
-        return get_key_value_context(call.group, call.values[0].device)
-
-    def describe_shape(self, call: GatheredCall) -> str:
-        return f"at {tuple(call.values[0].shape)} x {call.values[1].shape[2]} "
-
-    def describe(self, call: GatheredCall, context: KeyValueContext) -> str:
-        return f"{super().describe(call, context)} {' '.join(map(str, call.options))}"
-
-    def peak_bytes(self, call: GatheredCall) -> int:
-        """Both paths hold keys and values of all ranks, and their gradients."""
-        return super().peak_bytes(call) + 8 * dist.get_world_size(call.group) * call.values[1].nbytes
-
-    def trial(self, call: GatheredCall, context: KeyValueContext) -> Trial:
-        """Normal values, whose sums show their order in every rounding."""
-        rank = context.rank
-        q, k, v = (_normal(tuple(one.shape), one, 3 * rank + place) for place, one in enumerate(call.values))
-        grad = _normal(tuple(q.shape), q, 1000 + rank)
-        return make_trial(self, call._replace(values=(q, k, v), grads=(grad,)), context, summed_dtype=q.dtype)
-
-    def inputs(self, call: GatheredCall) -> _Tensors:
-        return call.values
-
-    def needs_grad(self, call: GatheredCall) -> Sequence[bool]:
-        return False, True, True
-
-    def grads(self, call: GatheredCall) -> _Tensors:
-        return call.grads
-
-    def native(self, call: GatheredCall) -> Function:
-        return lambda *values: [call.native(*values)]
-
-    def fused(self, call: GatheredCall, context: KeyValueContext) -> Function:
-        return lambda q, k, v: [all_gather_attention(q, k, v, call.attention(context))]
-
-
-def _unsupported_device(tensor: torch.Tensor) -> str | None:
+def unsupported_reason_device(tensor: torch.Tensor) -> str | None:
+    """Why no op takes a tensor by its device, or None."""
     if tensor.device.type == "cpu":
         return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
     try:
@@ -451,13 +376,7 @@ def _parts(
 
 
 EXCHANGE, OUTPUT, PROJECTIONS = ExchangeOp(), OutputOp(), ProjectionsOp()
-ALL_GATHER_ATTENTION = AllGatherAttentionOp()
-OPS: Sequence[Op[Any, Any]] = (EXCHANGE, OUTPUT, PROJECTIONS, ALL_GATHER_ATTENTION)
-
-
-def route_all_gather(call: GatheredCall) -> KeyValueContext | None:
-    """The context to run an attention with fused gathers of keys and values, or None."""
-    return gate.context_for(ALL_GATHER_ATTENTION, call)
+OPS: Sequence[Op[Any, Any]] = (EXCHANGE, OUTPUT, PROJECTIONS)
 
 
 def route_exchange(

@@ -3,10 +3,9 @@ and the backward of both; and an attention that gathers keys and values."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +15,23 @@ from ditron_train.data import load_workloads
 from ditron_train.policy import Function, Op
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
-from ditron_train.schedule.keys import Range, attended_ranges
+from ditron_train.schedule.keys import causal_ranges
 from ditron_train.sp.a2a_gemm import a2a_gemm
-from ditron_train.sp.all_gather_attention import FusedMoves, GatheredAttention, NativeMoves, all_gather_attention
+from ditron_train.sp.all_gather_attention import (
+    ALL_GATHER_ATTENTION,
+    Attended,
+    GatheredAttention,
+    GatheredCall,
+    NativeMoves,
+    all_gather_attention,
+)
 from ditron_train.sp.choices import Product, ProjectionChoice, choose, exchange_programs
 from ditron_train.sp.choices import ProjectionOp as ProductName
 from ditron_train.sp.context import SPContext, get_sp_context
 from ditron_train.sp.exchange import to_heads, to_sequence
 from ditron_train.sp.functions import output_projection, qkv_projection
 from ditron_train.sp.gemm_a2a import gemm_a2a
-from ditron_train.sp.keys_values import KeyValueContext, get_key_value_context
+from ditron_train.sp.keys_values import FusedMoves, KeyValueContext
 from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
 from ditron_train.sp.transfer import WeightLayout
@@ -361,110 +367,22 @@ class ExchangeCase(ProjectionCase):
         return exchange_programs(self.row, *self.op.sent(call), context)
 
 
-class GatheredCall(NamedTuple):
-    """An attention that gathers keys and values.
-
-    Attributes:
-        values: This rank's q, k and v [s / W, b, heads, head size].
-        grad: Of the attended values.
-        ranges: Of each chunk, the rows of the sequence that its queries see.
-        window: How many earlier keys a query sees; None: all of them.
-        group: Context parallel group.
-    """
-
-    values: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    grad: torch.Tensor
-    ranges: tuple[Range, ...]
-    window: int | None
-    group: dist.ProcessGroup
-
-
-class _TorchAttention:
-    """torch's FlashAttention on a GPU, plain products on CPUs: the same on both paths."""
-
-    def __init__(self, window: int | None) -> None:
-        self._window = window
-        self._flash: dict[str, Any] = {} if window is None else dict(window_size_left=window, window_size_right=0)
-
-    def _plain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], dim=2) for part in (k, v))
-        scores = torch.einsum("sbhd,tbhd->bhst", q, k) / math.sqrt(q.shape[-1])
-        last = torch.arange(len(q))[:, None] + len(k) - len(q)
-        seen = torch.arange(len(k)) <= last
-        if self._window is not None:
-            seen &= torch.arange(len(k)) >= last - self._window
-        return torch.einsum("bhst,tbhd->sbhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+class _StandIn:
+    """Stands for an attention: little more than one pass over keys and values."""
 
     def forward(self, step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """As ``StepKernels.forward``."""
-        if not q.is_cuda:
-            return self._plain(q, k, v), ()
-        q, k, v = (part.transpose(0, 1) for part in (q, k, v))
-        lengths = None, None, q.shape[1], k.shape[1]
-        out, *saved, _ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False, **self._flash)
-        return out.transpose(0, 1), tuple(saved)
+        return q + k.sum((0, 2), keepdim=True) * v.sum((0, 2), keepdim=True), ()
 
-    def backward(
-        self,
-        step: int,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        saved: Any,
-    ) -> tuple[torch.Tensor, ...]:
+    def backward(self, step: int, grad: torch.Tensor, attended: Attended) -> Sequence[torch.Tensor]:
         """As ``StepKernels.backward``."""
-        if not q.is_cuda:
-            leaves = [part.detach().requires_grad_() for part in (q, k, v)]
-            with torch.enable_grad():
-                return torch.autograd.grad(self._plain(*leaves), leaves, grad)
-        grad, q, k, v, out = (part.transpose(0, 1) for part in (grad, q, k, v, out))
-        logsumexp, *state = saved
-        lengths = None, None, q.shape[1], k.shape[1]
-        found = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, logsumexp, *lengths, 0.0, True, *state, **self._flash
-        )
-        return tuple(part.transpose(0, 1) for part in found)
-
-
-class GatheredOp(Op[GatheredCall, KeyValueContext]):
-    """An attention with the gathers of its keys and values. Gradients of q, which FlashAttention adds up in any order
-    and no exchange touches, are not compared."""
-
-    name = "sp all_gather_attention"
-
-    def make_context(self, call: GatheredCall) -> KeyValueContext:
-        return get_key_value_context(call.group, call.grad.device)
-
-    def inputs(self, call: GatheredCall) -> Sequence[torch.Tensor]:
-        return call.values
-
-    def needs_grad(self, call: GatheredCall) -> Sequence[bool]:
-        return False, True, True
-
-    def grads(self, call: GatheredCall) -> Sequence[torch.Tensor]:
-        return (call.grad,)
-
-    def native(self, call: GatheredCall) -> Function:
-        return self._by(call, NativeMoves(call.group, call.ranges))
-
-    def fused(self, call: GatheredCall, context: KeyValueContext) -> Function:
-        return self._by(call, FusedMoves(context, call.ranges))
-
-    def _by(self, call: GatheredCall, moves: FusedMoves | NativeMoves) -> Function:
-        kernels: Any = _TorchAttention(call.window)
-        attention = GatheredAttention(moves, kernels, 0, _second_stream(call.grad.device))
-        return lambda q, k, v: [all_gather_attention(q, k, v, attention)]
-
-
-@cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+        factor = grad[:1, :, :1].clamp(-1, 1)
+        return grad, attended.k * factor, attended.v * factor
 
 
 class GatheredCase(BenchCase[GatheredCall, KeyValueContext]):
-    """Against all-gathers, reorders and reduce-scatters of the process group, as Transformer Engine has them."""
+    """The exchanges alone, around a stand-in for the attention, against all-gathers, reorders and reduce-scatters of
+    the process group in Transformer Engine's order."""
 
     row = "all_gather_attention"
     measured: Pass = "forward_backward"
@@ -487,24 +405,28 @@ class GatheredCase(BenchCase[GatheredCall, KeyValueContext]):
             return f"an attention of {seqlen} tokens, {heads} heads and {groups} groups on {world_size} ranks"
         return None
 
-    def most_repetitions(self, shape: Shape, world_size: int) -> int | None:
-        return _MOST_OF_LONG
-
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> GatheredCall:
         (seqlen, heads, groups, head_size), world = _sizes(shape), environment.world_size
         why = self.unsupported_shape(shape, world)
         if why is not None:
             raise SettingError(why)
         window = shape.options.get("window")
-        ranges = attended_ranges(2 * world, seqlen // (2 * world), window=(-1 if window is None else window, 0))
+        ranges = causal_ranges(2 * world, seqlen // (2 * world), window)
+        where = environment.dtype, environment.device
         q, k, v, grad = (
-            make_values(
-                (seqlen // world, 1, count, head_size), environment.dtype, environment.device,
-                seed=20 * seed + place, rank=environment.rank,
-            )
+            make_values((seqlen // world, 1, count, head_size), *where, seed=20 * seed + place, rank=environment.rank)
             for place, count in enumerate((heads, groups, groups, heads))
+        )
+        stream = torch.cuda.Stream(q.device) if q.is_cuda else None
+
+        def attention(moves: FusedMoves | NativeMoves) -> GatheredAttention:
+            return GatheredAttention(moves, _StandIn(), 0, stream)
+
+        native = partial(all_gather_attention, call=attention(NativeMoves(environment.group, ranges, q.device)))
+        return GatheredCall(
+            environment.group, (q, k, v), (window,), native, lambda context: attention(FusedMoves(context, ranges)),
+            (grad,),
         )  # fmt: skip
-        return GatheredCall((q, k, v), grad, ranges, window, environment.group)
 
 
 PROJECTIONS = (
@@ -516,4 +438,4 @@ PROJECTIONS = (
     ProjectionCase("output_projection", BEHIND, is_backward=True),
 )
 EXCHANGES = (ExchangeCase("to_heads", FRONT), ExchangeCase("to_sequence", BEHIND))
-CASES: Sequence[BenchCase[Any, Any]] = (*PROJECTIONS, *EXCHANGES, GatheredCase(GatheredOp()))
+CASES: Sequence[BenchCase[Any, Any]] = (*PROJECTIONS, *EXCHANGES, GatheredCase(ALL_GATHER_ATTENTION))

@@ -324,10 +324,9 @@ def _attention_of(kind: str, job: Job, config: Any) -> _Found:
     rows = (model.seq_length // config.context_parallel_size, model.micro_batch_size)
     like = _tensor(*rows, model.heads // tp, head_dim, dtype=config.params_dtype)
     group: Any = _Group(cp)
-    gathers = kind == "all_gather"
-    name = "attention: gathers of keys and values" if gathers else "attention: exchanges"
+    name = "attention: gathers of keys and values" if kind == "all_gather" else "attention: exchanges"
     yield name, reason or EXCHANGE.unsupported_tensors(UlyssesCall(group, shape, rows, like))
-    if reason is not None or gathers:
+    if reason is not None or kind == "all_gather":
         return
     x = _tensor(*rows, config.hidden_size, dtype=config.params_dtype)
     qkv = _weight((model.heads + 2 * model.groups) * model.channels // tp, config.hidden_size, config=config)

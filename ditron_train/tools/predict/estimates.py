@@ -23,8 +23,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.sp.cost_model import (
     AttentionSizes,
     exchange,
-    keys_backward,
-    keys_forward,
+    gathers,
     output_backward,
     output_forward,
     qkv_backward,
@@ -200,9 +199,8 @@ def _attention(step: _Step) -> Iterator[tuple[str, Estimate]]:
         yield "attention: exchanges", step.whole(moved, moved, count)
     elif "all_gather" in kinds:
         num_bytes = 2 * step.model.tokens * model.groups * value_dim / step.tp * _ITEMSIZE
-        gathers = (num_bytes, model.seq_length, config.window_size, span, rates)
-        passes = step.whole(keys_forward(*gathers), keys_backward(*gathers), count)
-        yield "attention: gathers of keys and values", passes
+        both = gathers(num_bytes, model.seq_length, config.window_size, span, rates)
+        yield "attention: gathers of keys and values", step.whole(*both, count)
 
 
 def _experts(step: _Step) -> Iterator[tuple[str, Estimate]]:
