@@ -86,7 +86,8 @@ GEMMS = """
 COMMUNICATION = """
     push_kernel push_shard_kernel gather_start_kernel gather_wait_kernel gather_wait_one_kernel push_and_reduce_kernel
     push_largest_kernel receive_kernel arrived_kernel await_kernel
-    keys_wait_kernel await_message_kernel notify_kernel agree_kernel push_tokens push_ahead place_arrived return_rows sum_returned
+    keys_wait_kernel
+    await_message_kernel notify_kernel agree_kernel push_tokens push_ahead place_arrived return_rows sum_returned
     exchange_counts
 """.split()
 OTHERS = """
