@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ditron_train.costs.estimate import Estimate
-from ditron_train.costs.exchanges import Span, all_to_all_us
+from ditron_train.costs.exchanges import Span, all_to_all_us, ring_us
 from ditron_train.costs.products import cublas_us, num_waves, pass_us
 from ditron_train.data.device_profiles import Machine
 from ditron_train.data.rates import MachineRates
@@ -84,6 +84,28 @@ def _pushed_us(
 def exchange(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) -> Estimate:
     """An exchange that no projection covers takes as long on both paths."""
     return Estimate.alike(exchanged_us(num_bytes, num_parts, span, rates))
+
+
+def gathers(
+    num_bytes: float, length: int, window: tuple[int, int] | None, span: Span, rates: MachineRates
+) -> tuple[Estimate, Estimate]:
+    """Forward and backward of an attention that gathers keys and values, ``num_bytes`` of all ranks together.
+
+    Natively two gathers, each put in order; in backward also zeros, two additions, an order of ranks and a
+    reduce-scatter for both. Fused, the rows that the rank needs that needs most of them: all, or those of a window
+    before each of two chunks; and one addition. No overlap is counted.
+    """
+    moved_us = 2 * ring_us(num_bytes / 2, span, rates)
+    native_us = moved_us + 2 * pass_us(num_bytes, rates, reorders=True)
+    forward = Estimate.alike(native_us)
+    backward = Estimate.alike(2 * native_us + pass_us(4 * num_bytes, rates))
+    if span.nodes > 1:
+        return forward, backward
+    others = length * (span.ranks - 1) / span.ranks
+    share = min(2 * window[0] / others, 1.0) if window is not None and window[0] >= 0 else 1.0
+    fused_us = ring_us(num_bytes * share, span, rates)
+    fused_back_us = 2 * fused_us + pass_us(2 * num_bytes, rates)
+    return replace(forward, ditron_us=fused_us), replace(backward, ditron_us=fused_back_us)
 
 
 def _of(gemm_us: float, passes_us: float, moved: Estimate, fused_us: float, span: Span) -> Estimate:

@@ -12,10 +12,17 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ditron_train.lang.start import gather_start_kernel
+from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
+from ditron_train.stream.events import current_handle
 from ditron_train.stream.op_context import Aborting, OpContext
 from ditron_train.stream.recorded_graph import counts_allocations
-from ditron_train.symm.channel import Channel
+from ditron_train.symm.channel import Channel, ChannelPointers
+
+#: Types of partial sums: each addition is in fp32 and rounded to the type.
+SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+REDUCE_BLOCK = 4096  # elements that a program adds up at once
 
 _Context = TypeVar("_Context", bound=OpContext)
 _Exchange = TypeVar("_Exchange", bound="Exchange[Any]")
@@ -85,6 +92,71 @@ class Exchange(Generic[_Context]):
             enqueue()
         elif not context.recorder.repeat(key, copied, forks=forks) and enqueue() is not False:
             context.recorder.remember(key, enqueue, copied)
+
+
+class CopyExchange(Exchange[_Context]):
+    """An exchange by copy engines: start signals before the sends.
+
+    Args:
+        context: The context whose streams are used.
+        channel: Channel of the exchange: start signals draw from its ticket slot 0, what waits from slot 1.
+        pointers: The channel as kernels take it.
+        epochs: Words whose epoch copy engines copy onto the peers' flags.
+    """
+
+    def __init__(self, context: _Context, channel: Channel, pointers: ChannelPointers, epochs: torch.Tensor) -> None:
+        super().__init__(context, channel)
+        self.pointers, self._epochs = pointers, epochs
+        constants = {"WORLD_SIZE": context.world_size, "BLOCK": 128, "TARGET": context.target}
+        self._start = context.launch(gather_start_kernel, 1, constants, num_warps=1)
+
+    def _signal_start(self, num_flags: int = 0) -> None:
+        """Enqueues the start signals on the communication stream. ``num_flags``: words that get the epoch, 0: all."""
+        context = self.context
+        if not self._start.repeat("start", context.comm_handle):
+            arguments = (self._epochs, num_flags or self._epochs.numel(), self.pointers)
+            self._start(*arguments, stream=context.comm_stream, key="start")
+
+
+class SumExchange(CopyExchange[_Context]):
+    """What exchanges of partial sums by copy engines share: a kernel after the sends that adds up."""
+
+    def _launch_of_sum(self, kernel: Any, constants: dict[str, Any]) -> KernelLaunch:
+        context = self.context
+        world = {"BLOCK": REDUCE_BLOCK, "WORLD_SIZE": context.world_size, "TARGET": context.target}
+        num_programs = 2 * context.num_sms if context.is_cuda else 1
+        return context.launch(kernel, num_programs, {**constants, **world}, num_warps=8)
+
+    def begin(self) -> None:
+        """Enqueues the start signals after what the current stream has; ``send`` follows, inside ``aborting``."""
+        self.fork(self._signal_start)
+
+    def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
+        """Sends ``rows`` of the partial, those of receiver or chunk number ``position``, after what the communication
+        stream has; it ``signals`` after the last of them."""
+        raise NotImplementedError
+
+    def finish(self, partial: torch.Tensor, out: torch.Tensor, *, beside: bool = False) -> None:
+        """Writes the sum over ranks to ``out``, contiguous, once all partial sums have arrived.
+
+        ``beside``: on the communication stream, as soon as this rank's sends are done, concurrent with what was
+        enqueued on the current stream since ``start`` (``partial`` must be complete by then).
+        """
+        context, ring_reduce = self.context, self._ring_reduce
+        key = (partial.data_ptr(), out.data_ptr())
+        with self.aborting:
+            if not ring_reduce.repeat(key, context.comm_handle if beside else current_handle(context.device)):
+                ring_reduce(
+                    *self._reduce_arguments(partial, out), stream=context.comm_stream if beside else None, key=key
+                )
+        context.join()
+        context.leave(self.channel)
+
+    _ring_reduce: KernelLaunch
+
+    def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+        """Arguments of the kernel ``_ring_reduce``."""
+        raise NotImplementedError
 
 
 class Plan(Exchange[_Context]):

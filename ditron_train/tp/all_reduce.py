@@ -35,10 +35,9 @@ from ditron_train.schedule.orders import chunk_order
 from ditron_train.stream.agreement import agree
 from ditron_train.stream.copies import copy_with_flags
 from ditron_train.stream.events import current_handle
-from ditron_train.stream.plan import Plan
+from ditron_train.stream.plan import REDUCE_BLOCK, Plan, SumExchange
 from ditron_train.tp.choices import PUSH_BYTES
 from ditron_train.tp.context import MOST_CHUNKS, MOST_PUSH_PROGRAMS, TPContext
-from ditron_train.tp.reduce_scatter import REDUCE_BLOCK, SumExchange
 
 
 class OrderTables(NamedTuple):
@@ -336,7 +335,7 @@ def order_tables(
     return OrderTables(*tables), vector
 
 
-class AllReduce(SumExchange):
+class AllReduce(SumExchange[TPContext]):
     """All-reduces of partial sums [num_rows, num_columns] by copy engines (constructed collectively).
 
     ``begin``, then ``send`` for chunks of ``chunk_rows`` rows as they are computed; ``finish`` adds up on the current
@@ -386,7 +385,7 @@ class AllReduce(SumExchange):
 
     def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         sizes = (self._num_elements, self._chunk_elements)
-        return (partial, self._slots.local, self._pointers, out, self._tables, *sizes)
+        return (partial, self._slots.local, self.pointers, out, self._tables, *sizes)
 
 
 class PushAllReduce(Plan[TPContext]):
@@ -407,7 +406,7 @@ class PushAllReduce(Plan[TPContext]):
         super().__init__(context, context.push_channel)
         num_programs = min(num_programs, -(-num_elements // _PUSH_BLOCK), MOST_PUSH_PROGRAMS, context.num_sms)
         values = (num_rows, num_columns, dtype, num_programs)
-        self._pointers = self.channel.pointers(agree(context, self.channel, values))
+        self.pointers = self.channel.pointers(agree(context, self.channel, values))
         self._slots = context.pushed(dtype)
         self._tables, vector = order_tables(context, num_rows, num_columns, dtype, _PUSH_BLOCK)
         self._num_elements = num_elements
@@ -438,7 +437,7 @@ class PushAllReduce(Plan[TPContext]):
         self._launch.compile(*self._arguments(partial))
 
     def _arguments(self, partial: torch.Tensor) -> tuple[Any, ...]:
-        return (partial, self._slots.addresses, self._pointers, partial, self._tables, self._num_elements)
+        return (partial, self._slots.addresses, self.pointers, partial, self._tables, self._num_elements)
 
 
 class MaxAllReduce(Plan[TPContext]):
@@ -450,7 +449,7 @@ class MaxAllReduce(Plan[TPContext]):
 
     def __init__(self, context: TPContext) -> None:
         super().__init__(context, context.push_channel)
-        self._pointers = self.channel.pointers(agree(context, self.channel, (0, 1, torch.float32, 0)))
+        self.pointers = self.channel.pointers(agree(context, self.channel, (0, 1, torch.float32, 0)))
         self._slots = context.arena.tensor("tp.largest", (2, context.world_size), torch.float32)
         constants = {"MOST_PROGRAMS": MOST_PUSH_PROGRAMS, "WORLD_SIZE": context.world_size, "TARGET": context.target}
         self._launch = KernelLaunch(push_largest_kernel, 1, constants, num_warps=1)
@@ -459,7 +458,7 @@ class MaxAllReduce(Plan[TPContext]):
         """``value`` becomes the largest of all ranks'."""
         key = value.data_ptr()
         if not self._launch.repeat(key, current_handle(self.context.device)):
-            self._launch(value, self._slots.addresses, self._pointers, key=key)
+            self._launch(value, self._slots.addresses, self.pointers, key=key)
         self.context.leave(self.channel)
 
 

@@ -42,7 +42,7 @@ from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.copies import StridedCopy, copy_in_sequence, copy_with_flags
 from ditron_train.stream.driver import has_driver, memcpys_async
 from ditron_train.stream.events import current_handle
-from ditron_train.stream.plan import Exchange, Pending
+from ditron_train.stream.plan import CopyExchange, Pending
 from ditron_train.stream.window import flags_of_peers, send_strided
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.symm.control import DTYPES
@@ -101,26 +101,6 @@ def push_shard_kernel(
             count = tl.minimum(num_rows - row, flag_block_rows) * K
             dl.putmem(destination + row * K, x_ptr + row * K, count, 0, 1, BLOCK)
             dl.notify(flags + flag_block, epoch, TARGET)
-
-
-@triton.jit(do_not_specialize=["num_flags"])
-def gather_start_kernel(
-    epochs_ptr, num_flags, channel, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TARGET: tl.constexpr
-):
-    """One program before a gather by copy engines: exchanges start signals and stores ``epochs_ptr[:num_flags] =
-    epoch``.
-
-    After the data the copy engines copy those words onto the peers' flags. Since the epoch is read from device memory,
-    every replay of a captured graph gets a new one.
-    """
-    epoch = dl.next_epoch(channel.tickets)
-    rank = dl.rank(channel.control)
-    dl.announce(channel.ready_addresses, channel.signature, epoch, rank, WORLD_SIZE, TARGET)
-    lanes = tl.arange(0, BLOCK)
-    for block in range(0, tl.cdiv(num_flags, BLOCK)):
-        offsets = block * BLOCK + lanes
-        tl.store(epochs_ptr + offsets, epoch + tl.zeros((BLOCK,), tl.int32), mask=offsets < num_flags)
-    dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
 
 
 @triton.jit
@@ -195,7 +175,7 @@ def _num_chunks(partition: RowPartition, wanted: int, block_m: int) -> int:
     return chunks
 
 
-class BaseGather(Exchange[TPContext]):
+class BaseGather(CopyExchange[TPContext]):
     """What gathers share: start signals before the copy engines' work, and programs that wait for arrivals after it.
 
     Args:
@@ -216,20 +196,15 @@ class BaseGather(Exchange[TPContext]):
     def __init__(
         self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None, num_bytes: int = 0
     ) -> None:
-        super().__init__(context, context.gather_channel)
-        self.arrival_order: list[int] = arrival_order(context.rank, context.world_size).tolist()
-        channel = self.channel
+        channel = context.gather_channel
         values = (*values, 0 if buffer is None else zlib.crc32(buffer.encode()) & 0x7FFFFFFF)
-        self.pointers = channel.pointers(agree(context, channel, values, buffer=(buffer or GATHERED, num_bytes)))
+        pointers = channel.pointers(agree(context, channel, values, buffer=(buffer or GATHERED, num_bytes)))
+        super().__init__(context, channel, pointers, context.gather_epochs)
+        self.arrival_order: list[int] = arrival_order(context.rank, context.world_size).tolist()
         world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
         flags = {"FLAGS_PER_RANK": FLAGS_PER_RANK}
-        self._start = context.launch(gather_start_kernel, 1, {**world, "BLOCK": 128, **target}, num_warps=1)
         self._wait = context.launch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
         self._wait_one = context.launch(gather_wait_one_kernel, 1, {**flags, **target}, num_warps=1)
-
-    def _signal_start(self, num_flags: int, stream: torch.cuda.Stream | None) -> None:
-        if not self._start.repeat("start", self.context.comm_handle):
-            self._start(self.context.gather_epochs, num_flags, self.pointers, stream=stream, key="start")
 
     def _wait_for_flags(self, source: int, row_starts: torch.Tensor) -> None:
         if source == self.context.rank:
@@ -415,7 +390,7 @@ class Gather(BaseGather):
         (``docs/measurements/tp.md``)."""
         context, stream = self.context, self.context.comm_stream
         num_flags = max(-(-self.partition.max_count // self.flag_block_rows), context.world_size)
-        self._signal_start(num_flags, stream)
+        self._signal_start(num_flags)
         address = x.data_ptr()
         if self._flags is None:
             copy_with_flags(self._copies, address, stream)
@@ -612,7 +587,7 @@ class PartsGather(BaseGather):
                 buffer, flags = self.buffer.host_addresses[peer], self.channel.signals.host_addresses[peer]
                 moves += [(buffer + start + rank * size, addresses[i], size) for i, start, size in stage]
                 moves.append((flags + 4 * (rank * FLAGS_PER_RANK + index), epoch, 4))
-        self._signal_start(1, context.comm_stream)
+        self._signal_start(1)
         copy_in_sequence(moves, context.comm_stream)
 
     def wait_for(self, source: int) -> None:

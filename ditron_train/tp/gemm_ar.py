@@ -35,13 +35,13 @@ from ditron_train.gemm.fp8 import check_scaled
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.stream.agreement import agree_on_nothing
-from ditron_train.stream.plan import Plan
+from ditron_train.stream.plan import REDUCE_BLOCK, Plan
 from ditron_train.tp.all_reduce import AllReduce, PushAllReduce, order_tables, reduce_local_shard_kernel
 from ditron_train.tp.choices import PUSH_BYTES, Choice, GatherPlan, Layout, Problem, choose, chunk_rows_of
 from ditron_train.tp.context import Operands, RowPartition, TPContext, can_copy
 from ditron_train.tp.gather import Gather
 from ditron_train.tp.gemm_rs import ChunkedGemmPlan, GemmRsCopyPlan, covers
-from ditron_train.tp.reduce_scatter import REDUCE_BLOCK, SumOrder
+from ditron_train.tp.reduce_scatter import SumOrder
 
 
 class GemmArPushPlan(Plan[TPContext]):

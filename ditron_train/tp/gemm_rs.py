@@ -45,7 +45,7 @@ from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.schedule.tiles import ordered_tile, scatter_tile
 from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.events import current_handle
-from ditron_train.stream.plan import Plan
+from ditron_train.stream.plan import Plan, SumExchange
 from ditron_train.tp.choices import (
     Choice,
     Layout,
@@ -57,7 +57,7 @@ from ditron_train.tp.choices import (
     sums_in_parts,
 )
 from ditron_train.tp.context import SLOTS, Operands, RowPartition, TPContext, can_copy, row_partition
-from ditron_train.tp.reduce_scatter import ReduceScatter, SumExchange, SumOrder
+from ditron_train.tp.reduce_scatter import ReduceScatter, SumOrder
 
 
 class Slots(NamedTuple):
@@ -460,7 +460,7 @@ class ChunkedGemmPlan(Plan[TPContext]):
         exchange: Sends the chunks and adds up.
     """
 
-    def __init__(self, context: TPContext, problem: Problem, choice: Choice, exchange: SumExchange) -> None:
+    def __init__(self, context: TPContext, problem: Problem, choice: Choice, exchange: SumExchange[TPContext]) -> None:
         is_recorded = context.is_cuda and not context.varies and is_short(problem, choice, context.machine)
         super().__init__(context, exchange.channel, is_recorded=is_recorded)
         self._out_dtype = result_dtype(problem.dtype)

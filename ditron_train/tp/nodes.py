@@ -240,7 +240,7 @@ class _NodeSum(ReduceScatter):
         """Writes ``out`` [rows of a rank, N]: ``total``, if any, plus this node's part; on the communication
         stream."""
         ranks = self.ranks(part, self.context.rank)
-        operands = (partial, self._slots.local, self._pointers, out if total is None else total, out, self._row_starts)
+        operands = (partial, self._slots.local, self.pointers, out if total is None else total, out, self._row_starts)
         sizes = (self._num_columns, self.partition.max_count, ranks.start, len(ranks))
         with self.aborting:
             self._reductions[total is not None](*operands, *sizes, stream=self.context.comm_stream)

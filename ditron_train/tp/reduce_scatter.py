@@ -31,17 +31,13 @@ import triton.language as tl
 
 import ditron_train.lang as dl
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.orders import chunk_order, order_in_block, rank_blocks
 from ditron_train.stream.agreement import agree, agree_on_nothing
 from ditron_train.stream.copies import StridedCopy, copy_bytes, copy_in_sequence, copy_with_flags
-from ditron_train.stream.events import current_handle
-from ditron_train.stream.plan import Exchange, Pending
+from ditron_train.stream.plan import SUM_DTYPES, Pending, SumExchange
 from ditron_train.stream.window import flags_of_peers, send_strided
-from ditron_train.symm.channel import Channel, ChannelPointers
 from ditron_train.tp.context import SLOTS, RowPartition, TPContext, check_can_copy, row_partition
-from ditron_train.tp.gather import gather_start_kernel
 
 
 class _Sources(NamedTuple):
@@ -181,11 +177,6 @@ def reduce_onto_kernel(
         tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-#: Types of partial sums: each addition is in fp32 and rounded to the type.
-SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-REDUCE_BLOCK = 4096  # elements that a program adds up at once
-
-
 class SumOrder(NamedTuple):
     """An order of sums other than the ring's.
 
@@ -200,68 +191,7 @@ class SumOrder(NamedTuple):
     constants: dict[str, Any]
 
 
-class SumExchange(Exchange[TPContext]):
-    """What exchanges of partial sums by copy engines share: start signals before the sends, and a kernel after them
-    that adds up.
-
-    Args:
-        context: The context whose streams are used.
-        channel: Channel of the exchange: start signals draw from its ticket slot 0, the sum from slot 1.
-        pointers: The channel as kernels take it.
-        epochs: Words whose epoch copy engines copy onto the peers' flags.
-    """
-
-    def __init__(self, context: TPContext, channel: Channel, pointers: ChannelPointers, epochs: torch.Tensor) -> None:
-        super().__init__(context, channel)
-        self._pointers, self._epochs = pointers, epochs
-        constants = {"WORLD_SIZE": context.world_size, "BLOCK": 128, "TARGET": context.target}
-        self._start = context.launch(gather_start_kernel, 1, constants, num_warps=1)
-
-    def _launch_of_sum(self, kernel: Any, constants: dict[str, Any]) -> KernelLaunch:
-        context = self.context
-        world = {"BLOCK": REDUCE_BLOCK, "WORLD_SIZE": context.world_size, "TARGET": context.target}
-        num_programs = 2 * context.num_sms if context.is_cuda else 1
-        return context.launch(kernel, num_programs, {**constants, **world}, num_warps=8)
-
-    def begin(self) -> None:
-        """Enqueues the start signals after what the current stream has; ``send`` follows, inside ``aborting``."""
-        self.fork(self._signal_start)
-
-    def send(self, partial: torch.Tensor, position: int, rows: slice, *, signals: bool) -> None:
-        """Sends ``rows`` of the partial, those of receiver or chunk number ``position``, after what the communication
-        stream has; it ``signals`` after the last of them."""
-        raise NotImplementedError
-
-    def _signal_start(self) -> None:
-        context = self.context
-        if not self._start.repeat("start", context.comm_handle):
-            arguments = (self._epochs, self._epochs.numel(), self._pointers)
-            self._start(*arguments, stream=context.comm_stream, key="start")
-
-    def finish(self, partial: torch.Tensor, out: torch.Tensor, *, beside: bool = False) -> None:
-        """Writes the sum over ranks to ``out``, contiguous, once all partial sums have arrived.
-
-        ``beside``: on the communication stream, as soon as this rank's sends are done, concurrent with what was
-        enqueued on the current stream since ``start`` (``partial`` must be complete by then).
-        """
-        context, ring_reduce = self.context, self._ring_reduce
-        key = (partial.data_ptr(), out.data_ptr())
-        with self.aborting:
-            if not ring_reduce.repeat(key, context.comm_handle if beside else current_handle(context.device)):
-                ring_reduce(
-                    *self._reduce_arguments(partial, out), stream=context.comm_stream if beside else None, key=key
-                )
-        context.join()
-        context.leave(self.channel)
-
-    _ring_reduce: KernelLaunch
-
-    def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
-        """Arguments of the kernel ``_ring_reduce``."""
-        raise NotImplementedError
-
-
-class ReduceScatter(SumExchange):
+class ReduceScatter(SumExchange[TPContext]):
     """Reduce-scatters of partial sums [total rows, N] by rows, for one partition, N and dtype (constructed
     collectively).
 
@@ -374,7 +304,7 @@ class ReduceScatter(SumExchange):
 
     def _reduce_arguments(self, partial: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         order = () if self._order is None else (self._order.tables,)
-        operands = (partial, self._slots.local, self._pointers, out, self._row_starts, *order)
+        operands = (partial, self._slots.local, self.pointers, out, self._row_starts, *order)
         return (*operands, self._num_columns, self.partition.max_count)
 
 

@@ -159,4 +159,40 @@ SPECS = [
         num_warps=1,
         signals=None,
     ),
+    *(
+        KernelSpec(
+            name=f"sp_keys_wait_{step}",
+            kernel="ditron_train.sp.keys_values:keys_wait_kernel",
+            signature={"channel": _CHANNEL, "senders_ptr": "*i32"},
+            constexprs={"STEP": step, "LAST": step == 1, "WORLD_SIZE": 8},
+            num_warps=1,
+            signals=None,
+        )
+        for step in (0, 1)
+    ),
+    KernelSpec(
+        name="sp_add_steps",
+        kernel="ditron_train.sp.keys_values:add_steps_kernel",
+        signature={
+            **dict.fromkeys(("first_ptr", "second_ptr", "out_ptr"), "*bf16"),
+            **dict.fromkeys(("first_row", "first_end", "second_row", "second_end", "row_elements"), "i32"),
+        },
+        aligned=("first_ptr", "second_ptr", "out_ptr", "row_elements"),
+        constexprs={"BLOCK": 4096},
+        num_warps=8,
+    ),
+    KernelSpec(
+        name="sp_sum_keys",
+        kernel="ditron_train.sp.keys_values:sum_keys_kernel",
+        signature={
+            **dict.fromkeys(("partial_ptr", "slots_ptr", "out_ptr"), "*bf16"),
+            "channel": _CHANNEL,
+            "bounds_ptr": "*i32",
+            **dict.fromkeys(("chunk_elements", "row_elements"), "i32"),
+        },
+        aligned=("partial_ptr", "slots_ptr", "out_ptr", "chunk_elements", "row_elements"),
+        constexprs={"BLOCK": 4096, "WORLD_SIZE": 8},
+        num_warps=8,
+        signals=None,
+    ),
 ]

@@ -160,7 +160,7 @@ SPECS = [
     ),
     KernelSpec(
         name="tp_gather_start",
-        kernel="ditron_train.tp.gather:gather_start_kernel",
+        kernel="ditron_train.lang.start:gather_start_kernel",
         signature={"epochs_ptr": "*i32", "num_flags": "i32", "channel": _CHANNEL},
         constexprs={"WORLD_SIZE": 8, "BLOCK": 128},
         num_warps=1,

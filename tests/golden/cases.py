@@ -397,8 +397,31 @@ def _exchange_heads(to_heads, sizes, dtype, stack, group) -> Prepared:
     )
 
 
+def _gathered_keys(window, stack, group) -> Prepared:
+    from ditron_train.schedule.keys import causal_ranges
+    from ditron_train.sp.keys_values import FusedMoves, get_key_value_context
+
+    context, world, rank = get_key_value_context(group, CPU), dist.get_world_size(), dist.get_rank()
+    ranges = causal_ranges(2 * world, 4, window)
+    moves, own = FusedMoves(context, ranges), [ranges[rank], ranges[2 * world - 1 - rank]]
+    k, v = (integers(8, 1, 2, 8, seed=32 + rank, dtype=torch.bfloat16) for _ in range(2))
+    grads = [integers(end - first, 1, 2, 8, seed=36 + rank, dtype=torch.bfloat16) for first, end in own]
+
+    def run() -> list[torch.Tensor]:
+        gathered = moves.gather(k, v)
+        gathered.wait(0)
+        gathered.wait(1)
+        gathered.finish()
+        arrived = [whole[first:end].clone() for whole in (gathered.keys, gathered.values) for first, end in own]
+        return [*arrived, *moves.scatter(grads, grads, len(k))]
+
+    return dict(k=k, v=v), run
+
+
 def _sp_cases() -> Iterator[Case]:
     bf16 = torch.bfloat16
+    for world, window in ((2, None), (4, 3)):
+        yield Case(f"sp gathered keys, window {window}, {world} ranks", world, partial(_gathered_keys, window))
     for world, sizes in ((2, (4, 2, 8, 16, 1, 32)), (2, (6, 2, 5, 12, 3, 33)), (4, (8, 4, 16, 24, 1, 40))):
         words = f"{'x'.join(map(str, sizes))}, {world} ranks"
         yield Case(f"sp qkv projection {words}", world, partial(_projections, True, sizes, bf16))

@@ -21,7 +21,7 @@ from ditron_train.runtime.versions import is_at_least
 #: Name on the command line: what it accelerates.
 FEATURES: dict[str, str] = {
     "tp": "tensor parallel linear layers, with --sequence-parallel or without",
-    "sp": "attention with --cp-comm-type a2a or a2a+p2p (Ulysses)",
+    "sp": "attention with --cp-comm-type a2a, a2a+p2p (Ulysses) or all_gather",
     "ep": "mixture-of-experts dispatch, expert GEMMs and combine",
     "pp": "pipeline sends and receives",
     "muon": "the Muon optimizer",

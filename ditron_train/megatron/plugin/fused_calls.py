@@ -29,6 +29,7 @@ _TE_DECISIONS = (
     ("ditron_train.megatron.tp.te_layers", "route", "tp"),
     ("ditron_train.megatron.tp.te_layers", "answer_in_fp8", "tp"),
     ("ditron_train.megatron.sp.te_attention", "route_exchange", "sp"),
+    ("ditron_train.megatron.sp.te_all_gather", "route_all_gather", "sp"),
 )
 #: What tries the fused path to compare it, through the decisions above.
 _PROBES = (

@@ -111,7 +111,7 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
 
     def unsupported_tensors(self, call: UlyssesCall) -> str | None:
         """As ``unsupported_reason``, of the tensors alone."""
-        reason = _unsupported_device(call.like)
+        reason = unsupported_reason_device(call.like)
         if reason is not None or not call.weights:
             return reason
         if torch.is_autocast_enabled(call.like.device.type):
@@ -329,7 +329,8 @@ class ProjectionsOp(_UlyssesOp):
         return function
 
 
-def _unsupported_device(tensor: torch.Tensor) -> str | None:
+def unsupported_reason_device(tensor: torch.Tensor) -> str | None:
+    """Why no op takes a tensor by its device, or None."""
     if tensor.device.type == "cpu":
         return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
     try:

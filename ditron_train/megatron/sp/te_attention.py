@@ -21,8 +21,11 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
-from ditron_train.megatron.sp.attention_exchange import config_of_one_rank, exchanged, shape_of
-from ditron_train.megatron.sp.coverage import (
+from ditron_train.megatron.shared.interfaces import unsupported_reason_otherwise
+from ditron_train.megatron.sp.attention_exchange import (
+    config_of_one_rank,
+    exchanged,
+    shape_of,
     unsupported_reason_comm_type,
     unsupported_reason_levels,
     unsupported_reason_te_attention,
@@ -31,6 +34,7 @@ from ditron_train.megatron.sp.exchange import Exchange
 from ditron_train.megatron.sp.packed import table_of, unsupported_reason_packed
 from ditron_train.megatron.sp.spec import route_exchange
 from ditron_train.policy import log_native
+from ditron_train.policy.gate import INTERFACE_ERRORS
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 
@@ -39,7 +43,7 @@ _VALUE_SIZE = "hidden_size_per_attention_head_v"  # since 0.18 that of padded va
 
 @outside_compile
 class DitronTEDotProductAttention(TEDotProductAttention, metaclass=EqualsBaseClass, native=TEDotProductAttention):
-    """``TEDotProductAttention`` whose ``a2a`` exchanges are fused.
+    """``TEDotProductAttention`` whose ``a2a`` exchanges, or ``all_gather`` of keys and values, are fused.
 
     Built natively, so that what is not covered (an attention in FP8, dropout, ...) runs as it did; beside it stands
     the same attention for this rank's heads, of the whole sequence or by a ring over what the exchanges do not reach.
@@ -73,7 +77,8 @@ class DitronTEDotProductAttention(TEDotProductAttention, metaclass=EqualsBaseCla
         self.left_in_heads: list[torch.Tensor | None] | None = None
         self.takes_packed = cp_comm_type == "a2a"
         self._own_group = getattr(self, "cp_group", None)  # native rewrites its own with that of the batch
-        if config.context_parallel_size > 1 and getattr(pg_collection, "cp", None) is not None:
+        self._gathers = cp_comm_type == "all_gather" and config.context_parallel_size > 1
+        if not self._gathers and config.context_parallel_size > 1 and getattr(pg_collection, "cp", None) is not None:
             try:
                 group, ring = self._levels(pg_collection.cp, cp_comm_type)
                 inner = config_of_one_rank(config, group.size())
@@ -146,6 +151,9 @@ class DitronTEDotProductAttention(TEDotProductAttention, metaclass=EqualsBaseCla
         num_splits: int | None = None,
     ) -> torch.Tensor:
         packed, options, reason = packed_seq_params, (attention_bias, packed_seq_params, num_splits), None
+        if self._gathers:
+            with self._gathering(None if packed is None else "the attention is called with packed_seq_params"):
+                return super().forward(query, key, value, attention_mask, attn_mask_type, *options)
         if self._whole:
             others = {"attention_bias": attention_bias, "num_splits": num_splits}
             others["packed_seq_params"] = None if self.takes_packed else packed
@@ -172,6 +180,20 @@ class DitronTEDotProductAttention(TEDotProductAttention, metaclass=EqualsBaseCla
             self.left_in_heads.append(table)
             return attended
         return exchange.to_sequence(attended)
+
+    def _gathering(self, reason: str | None) -> contextlib.AbstractContextManager[None]:
+        """Inside, Transformer Engine's attention gathers keys and values by the fused path, unless there is a reason
+        not to."""
+        reason = reason or self._unsupported_reason()
+        if reason is None:
+            try:
+                from ditron_train.megatron.sp.te_all_gather import fused_exchanges
+
+                return fused_exchanges()
+            except INTERFACE_ERRORS as error:
+                reason = unsupported_reason_otherwise("Transformer Engine", error)
+        log_native("sp attention", reason)
+        return contextlib.nullcontext()
 
     @staticmethod
     def _unsupported_reason_call(

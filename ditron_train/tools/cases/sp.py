@@ -1,10 +1,11 @@
 """The projections around an attention as tools measure them: GEMM-A2A and A2A-GEMM against cuBLAS and all-to-alls,
-and the backward of both."""
+and the backward of both; and an attention that gathers keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,23 @@ from ditron_train.data import load_workloads
 from ditron_train.policy import Function, Op
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
+from ditron_train.schedule.keys import causal_ranges
 from ditron_train.sp.a2a_gemm import a2a_gemm
+from ditron_train.sp.all_gather_attention import (
+    ALL_GATHER_ATTENTION,
+    Attended,
+    GatheredAttention,
+    GatheredCall,
+    NativeMoves,
+    all_gather_attention,
+)
 from ditron_train.sp.choices import Product, ProjectionChoice, choose, exchange_programs
 from ditron_train.sp.choices import ProjectionOp as ProductName
 from ditron_train.sp.context import SPContext, get_sp_context
 from ditron_train.sp.exchange import to_heads, to_sequence
 from ditron_train.sp.functions import output_projection, qkv_projection
 from ditron_train.sp.gemm_a2a import gemm_a2a
+from ditron_train.sp.keys_values import FusedMoves, KeyValueContext
 from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
 from ditron_train.sp.transfer import WeightLayout
@@ -356,6 +367,68 @@ class ExchangeCase(ProjectionCase):
         return exchange_programs(self.row, *self.op.sent(call), context)
 
 
+class _StandIn:
+    """Stands for an attention: little more than one pass over keys and values."""
+
+    def forward(self, step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """As ``StepKernels.forward``."""
+        return q + k.sum((0, 2), keepdim=True) * v.sum((0, 2), keepdim=True), ()
+
+    def backward(self, step: int, grad: torch.Tensor, attended: Attended) -> Sequence[torch.Tensor]:
+        """As ``StepKernels.backward``."""
+        factor = grad[:1, :, :1].clamp(-1, 1)
+        return grad, attended.k * factor, attended.v * factor
+
+
+class GatheredCase(BenchCase[GatheredCall, KeyValueContext]):
+    """The exchanges alone, around a stand-in for the attention, against all-gathers, reorders and reduce-scatters of
+    the process group in Transformer Engine's order."""
+
+    row = "all_gather_attention"
+    measured: Pass = "forward_backward"
+    num_sets = 1  # one alone is larger than the L2 cache
+
+    def shapes(self, world_size: int, on_gpu: bool) -> list[Shape]:
+        """LLaMA-8B's attention, and a window of 4096."""
+        if not on_gpu:
+            return [_shape("custom", 16 * world_size, 4, 2, 8)]
+        windowed = Shape("LLaMA-8B, window 4096", _shape("", 65536, 32, 8, 128).sizes, {"window": 4096})
+        return [_shape("LLaMA-8B", 32768, 32, 8, 128), windowed]
+
+    def shapes_of_model(self, model: ModelSizes, world_size: int) -> list[Shape]:
+        return [_shape("custom", model.seq_length, model.heads, model.groups, model.channels)]
+
+    def unsupported_shape(self, shape: Shape, world_size: int) -> str | None:
+        """Ranks share out two chunks of the sequence each."""
+        seqlen, heads, groups, _ = _sizes(shape)
+        if seqlen % (2 * world_size) or heads % groups:
+            return f"an attention of {seqlen} tokens, {heads} heads and {groups} groups on {world_size} ranks"
+        return None
+
+    def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> GatheredCall:
+        (seqlen, heads, groups, head_size), world = _sizes(shape), environment.world_size
+        why = self.unsupported_shape(shape, world)
+        if why is not None:
+            raise SettingError(why)
+        window = shape.options.get("window")
+        ranges = causal_ranges(2 * world, seqlen // (2 * world), window)
+        where = environment.dtype, environment.device
+        q, k, v, grad = (
+            make_values((seqlen // world, 1, count, head_size), *where, seed=20 * seed + place, rank=environment.rank)
+            for place, count in enumerate((heads, groups, groups, heads))
+        )
+        stream = torch.cuda.Stream(q.device) if q.is_cuda else None
+
+        def attention(moves: FusedMoves | NativeMoves) -> GatheredAttention:
+            return GatheredAttention(moves, _StandIn(), 0, stream)
+
+        native = partial(all_gather_attention, call=attention(NativeMoves(environment.group, ranges, q.device)))
+        return GatheredCall(
+            environment.group, (q, k, v), (window,), native, lambda context: attention(FusedMoves(context, ranges)),
+            (grad,),
+        )  # fmt: skip
+
+
 PROJECTIONS = (
     ProjectionCase("gemm_a2a", FRONT),
     ProjectionCase("a2a_gemm", BEHIND),
@@ -365,4 +438,4 @@ PROJECTIONS = (
     ProjectionCase("output_projection", BEHIND, is_backward=True),
 )
 EXCHANGES = (ExchangeCase("to_heads", FRONT), ExchangeCase("to_sequence", BEHIND))
-CASES: Sequence[BenchCase[Any, Any]] = (*PROJECTIONS, *EXCHANGES)
+CASES: Sequence[BenchCase[Any, Any]] = (*PROJECTIONS, *EXCHANGES, GatheredCase(ALL_GATHER_ATTENTION))

@@ -357,6 +357,8 @@ def _derive_choices(config: Config) -> None:
     config.activation_func = _activation(config)
     kinds = config.cp_comm_type or ["p2p"]
     config.cp_comm_type = kinds[0] if len(kinds) == 1 else kinds
+    if isinstance(config.window_size, str):
+        config.window_size = tuple(int(keys) for keys in config.window_size.strip("()").split(","))
     config.hierarchical_context_parallel_sizes = config.hierarchical_context_parallel_sizes or []
     if config.recompute_activations:
         config.recompute_granularity = "selective"

@@ -32,8 +32,8 @@ from ditron_train.megatron.ep.experts import DitronTEGroupedMLP, unsupported_rea
 from ditron_train.megatron.plugin.arguments import FEATURES, WITH_OTHERS, Options, fuses_mlp
 from ditron_train.megatron.pp.communicator import unsupported_reason_group
 from ditron_train.megatron.sp.attention import DitronSelfAttention
-from ditron_train.megatron.sp.attention_exchange import config_of_one_rank
-from ditron_train.megatron.sp.coverage import (
+from ditron_train.megatron.sp.attention_exchange import (
+    config_of_one_rank,
     unsupported_reason_comm_type,
     unsupported_reason_levels,
     unsupported_reason_te_attention,
@@ -291,6 +291,10 @@ def _attention(job: Job, config: Any) -> _Found:
 def _unsupported_reason_exchanged(kind: str, ranks: int, job: Job, config: Any) -> str | None:
     """Why the exchanges of attentions with this ``cp_comm_type`` are native, or None."""
     reason = unsupported_reason_comm_type(kind)
+    if kind == "all_gather":
+        reason = None if _is_te(config) else "Megatron's local attention has no all_gather"
+        if config.multi_latent_attention:
+            reason = "Transformer Engine's all_gather refuses multi-latent attention"
     if reason is None and kind == "a2a+p2p":
         reason = unsupported_reason_levels(config.hierarchical_context_parallel_sizes)
         if not _is_te(config):
@@ -299,7 +303,7 @@ def _unsupported_reason_exchanged(kind: str, ranks: int, job: Job, config: Any) 
         reason = "the attention of dsa is not Transformer Engine's"
     if reason is None and config.hybrid_context_parallel:
         reason = "the context parallel group changes from batch to batch"
-    if reason is None:
+    if reason is None and kind != "all_gather":
         try:
             config_of_one_rank(config, ranks)
         except NotSupportedError as error:
@@ -320,8 +324,9 @@ def _attention_of(kind: str, job: Job, config: Any) -> _Found:
     rows = (model.seq_length // config.context_parallel_size, model.micro_batch_size)
     like = _tensor(*rows, model.heads // tp, head_dim, dtype=config.params_dtype)
     group: Any = _Group(cp)
-    yield "attention: exchanges", reason or EXCHANGE.unsupported_tensors(UlyssesCall(group, shape, rows, like))
-    if reason is not None:
+    name = "attention: gathers of keys and values" if kind == "all_gather" else "attention: exchanges"
+    yield name, reason or EXCHANGE.unsupported_tensors(UlyssesCall(group, shape, rows, like))
+    if reason is not None or kind == "all_gather":
         return
     x = _tensor(*rows, config.hidden_size, dtype=config.params_dtype)
     qkv = _weight((model.heads + 2 * model.groups) * model.channels // tp, config.hidden_size, config=config)

@@ -23,6 +23,7 @@ from ditron_train.runtime.errors import SettingError
 from ditron_train.sp.cost_model import (
     AttentionSizes,
     exchange,
+    gathers,
     output_backward,
     output_forward,
     qkv_backward,
@@ -198,8 +199,8 @@ def _attention(step: _Step) -> Iterator[tuple[str, Estimate]]:
         yield "attention: exchanges", step.whole(moved, moved, count)
     elif "all_gather" in kinds:
         num_bytes = 2 * step.model.tokens * model.groups * value_dim / step.tp * _ITEMSIZE
-        moved_us = ring_us(num_bytes, span, rates)
-        yield "gathers of keys and values", step.alike(3 * moved_us, count)
+        both = gathers(num_bytes, model.seq_length, config.window_size, span, rates)
+        yield "attention: gathers of keys and values", step.whole(*both, count)
 
 
 def _experts(step: _Step) -> Iterator[tuple[str, Estimate]]:

@@ -19,7 +19,7 @@ from ditron_train.runtime.files import parse_json, read_regular
 Kind = Literal["compute", "communication"]
 # Kernels that only move or wait for data of other ranks; fused kernels compute, so they are not among them.
 _COMMUNICATION = re.compile(
-    r"nccl|gloo|c10d|nvshmem|userbuffers|deep_ep|push_|_push|gather_(start|wait)|exchange|receive_kernel|arrived|await_|notify_"
+    r"nccl|gloo|c10d|nvshmem|userbuffers|deep_ep|push_|_push|gather_start|(gather|keys)_wait|exchange|receive_kernel|arrived|await_|notify_"
     r"|agree_kernel|return_rows|sum_returned|Memcpy PtoP",
     re.IGNORECASE,
 )

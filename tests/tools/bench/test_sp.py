@@ -29,6 +29,7 @@ def test_rows_of_both_ops_and_of_the_backward(tmp_path: Path) -> None:
         ("a2a_gemm", "forward"),
         ("qkv_projection", "backward"),
         ("output_projection", "backward"),
+        ("all_gather_attention", "forward_backward"),
     ]
     for row in rows:
         assert row.bitwise_equal and row.native_us > 0 and row.comm_sms == 0

@@ -25,6 +25,7 @@ LORA = "--q-lora-rank 1536 --kv-lora-rank 512"
 QKV, PROJ = "attention: linear_qkv", "attention: linear_proj"
 QKV_A2A, OUT_A2A = "attention: QKV projection with its exchange", "attention: output projection with its exchange"
 MOVED, FUSED = "experts: dispatch and combine", "experts: GEMMs in one kernel with them"
+GATHERS = "attention: gathers of keys and values"
 QUANTISED = "experts: grouped quantization to FP8"
 
 
@@ -61,6 +62,7 @@ def reasons(words: str) -> dict[str, str | None]:
         f"{TP} --add-qkv-bias",
         f"{TP} --delay-wgrad-compute",
         f"{SP} --add-qkv-bias",
+        f"{SP} --cp-comm-type all_gather --num-attention-heads 31 --kv-channels 128",
     ],
 )
 def test_a_job_of_usual_flags_is_fast_all_over(base: str) -> None:
@@ -84,6 +86,8 @@ def test_a_job_of_usual_flags_is_fast_all_over(base: str) -> None:
         (f"{SP},tp --tensor-model-parallel-size 2 --sequence-parallel", OUT_A2A, "overlaps with tensor parallel"),
         (f"{SP} --attention-dropout 0.1", "attention: exchanges", "attention dropout is on"),
         (f"{SP} --cp-comm-type p2p", "attention: exchanges", "--cp-comm-type is p2p"),
+        (f"{SP} --cp-comm-type all_gather --attention-dropout 0.1", GATHERS, "attention dropout is on"),
+        (f"{SP} --cp-comm-type all_gather --transformer-impl local", GATHERS, "local attention has no all_gather"),
         (f"{SP} --num-attention-heads 31 --kv-channels 128", "attention: exchanges", "divisible by CP size"),
         (f"{EP} --moe-token-dispatcher-type flex", MOVED, "moe_token_dispatcher_type is 'flex'"),
         (f"{EP} --moe-router-dtype fp64", MOVED, "torch.float64 is not covered"),
@@ -275,6 +279,8 @@ IN_PROJ, OUT_PROJ, EXCHANGES = "Mamba: in_proj", "Mamba: out_proj", "attention: 
         ),
         (f"{MLA_SP} --experimental-attention-variant dsa --ditron sp", set(), {EXCHANGES: "the attention of dsa"}),
         (f"{A2A_P2P} 2 4", {EXCHANGES, QKV_A2A, OUT_A2A}, {}),
+        (f"{MLA_SP} --cp-comm-type all_gather --ditron sp", set(), {GATHERS: "refuses multi-latent attention"}),
+        (f"{QWEN} --cp-comm-type all_gather", {GATHERS}, {}),
         (f"{A2A_P2P} 1 8", set(), {EXCHANGES: "each exchange of a2a+p2p is of one rank"}),
         (f"{A2A_P2P} 2 2 2", set(), {EXCHANGES: "over 3 levels"}),
         (f"{A2A_P2P} 2 4 --transformer-impl local", set(), {EXCHANGES: "local attention has no a2a+p2p"}),

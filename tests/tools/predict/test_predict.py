@@ -27,6 +27,10 @@ EP = (
     "--moe-token-dispatcher-type alltoall --moe-grouped-gemm"
 )
 SP = f"{DENSE} --context-parallel-size 8 --cp-comm-type a2a"
+GATHERED, GATHERS = (
+    f"{DENSE} --context-parallel-size 8 --cp-comm-type all_gather",
+    "attention: gathers of keys and values",
+)
 FP8 = f"{TP} --fp8-format hybrid"
 LINEARS = {"attention: linear_qkv", "attention: linear_proj", "MLP: linear_fc1", "MLP: linear_fc2"}
 EXPERTS = {"experts: dispatch and combine", "experts: GEMMs in one kernel with them"}
@@ -50,6 +54,7 @@ def test_each_feature_gains_where_it_has_something_to_do() -> None:
         (TP, LINEARS | {"output_layer"}),
         (EP, EXPERTS),
         (SP, {"attention: QKV projection with its exchange", "attention: output projection with its exchange"}),
+        (GATHERED, {GATHERS}),
         (f"{DENSE} --pipeline-model-parallel-size 4", {"messages between stages"}),
         (f"{DENSE} --optimizer muon", {"Newton-Schulz steps of matrices"}),
     ):
@@ -91,7 +96,7 @@ def test_the_gain_is_out_of_the_step_that_the_user_states() -> None:
         (f"{EP} --overlap-moe-expert-parallel-comm", {"experts: dispatch and combine"}),
         (f"{SP} --attention-dropout 0.1", {"attention: exchanges"}),
         (f"{DENSE} --context-parallel-size 8 --cp-comm-type p2p", {"attention: exchanges"}),
-        (f"{DENSE} --context-parallel-size 8 --cp-comm-type all_gather", {"attention: exchanges"}),
+        (f"{GATHERED} --attention-dropout 0.1", {GATHERS}),
     ],
 )
 def test_what_runs_natively_gains_nothing_for_the_doctors_reason(words: str, native: set[str]) -> None:
@@ -162,9 +167,12 @@ def test_one_gpu_has_no_exchange_and_no_gain() -> None:
 
 
 def test_gathers_of_keys_and_values_take_time() -> None:
-    gathered = step_us(f"{DENSE} --context-parallel-size 8 --cp-comm-type all_gather")
+    gathered = step_us(GATHERED)
     ring = step_us(f"{DENSE} --context-parallel-size 8 --cp-comm-type p2p")
-    assert gathered["gathers of keys and values"] > 0 and sum(gathered.values()) > sum(ring.values())
+    native, fused = predicted(GATHERED).parts[GATHERS]
+    windowed_native, windowed = predicted(f"{GATHERED} --window-size 128,0").parts[GATHERS]
+    assert 0 < windowed < fused < native == windowed_native
+    assert gathered[GATHERS] > 0 and sum(gathered.values()) > sum(ring.values())
 
 
 def test_groups_across_nodes_are_not_estimated() -> None:

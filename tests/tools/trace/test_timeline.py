@@ -86,6 +86,7 @@ GEMMS = """
 COMMUNICATION = """
     push_kernel push_shard_kernel gather_start_kernel gather_wait_kernel gather_wait_one_kernel push_and_reduce_kernel
     push_largest_kernel receive_kernel arrived_kernel await_kernel
+    keys_wait_kernel
     await_message_kernel notify_kernel agree_kernel push_tokens push_ahead place_arrived return_rows sum_returned
     exchange_counts
 """.split()
@@ -93,7 +94,7 @@ OTHERS = """
     copy_rows_kernel place_tokens sum_rows reduce_rows_kernel reduce_all_kernel reduce_local_shard_kernel
     normalize_kernel
     momentum_kernel update_kernel list_tiles plan_tiles count_chunks list_entries scale_kernel handover_kernel
-    reduce_onto_kernel exponentials_kernel gradient_kernel
+    reduce_onto_kernel exponentials_kernel gradient_kernel add_steps_kernel sum_keys_kernel
 """.split()
 
 

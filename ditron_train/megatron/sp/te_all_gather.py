@@ -1,0 +1,215 @@
+"""Transformer Engine's ``all_gather`` attention with fused exchanges (part of feature ``sp``).
+
+The reference is Transformer Engine's own autograd function, which its attention calls by name: inside
+``fused_exchanges`` the name stands for a function of this module, which computes by the same attention kernels, called
+with the same arguments. Masks, windows and ranges of keys are computed by Transformer Engine.
+Imported only where Transformer Engine is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch.attention.dot_product_attention.backends as backends
+import transformer_engine.pytorch.attention.dot_product_attention.context_parallel as te
+
+from ditron_train.megatron.sp.spec import unsupported_reason_device
+from ditron_train.policy import gate, log_native
+from ditron_train.runtime.versions import is_at_least
+from ditron_train.schedule.keys import chunks_of
+from ditron_train.sp.all_gather_attention import (
+    ALL_GATHER_ATTENTION,
+    Attended,
+    GatheredAttention,
+    GatheredCall,
+    all_gather_attention,
+)
+from ditron_train.sp.keys_values import FusedMoves, KeyValueContext
+
+_NAME = "AttnFuncWithCPAndKVAllGather"
+#: What the function takes in Transformer Engine 2.10 to 2.14.
+_PARAMETERS = (
+    "is_training", "q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q_padded", "dropout_p",
+    "softmax_scale", "qkv_format", "attn_mask_type", "attn_bias_type", "attn_bias", "deterministic",
+    "use_fused_attention", "return_max_logit", "window_size", "cp_group", "cp_stream", "use_flash_attn_3",
+)  # fmt: skip
+
+
+class _Steps:
+    """What the kernels of both steps are called with.
+
+    Args:
+        given: The arguments of Transformer Engine's function, by name.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.given, self.causal = given, "causal" in given.attn_mask_type
+        world, rank = dist.get_world_size(given.cp_group), dist.get_rank(given.cp_group)
+        self.seq_dim = given.qkv_format.index("s")
+        self.rows, self.num_ranks = given.max_seqlen_q // (2 * world), world
+        self.softmax_scale = given.q.shape[-1] ** -0.5 if given.softmax_scale is None else given.softmax_scale
+        found = [
+            te.get_kv_seq_info_after_all_gather(chunk, world, self.rows, self.rows, given.window_size, self.causal)
+            for chunk in range(2 * world)
+        ]
+        self.ranges = tuple(tuple(keys) for keys, _ in found)
+        own = [found[chunk] for chunk in chunks_of(rank, world)]
+        self.num_keys = [end - first for (first, end), _ in own]
+        self.windows = [window for _, window in own]
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What the kernels' results depend on besides the shapes, the same on all ranks."""
+        names = "qkv_format", "attn_mask_type", "window_size", "use_fused_attention", "use_flash_attn_3"
+        return *(getattr(self.given, name) for name in (*names, "deterministic", "is_training")), self.softmax_scale
+
+
+class _FusedAttention(_Steps):
+    """cuDNN's kernels."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given)
+        is_named = not self.causal or "bottom_right" in given.attn_mask_type
+        self._mask = given.attn_mask_type + ("" if is_named else "_bottom_right")
+        self._query_starts = given.cu_seqlens_q // (2 * self.num_ranks)
+        self._key_starts: dict[int, torch.Tensor] = {}
+
+    def _options(self, step: int) -> dict[str, Any]:
+        given, starts = self.given, self._key_starts[step]
+        return dict(
+            attn_scale=self.softmax_scale, dropout=given.dropout_p, qkv_layout="_".join([given.qkv_format] * 3),
+            attn_mask_type=self._mask, attn_bias_type=given.attn_bias_type, cu_seqlens_q_padded=None,
+            cu_seqlens_kv_padded=starts, window_size=self.windows[step], cuda_graph=te.is_graph_capturing(),
+        )  # fmt: skip
+
+    def forward(self, step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        given, num_keys = self.given, self.num_keys[step]
+        starts = te.dpa_utils.get_full_cu_seqlens(k.shape[1 - self.seq_dim], num_keys, k.device)
+        self._key_starts[step] = starts
+        out, saved, *_ = te.fused_attn_fwd(
+            given.is_training, self.rows, num_keys, self._query_starts, starts, q, k, v, q.dtype,
+            te.tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, attn_bias=given.attn_bias,
+            return_max_logit=False, **self._options(step),
+        )  # fmt: skip
+        return out, tuple(saved)
+
+    def backward(self, step: int, grad: torch.Tensor, attended: Attended) -> Sequence[torch.Tensor]:
+        q, k, v, out, saved = attended
+        grads = te.fused_attn_bwd(
+            self.rows, self.num_keys[step], self._query_starts, self._key_starts[step], q, k, v, out, grad, q.dtype,
+            te.TE_DType[grad.dtype], list(saved), te.tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen,
+            deterministic=self.given.deterministic, **self._options(step),
+        )  # fmt: skip
+        return list(grads[:3])
+
+
+class _FlashAttention(_Steps):
+    """FlashAttention 2 (from 2.7 on) or 3."""
+
+    def _options(self, step: int) -> dict[str, Any]:
+        is_third, window = self.given.use_flash_attn_3, self.windows[step]
+        options: dict[str, Any] = {"softmax_scale": self.softmax_scale}
+        if not is_third:
+            options |= {"dropout_p": self.given.dropout_p, "alibi_slopes": None, "softcap": 0.0}
+        if is_third and not is_at_least("transformer-engine", "2.14"):
+            return {**options, "window_size": window}
+        return {**options, "window_size_left": window[0], "window_size_right": window[1]}
+
+    def _arguments(self, forward: bool, step: int, **grads: torch.Tensor) -> list[Any]:
+        given, lengths = self.given, dict(max_seqlen_q=self.rows, max_seqlen_kv=self.num_keys[step])
+        return list(te.get_fa_args(forward, given.use_flash_attn_3, given.qkv_format, **lengths, **grads))
+
+    def forward(self, step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        is_third, options = self.given.use_flash_attn_3, self._options(step)
+        function = backends._flash_attn_fwd_v3 if is_third else backends._flash_attn_fwd
+        options |= {} if is_third else {"return_softmax": False}
+        outputs = function(q, k, v, *self._arguments(True, step), causal=self.causal, **options)
+        return outputs[0], (outputs[1], None if is_third else outputs[3])
+
+    def backward(self, step: int, grad: torch.Tensor, attended: Attended) -> Sequence[torch.Tensor]:
+        q, k, v, out, saved = attended
+        is_third, options = self.given.use_flash_attn_3, self._options(step)
+        function = backends._flash_attn_bwd_v3 if is_third else backends._flash_attn_bwd
+        lse, rng_state = saved
+        options |= {"deterministic": self.given.deterministic} | ({} if is_third else {"rng_state": rng_state})
+        causal = "is_causal" if is_third and is_at_least("transformer-engine", "2.14") else "causal"
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        arguments = self._arguments(False, step, dq=dq, dk=dk, dv=dv)
+        function(grad, q, k, v, out, lse, *arguments, **{causal: self.causal}, **options)
+        return dq, dk, dv
+
+
+def _unsupported_reason(given: Any) -> str | None:
+    """Why Transformer Engine's own function runs a call, or None."""
+    q, k, v, world = given.q, given.k, given.v, dist.get_world_size(given.cp_group)
+    lengths = [one.shape[0 if given.qkv_format == "sbhd" else 1] for one in (q, k)]
+    lengths += [given.max_seqlen_q // world, given.max_seqlen_kv // world]
+    are_uneven = lengths[0] % 2 or len({*lengths}) > 1 or k.shape != v.shape or q.shape[-1] != k.shape[-1]
+    reasons = {
+        f"the layout of the attention is {given.qkv_format}": given.qkv_format not in ("sbhd", "bshd"),
+        "attention dropout is on": given.dropout_p,
+        "the largest attention logits are collected": given.return_max_logit,
+        f"q is {q.dtype}": q.dtype not in (torch.bfloat16, torch.float16),
+        f"the mask is {given.attn_mask_type}": "padding" in given.attn_mask_type,
+        "the attention has a bias": given.attn_bias_type != "no_bias",
+        "FlashAttention is older than 2.7": not (given.use_fused_attention or te.fa_utils.v2_7_0_plus),
+        f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}": are_uneven,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), unsupported_reason_device(q))
+
+
+class _FusedAllGather:
+    """Stands for Transformer Engine's autograd function, which ``native`` is."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def apply(self, *args: Any) -> torch.Tensor:
+        """As the function's own."""
+        given = SimpleNamespace(**dict(zip(_PARAMETERS, args, strict=True)))
+        values = given.q, given.k, given.v
+        reason = _unsupported_reason(given)
+        if reason is not None:
+            log_native("sp attention", reason)
+            return self._native.apply(*args)
+        steps = (_FusedAttention if given.use_fused_attention else _FlashAttention)(given)
+        given.q = given.k = given.v = None  # what backward wants of them is saved for it
+        call = GatheredCall(
+            given.cp_group,
+            values,
+            steps.options,
+            lambda *values: self._native.apply(args[0], *values, *args[4:]).view(values[0].shape),
+            lambda context: GatheredAttention(
+                FusedMoves(context, steps.ranges), steps, steps.seq_dim, given.cp_stream
+            ),
+        )
+        context = route_all_gather(call)
+        if context is None:
+            return self._native.apply(*args)
+        out = all_gather_attention(*values, call.attention(context))
+        return out if given.use_fused_attention else out.view(-1, *out.shape[-2:])
+
+
+def route_all_gather(call: GatheredCall) -> KeyValueContext | None:
+    """The context to run an attention with fused gathers of keys and values, or None."""
+    return gate.context_for(ALL_GATHER_ATTENTION, call)
+
+
+@contextlib.contextmanager
+def fused_exchanges() -> Iterator[None]:
+    """Inside, Transformer Engine's attention gathers keys and values by the fused path where that covers a call."""
+    native = getattr(te, _NAME)
+    is_known = tuple(inspect.signature(native.forward).parameters)[1:] == _PARAMETERS
+    if not is_known:
+        log_native("sp attention", "Transformer Engine gathers keys and values otherwise (2.10 to 2.14 are covered)")
+    setattr(te, _NAME, _FusedAllGather(native) if is_known else native)
+    try:
+        yield
+    finally:
+        setattr(te, _NAME, native)

@@ -1,0 +1,54 @@
+"""Transformer Engine's ``all_gather`` attention with fused exchanges, on CPUs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+from tests.support.processes import run_workers_once
+
+pytest.importorskip("megatron.core")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import all_gather_workers as workers  # noqa: E402
+
+TRANSFORMER_ENGINE = os.environ.get("TRANSFORMER_ENGINE")
+
+
+def run(ranks, body, *arguments):
+    outcomes = run_workers_once(ranks, body, *arguments)
+    for outcome in outcomes:
+        assert outcome.ok, outcome.traceback
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.skipif(not TRANSFORMER_ENGINE, reason="TRANSFORMER_ENGINE names no checkout of Transformer Engine")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bits_and_calls_of_kernels_are_those_of_transformer_engines_own_code(ranks):
+    assert min(run(ranks, workers.compare, TRANSFORMER_ENGINE, ranks, 12)) >= 10
+
+
+@pytest.mark.parametrize("window", [None, (5, 0)])
+def test_bits_of_the_attention_that_gathers_by_itself(window):
+    run(2, workers.modules_agree, window)
+
+
+@pytest.mark.parametrize(
+    "kind, says",
+    [
+        ("dropout", "attention dropout is on"),
+        ("module_dropout", "attention dropout is on"),
+        ("logits", "the largest attention logits are collected"),
+        ("mask", "the mask is padding"),
+        ("bias", "the attention has a bias"),
+        ("uneven", "q is (8, 1, 4, 8), k (8, 1, 2, 8), v (8, 1, 2, 8)"),
+        ("fp8", "the attention itself computes in FP8"),
+        ("packed", "the attention is called with packed_seq_params"),
+        ("version", "Transformer Engine gathers keys and values otherwise (2.10 to 2.14 are covered)"),
+        ("group", "a batch before this one has changed the context parallel group"),
+    ],
+)
+def test_what_is_not_covered_is_native_and_said(kind, says):
+    assert run(2, workers.stays_native, kind) == [[says]] * 2
