@@ -1,0 +1,365 @@
+"""Scaling of gradients, Adam(W) and the cast to bf16 in one pass, with the bits of Transformer Engine's kernels.
+
+Equivalent code, of each parameter with its fp32 ``grad``, ``param``, ``moment`` and ``variance``, and the bf16 ``out``
+that the model computes with::
+
+    grad *= scale                                            # multi_tensor_scale, where gradients are clipped
+    if is_l2: grad = grad + weight_decay * param             # multi_tensor_adam, of a FusedAdam
+    moment = beta1 * moment + (1 - beta1) * grad
+    variance = beta2 * variance + (1 - beta2) * grad * grad
+    update = (moment / correction1) / (sqrt(variance / correction2) + eps)
+    if not is_l2: update = update + weight_decay * param
+    param = param - lr * update
+    out = param.bfloat16()                                   # Megatron's copy of main parameters to the model's
+
+``correction`` is ``1 - beta ** step``, in double precision from the fp32 ``beta``. Bytes for each parameter::
+
+                            read   written
+    native  scale            4       4
+            Adam            16      12
+            cast             4       2      42 in all; with the norm's read and the zeroing of the gradient 50
+    fused   everything      16      14      30 in all; 38
+
+The scaled gradient is not stored: ``grad`` keeps what it was.
+
+Which multiply-adds are one instruction, a compiler chooses. Transformer Engine builds its kernels with
+``--use_fast_math``: numbers below the normal ones become 0, quotients are products by an approximate reciprocal, and
+roots are approximate. So each product and sum here is an instruction of its own that no compiler merges, and
+`Arithmetic` says which ones. `find_arithmetic` finds the one whose bits are those of the installed optimizer, by
+comparison on the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_train.gemm.ops import on_device
+from ditron_train.lang.waits import is_cuda
+from ditron_train.policy.probe import same_bits
+from ditron_train.runtime.device import kernel_target
+from ditron_train.runtime.launch import COMPILE_OPTIONS
+from ditron_train.runtime.values import normal_values, to_device
+
+_BLOCK, _NUM_WARPS = 2048, 8
+_ALIGNMENT = 16  # bytes of the widest load, and elements of the sizes that it fits
+
+
+class Arithmetic(NamedTuple):
+    """How the installed optimizer rounds. A form says of ``a * b + c * d`` what is one instruction: 0: the first
+    product and the sum, 1: the second product and the sum, 2: nothing.
+
+    Attributes:
+        is_fast: As ``--use_fast_math`` has it.
+        moment, variance: Forms of these.
+        update: Form of the weight decay.
+        param: 0: the product with the learning rate and the difference are one instruction; 2: they are not.
+    """
+
+    is_fast: bool = True
+    moment: int = 0
+    variance: int = 0
+    update: int = 0
+    param: int = 0
+
+
+class AdamOptions(NamedTuple):
+    """Hyperparameters of a group of parameters.
+
+    Attributes:
+        lr, beta1, beta2, eps, weight_decay: As FusedAdam has them.
+        step: The number of this step, from 1 on.
+        bias_correction: Whether moments are divided by ``1 - beta ** step``.
+        is_l2: Whether weight decay is added to the gradient, not to the update.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    bias_correction: bool = True
+    is_l2: bool = False
+
+    def corrections(self) -> tuple[float, float]:
+        """What moments and variances are divided by, before it becomes fp32."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        beta1, beta2 = (ctypes.c_float(beta).value for beta in (self.beta1, self.beta2))
+        return 1.0 - beta1**self.step, 1.0 - beta2**self.step
+
+
+class Shard(NamedTuple):
+    """What one parameter's step reads and writes: contiguous, all of one size and device.
+
+    Attributes:
+        grad: fp32, read.
+        param, moment, variance: fp32, changed in place.
+        out: The model's, bf16, written; None where ``param`` itself is the model's.
+    """
+
+    grad: torch.Tensor
+    param: torch.Tensor
+    moment: torch.Tensor
+    variance: torch.Tensor
+    out: torch.Tensor | None
+
+
+@triton.jit
+def _product(a, b, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
+    if not is_cuda(TARGET):
+        return a * b
+    elif IS_FAST:
+        return tl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+    else:
+        return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+
+
+@triton.jit
+def _sum(a, b, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
+    if not is_cuda(TARGET):
+        return a + b
+    elif IS_FAST:
+        return tl.inline_asm_elementwise("add.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+    else:
+        return tl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+
+
+@triton.jit
+def _multiply_add(a, b, c, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
+    """a * b + c, rounded once (in the interpreter twice)."""
+    if not is_cuda(TARGET):
+        return a * b + c
+    elif IS_FAST:
+        return tl.inline_asm_elementwise("fma.rn.ftz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, True, 1)
+    else:
+        return tl.inline_asm_elementwise("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, True, 1)
+
+
+@triton.jit
+def _root(a, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
+    if IS_FAST and is_cuda(TARGET):
+        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
+    else:
+        return tl.sqrt_rn(a)
+
+
+@triton.jit
+def _quotient(a, b, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
+    """Two factors whose product is a / b."""
+    if IS_FAST and is_cuda(TARGET):
+        return a, tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], tl.float32, True, 1)
+    else:
+        return tl.div_rn(a, tl.zeros_like(a) + b), 1.0
+
+
+@triton.jit
+def _two_products(a, b, c, d, FORM: tl.constexpr, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
+    """a * b + c * d."""
+    if FORM == 0:
+        return _multiply_add(a, b, _product(c, d, IS_FAST, TARGET), IS_FAST, TARGET)
+    elif FORM == 1:
+        return _multiply_add(c, d, _product(a, b, IS_FAST, TARGET), IS_FAST, TARGET)
+    else:
+        return _sum(_product(a, b, IS_FAST, TARGET), _product(c, d, IS_FAST, TARGET), IS_FAST, TARGET)
+
+
+@triton.jit
+def adam_kernel(
+    table,
+    chunks,
+    scale,
+    beta1,
+    beta2,
+    correction1,
+    correction2,
+    eps,
+    lr,
+    weight_decay,
+    IS_SCALED: tl.constexpr,
+    IS_L2: tl.constexpr,
+    IS_FAST: tl.constexpr,
+    MOMENT: tl.constexpr,
+    VARIANCE: tl.constexpr,
+    UPDATE: tl.constexpr,
+    PARAM: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """One step of Adam on the parameters of a table.
+
+    ``table``: int64 [parameters, 6], addresses of grad, param, moment, variance and out (0: none), number of elements.
+    ``chunks``: int32 [programs, 2], the parameter of each program, and which BLOCK of its elements.
+    IS_ALIGNED: addresses and numbers of elements are multiples of 16. Nobody waits.
+    """
+    row = table + tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64) * 6
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
+    grads = tl.load(row).to(tl.pointer_type(tl.float32))
+    params = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    moments = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    variances = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    out_address = tl.load(row + 4)
+    outs = out_address.to(tl.pointer_type(tl.bfloat16))
+    num_elements = tl.load(row + 5)
+    if IS_ALIGNED:
+        grads, params = tl.multiple_of(grads, 16), tl.multiple_of(params, 16)
+        moments, variances = tl.multiple_of(moments, 16), tl.multiple_of(variances, 16)
+        outs, num_elements = tl.multiple_of(outs, 16), tl.multiple_of(num_elements, 16)
+    offsets = start + tl.arange(0, BLOCK)
+    mask = offsets < num_elements
+    grad = tl.load(grads + offsets, mask=mask)
+    param = tl.load(params + offsets, mask=mask)
+    moment = tl.load(moments + offsets, mask=mask)
+    variance = tl.load(variances + offsets, mask=mask)
+    if IS_SCALED:
+        grad = _product(grad, scale, IS_FAST, TARGET)
+    if IS_L2:
+        grad = _two_products(param, weight_decay, grad, 1.0, UPDATE, IS_FAST, TARGET)
+    moment = _two_products(moment, beta1, grad, 1.0 - beta1, MOMENT, IS_FAST, TARGET)
+    part = _product(grad, 1.0 - beta2, IS_FAST, TARGET)
+    variance = _two_products(variance, beta2, part, grad, VARIANCE, IS_FAST, TARGET)
+    tl.store(moments + offsets, moment, mask=mask)
+    tl.store(variances + offsets, variance, mask=mask)
+
+    a, b = _quotient(variance, correction2, IS_FAST, TARGET)
+    root = _root(_product(a, b, IS_FAST, TARGET), IS_FAST, TARGET)
+    a, b = _quotient(moment, correction1, IS_FAST, TARGET)
+    a, b = _quotient(_product(a, b, IS_FAST, TARGET), _sum(root, eps, IS_FAST, TARGET), IS_FAST, TARGET)
+    if IS_L2:
+        update = _product(a, b, IS_FAST, TARGET)
+    else:
+        update = _two_products(param, weight_decay, a, b, UPDATE, IS_FAST, TARGET)
+    if PARAM == 0:
+        param = _multiply_add(-update, lr, param, IS_FAST, TARGET)
+    else:
+        param = _sum(param, -_product(update, lr, IS_FAST, TARGET), IS_FAST, TARGET)
+    tl.store(params + offsets, param, mask=mask)
+    if out_address != 0:
+        tl.store(outs + offsets, param.to(tl.bfloat16), mask=mask)
+
+
+class AdamPlan:
+    """The step of a group of parameters, in one launch. The table of addresses is kept on the device, and made again
+    when one of them has changed."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, ...]] = []
+        self._table = self._chunks = torch.empty(0)
+        self._is_aligned = False
+
+    def run(
+        self, shards: Sequence[Shard], options: AdamOptions, scale: float | None, arithmetic: Arithmetic
+    ) -> None:
+        """Enqueues the step on the current stream.
+
+        Args:
+            shards: Of the parameters.
+            options: Of all of them.
+            scale: What gradients are multiplied by first; None: nothing.
+            arithmetic: As `find_arithmetic` found it.
+        """
+        shards = [shard for shard in shards if shard.grad.numel()]
+        if not shards:
+            return
+        device = shards[0].grad.device
+        rows = [
+            (*(0 if one is None else one.data_ptr() for one in shard), shard.grad.numel()) for shard in shards
+        ]
+        if rows != self._rows:
+            self._make_table(rows, device)
+        scalars = options.beta1, options.beta2, *options.corrections(), options.eps, options.lr, options.weight_decay
+        flags = scale is not None, options.is_l2, *arithmetic, self._is_aligned, _BLOCK, kernel_target(device)
+        with on_device(device):
+            adam_kernel[(len(self._chunks),)](
+                self._table,
+                self._chunks,
+                1.0 if scale is None else scale,
+                *map(float, scalars),
+                *flags,
+                num_warps=_NUM_WARPS,
+                **COMPILE_OPTIONS,
+            )
+
+    def _make_table(self, rows: list[tuple[int, ...]], device: torch.device) -> None:
+        table = torch.tensor(rows, dtype=torch.int64)
+        counts = (table[:, -1] + _BLOCK - 1) // _BLOCK
+        places = torch.repeat_interleave(counts)
+        firsts = (counts.cumsum(0) - counts)[places]
+        chunks = torch.stack([places, torch.arange(len(places)) - firsts], dim=1)
+        self._is_aligned = not bool((table % _ALIGNMENT).any())
+        self._rows = rows
+        self._table, self._chunks = (to_device(one, device) for one in (table, chunks.to(torch.int32)))
+
+
+def sample_shard(num_elements: int, device: torch.device, seed: int) -> Shard:
+    """Values as a training has them and far from that: a third of the elements has magnitudes from 1e-38 to 1e5, and
+    there are zeros, denormal numbers, huge ones, infinities and NaN."""
+    parts = [normal_values((num_elements,), torch.float32, device, seed + place) for place in range(5)]
+    exponents = parts[4][::3] * 30.0 - 60.0
+    special = torch.tensor([0.0, -0.0, 1e-41, -3e-39, 2e-20, 3e38, -1e19, 1e-30, torch.inf, torch.nan], device=device)
+    for place, part in enumerate(parts[:4]):
+        part *= 0.02
+        part[::3] *= torch.exp2(exponents.clamp(-126.0, 17.0))
+        few = part[place : place + 7 * len(special) : 7]  # meets the others' values of every kind
+        few.copy_(special[: len(few)])
+    grad, param, moment, variance = parts[:4]
+    return Shard(grad, param, moment, variance.abs_(), torch.zeros_like(param, dtype=torch.bfloat16))
+
+
+def results_of(shard: Shard) -> list[torch.Tensor]:
+    """What a step writes: moment, variance, param, out."""
+    written = [shard.moment, shard.variance, shard.param]
+    return written if shard.out is None else [*written, shard.out]
+
+
+def find_arithmetic(
+    native: Callable[[Shard, AdamOptions, float | None], Any],
+    device: torch.device,
+    options: AdamOptions,
+    num_elements: int = 50_000,
+) -> Arithmetic | None:
+    """The arithmetic whose bits are those of ``native``, or None.
+
+    Args:
+        native: Steps one shard with the installed optimizer, in place; gradients are scaled if a scale is given.
+        device: Of the optimizer's state.
+        options: Of a group of the optimizer; weight decay and several steps are tried whatever it has.
+        num_elements: On how many values of each kind they are compared.
+    """
+    cases = [
+        (options._replace(step=step, weight_decay=decay, lr=1e-3), scale)
+        for step, decay, scale in ((3, 0.1, 0.37), (1, 0.0, None), (100, 0.01, None))
+    ]
+    expected = []
+    for seed, case in enumerate(cases):
+        shard = sample_shard(num_elements, device, 10 * seed)
+        native(shard, *case)
+        expected.append(results_of(shard))
+
+    def equal(arithmetic: Arithmetic) -> list[bool]:
+        """Of each result, whether it has native's bits in all cases."""
+        found = []
+        for seed, case in enumerate(cases):
+            shard = sample_shard(num_elements, device, 10 * seed)
+            AdamPlan().run([shard], *case, arithmetic)
+            found.append(results_of(shard))
+        return [all(same_bits([a], [b]) for a, b in zip(*pair)) for pair in zip(zip(*expected), zip(*found))]
+
+    def forms(is_fast: bool) -> list[Arithmetic]:
+        """Those of both moments that are equal, with every other choice."""
+        seen = [equal(Arithmetic(is_fast, form, form)) for form in range(3)]
+        moments = [form for form, (is_equal, *_) in enumerate(seen) if is_equal]
+        variances = [form for form, (_, is_equal, *_) in enumerate(seen) if is_equal]
+        choices = itertools.product([is_fast], moments[:1], variances[:1], range(3), (0, 2))
+        return list(itertools.starmap(Arithmetic, choices))
+
+    others = itertools.chain.from_iterable(map(forms, (True, False)))
+    return next((one for one in itertools.chain([Arithmetic()], others) if all(equal(one))), None)
