@@ -51,6 +51,11 @@ _BLOCK, _NUM_WARPS = 2048, 8
 _ALIGNMENT = 16  # bytes of the widest load, and elements of the sizes that it fits
 
 
+def _fp32(value: float) -> float:
+    """The nearest fp32 number, as C passes it; the interpreter would compute with more digits."""
+    return ctypes.c_float(value).value
+
+
 class Arithmetic(NamedTuple):
     """How the installed optimizer rounds. A form says of ``a * b + c * d`` what is one instruction: 0: the first
     product and the sum, 1: the second product and the sum, 2: nothing.
@@ -92,8 +97,7 @@ class AdamOptions(NamedTuple):
         """What moments and variances are divided by, before it becomes fp32."""
         if not self.bias_correction:
             return 1.0, 1.0
-        beta1, beta2 = (ctypes.c_float(beta).value for beta in (self.beta1, self.beta2))
-        return 1.0 - beta1**self.step, 1.0 - beta2**self.step
+        return 1.0 - _fp32(self.beta1) ** self.step, 1.0 - _fp32(self.beta2) ** self.step
 
 
 class Shard(NamedTuple):
@@ -275,14 +279,15 @@ class AdamPlan:
         ]
         if rows != self._rows:
             self._make_table(rows, device)
-        scalars = options.beta1, options.beta2, *options.corrections(), options.eps, options.lr, options.weight_decay
+        factor = 1.0 if scale is None else scale
+        betas = options.beta1, options.beta2
+        scalars = factor, *betas, *options.corrections(), options.eps, options.lr, options.weight_decay
         flags = scale is not None, options.is_l2, *arithmetic, self._is_aligned, _BLOCK, kernel_target(device)
         with on_device(device):
             adam_kernel[(len(self._chunks),)](
                 self._table,
                 self._chunks,
-                1.0 if scale is None else scale,
-                *map(float, scalars),
+                *map(_fp32, scalars),
                 *flags,
                 num_warps=_NUM_WARPS,
                 **COMPILE_OPTIONS,

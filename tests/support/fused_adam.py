@@ -5,12 +5,18 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def fp32(value: float) -> float:
     """The nearest fp32 number."""
     return ctypes.c_float(value).value
+
+
+def _root(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to nearest, as torch's is not on every CPU."""
+    return torch.from_numpy(np.sqrt(values.numpy()))
 
 
 def multi_tensor_adam(
@@ -26,7 +32,7 @@ def multi_tensor_adam(
             g = g + weight_decay * p
         m.copy_(beta1 * m + rest1 * g)
         v.copy_(beta2 * v + rest2 * g * g)
-        update = (m / corrections[0]) / ((v / corrections[1]).sqrt() + eps)
+        update = (m / corrections[0]) / (_root(v / corrections[1]) + eps)
         if mode:
             update = update + weight_decay * p
         p.copy_(p - lr * update)
