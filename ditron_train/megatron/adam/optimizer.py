@@ -1,0 +1,360 @@
+"""Adam of Megatron's distributed optimizer in one pass: clipping, step and the copy to the model's parameters.
+
+Megatron-core clips in `ChainedOptimizer.step` or `MixedPrecisionOptimizer.step` (`clip_grad_by_total_norm_fp32`, after
+the host has read the norm), then steps the inner optimizer, then copies main parameters to the model's. Here the
+coefficient is kept until that step, which `optim.adam` takes together with the copy. What surrounds them stays
+Megatron's, and so does the first step, in which the inner optimizer makes its state.
+
+Where a step is fused, gradients stay unscaled in their buffers. Megatron-core reads them between clipping and step to
+count zeros alone (``--log-num-zeros-in-grad``: clipped natively), and after the step zeroes the buffers. So clipping
+is kept for later in those two ``step`` methods alone, not where a framework clips for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.optimizer import optimizer as native_module
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from ditron_train.optim.adam import (
+    AdamOptions,
+    AdamPlan,
+    Arithmetic,
+    Shard,
+    find_arithmetic,
+    results_of,
+    sample_shard,
+)
+from ditron_train.policy import Function, Op, Trial, gate, log_native
+from ditron_train.policy.answer import Answer
+from ditron_train.runtime.device import is_capturing
+
+_STATE = ("exp_avg", "exp_avg_sq")
+_TIMED_ELEMENTS, _FEW_ELEMENTS = 1 << 24, 500  # on a GPU: more than fits in its L2 cache; on a CPU
+_NORM = 4.0  # of a trial whose gradients are clipped to 1
+
+_native_clip = native_module.clip_grad_by_total_norm_fp32
+_native_step = DistributedOptimizer.step_with_ready_grads
+_STEPS = (native_module.MixedPrecisionOptimizer, native_module.ChainedOptimizer)  # whose ``step`` clips
+_native_steps = [owner.step for owner in _STEPS]
+
+
+class AdamCall(NamedTuple):
+    """What a decision is about.
+
+    Attributes:
+        optimizer: The inner optimizer, a FusedAdam.
+        group: Data parallel group.
+        device: Of the optimizer's parameters.
+    """
+
+    optimizer: Any
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def options(self) -> AdamOptions:
+        """Of the first group of parameters."""
+        return _options(self.optimizer, {"step": 1, **self.optimizer.param_groups[0]})
+
+
+def _options(optimizer: Any, group: dict[str, Any]) -> AdamOptions:
+    numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+    return AdamOptions(*numbers, group["step"], bool(group["bias_correction"]), not optimizer.adam_w_mode)
+
+
+def clip_coefficient(max_norm: float, total_norm: float) -> float | None:
+    """What ``clip_grad_by_total_norm_fp32`` multiplies gradients by; None: nothing."""
+    coefficient = max_norm / (total_norm + 1.0e-6)
+    return coefficient if coefficient < 1.0 else None
+
+
+class AdamOp(Op[AdamCall, Arithmetic]):
+    """Clipping, Adam and the cast to bf16: three passes or one."""
+
+    name = "adam step"
+
+    def key(self, call: AdamCall) -> tuple[Hashable, ...]:
+        """Elements are independent of each other, so one decision holds for all sizes."""
+        options = call.options
+        return type(call.optimizer), options.is_l2, options.bias_correction, call.device
+
+    def device(self, call: AdamCall) -> torch.device:
+        return call.device
+
+    def make_context(self, call: AdamCall) -> Arithmetic:
+        """Where none has equal bits, any other: the trial then sees that on every rank."""
+        size = {} if call.device.type == "cuda" else {"num_elements": _FEW_ELEMENTS}
+        found = find_arithmetic(functools.partial(_step_natively, call.optimizer), call.device, call.options, **size)
+        return found or Arithmetic()
+
+    def describe(self, call: AdamCall, context: Arithmetic) -> str:
+        return f"{self.name} {type(call.optimizer).__module__.split('.')[0]}"
+
+    def inputs(self, call: AdamCall) -> Sequence[torch.Tensor]:
+        return ()
+
+    def peak_bytes(self, call: AdamCall) -> int:
+        """Of both paths' shards and what makes them."""
+        return 4 * 18 * _TIMED_ELEMENTS
+
+    def trial(self, call: AdamCall, context: Arithmetic) -> Trial:
+        """Each path steps a shard of its own again and again; after the first step they are compared."""
+        size = _TIMED_ELEMENTS if call.device.type == "cuda" else _FEW_ELEMENTS
+        shards = [sample_shard(size, call.device, 1) for _ in range(2)]
+        options, scale, plan = call.options._replace(step=2), clip_coefficient(1.0, _NORM), AdamPlan()
+
+        def native() -> list[torch.Tensor]:
+            _step_natively(call.optimizer, shards[0], options, scale)
+            return results_of(shards[0])
+
+        def fused() -> list[torch.Tensor]:
+            plan.run(shards[1:], options, scale, context)
+            return results_of(shards[1])
+
+        return Trial(self.describe(call, context), native, fused)
+
+    def native(self, call: AdamCall) -> Function:
+        """Not called: `trial` runs both paths."""
+        raise NotImplementedError
+
+    def fused(self, call: AdamCall, context: Arithmetic) -> Function:
+        """Not called: `trial` runs both paths."""
+        raise NotImplementedError
+
+
+ADAM = AdamOp()
+OPS: Sequence[Op[Any, Any]] = (ADAM,)
+
+
+def _step_natively(optimizer: Any, shard: Shard, options: AdamOptions, scale: float | None) -> None:
+    """One step of a shard by Megatron's clipping, a copy of the inner optimizer, and the cast."""
+    copy = object.__new__(type(optimizer))
+    param = torch.nn.Parameter(shard.param, requires_grad=False)
+    group = {**optimizer.param_groups[0], "params": [param], "step": options.step - 1, "lr": options.lr}
+    vars(copy).update(vars(optimizer), param_groups=[{**group, "weight_decay": options.weight_decay}])
+    copy.state = defaultdict(dict, {param: dict(zip(_STATE, (shard.moment, shard.variance)))})
+    param.grad = shard.grad
+    if scale is not None:
+        _native_clip([param], scale, 1.0 - 1.0e-6)
+    copy.step()
+    if shard.out is not None:
+        shard.out.copy_(param)
+
+
+class _Steps:
+    """What is kept of one optimizer whose steps are fused.
+
+    Attributes:
+        plans: One for each group of parameters.
+        coefficient: Of the gradients, until the step; None: they are not to be scaled.
+        clip: Scales them natively.
+    """
+
+    def __init__(self) -> None:
+        self.plans: defaultdict[int, AdamPlan] = defaultdict(AdamPlan)
+        self.coefficient: float | None = None
+        self.clip: Callable[[], None] | None = None
+        self._outs: dict[int, torch.Tensor | None] = {}
+        self._addresses: list[int] = []
+
+    def take(self) -> tuple[float | None, Callable[[], None] | None]:
+        """Coefficient and native clipping that were kept, once."""
+        kept = self.coefficient, self.clip
+        self.coefficient = self.clip = None
+        return kept
+
+    def outs(self, owner: Any) -> dict[int, torch.Tensor | None]:
+        """Where each main parameter (its ``id``) is copied to; None: it is the model's own memory."""
+        addresses = [bucket.param_data.data_ptr() for buffer in owner.buffers for bucket in buffer.buckets]
+        if addresses != self._addresses:
+            self._outs = {id(main): _copied_to(owner, main, model) for main, model in _pairs(owner)}
+            self._addresses = addresses
+        return self._outs
+
+
+_steps: WeakKeyDictionary[Any, _Steps] = WeakKeyDictionary()
+_depth = 0  # of the ``step`` methods that are running
+
+
+def _pairs(owner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Main parameters, and the model's whose shards they are."""
+    for mains, models in (
+        (owner.shard_fp32_from_float16_groups, owner.model_float16_groups),
+        (owner.shard_fp32_groups, owner.model_fp32_groups),
+    ):
+        for main_group, model_group in zip(mains, models):
+            yield from zip(main_group, model_group)
+
+
+def _copied_to(owner: Any, main: torch.Tensor, model: torch.Tensor) -> torch.Tensor | None:
+    place = owner._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+    index, _, bucket = owner.model_param_gbuf_map[model]
+    shard = owner.buffers[index].buckets[bucket].param_data.view(-1)[place.start : place.end]
+    return None if shard.data_ptr() == main.data_ptr() or not shard.numel() else shard
+
+
+def unsupported_reason(owner: Any) -> str | None:
+    """Why Megatron steps this distributed optimizer, or None; the same on every rank of its group."""
+    inner, config = owner.optimizer, owner.config
+    if type(inner).__name__ != "FusedAdam" or not hasattr(inner, "multi_tensor_adam"):
+        return f"the optimizer is {type(inner).__name__}, not FusedAdam of Transformer Engine or apex"
+    dtypes = getattr(inner, "name_to_dtype_map", {})
+    models = [model for _, model in _pairs(owner)] if not owner.ddp_config.use_megatron_fsdp else []
+    reasons = {
+        "parameters are split over ranks (FSDP)": owner.ddp_config.use_megatron_fsdp,
+        "the optimizer is precision-aware": getattr(config, "use_precision_aware_optimizer", False),
+        "the loss is scaled": owner.grad_scaler is not None,
+        "main parameters are kept by the inner optimizer": getattr(inner, "master_weights", False),
+        "the optimizer is capturable": getattr(inner, "capturable", False),
+        "gradients are of another type than parameters": getattr(inner, "use_decoupled_grad", False),
+        "the optimizer's state is not in fp32": any(dtypes.get(name) not in (None, torch.float32) for name in _STATE),
+        "parameters are FP8": any(map(is_float8tensor, models)),
+        "parameters are gathered into the memory of gradients": getattr(
+            config, "reuse_grad_buf_for_mxfp8_param_ag", False
+        ),
+        "parameters are in fp16": any(model.dtype == torch.float16 for model in models),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def route_step(owner: Any) -> Answer:
+    """Which path a step of a distributed optimizer takes (collective over its data parallel group at first)."""
+    reason = unsupported_reason(owner)
+    if reason is not None:
+        log_native(ADAM.name, reason)
+        return Answer(None, reason)
+    groups = owner.optimizer.param_groups
+    device = owner.buffers[0].param_data.device if owner.buffers else torch.device("cpu")
+    if not groups or not owner.buffers or is_capturing(device):
+        return Answer(None, "there are no parameters, or the step is captured")
+    return gate.answer_for(ADAM, AdamCall(owner.optimizer, owner.data_parallel_group, device))
+
+
+def _is_ready(owner: Any, outs: dict[int, torch.Tensor | None]) -> bool:
+    """Whether this step can be fused on this rank: there are states and gradients, and nobody else has wrapped it."""
+    inner = owner.optimizer
+    if any(out is not None and out.dtype != torch.bfloat16 for out in outs.values()):
+        return False
+    is_wrapped = "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+    params = [param for group in inner.param_groups for param in group["params"]]
+    return not is_wrapped and all(
+        param.grad is not None and all(name in inner.state[param] for name in _STATE) for param in params
+    )
+
+
+@contextmanager
+def _standing_in(owner: Any, name: str, method: Callable[[], None]) -> Iterator[None]:
+    """The object has another method inside."""
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+def _step_fused(owner: Any, kept: _Steps, scale: float | None, arithmetic: Arithmetic) -> None:
+    """The inner optimizer's step, and the copy to the model's parameters."""
+    inner, outs = owner.optimizer, kept.outs(owner)
+    for index, group in enumerate(inner.param_groups):
+        if not group["params"]:
+            continue  # its steps are not counted
+        group["step"] = group.get("step", 0) + 1
+        shards = [
+            Shard(param.grad, param, *(inner.state[param][name] for name in _STATE), outs[id(param)])
+            for param in group["params"]
+        ]
+        kept.plans[index].run(shards, _options(inner, group), scale, arithmetic)
+
+
+def _fused_step(native: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    @functools.wraps(native)
+    def step_with_ready_grads(self: Any) -> bool:
+        if self.is_stub_optimizer:
+            return native(self)
+        answer = route_step(self)
+        kept = _steps.setdefault(self, _Steps()) if answer.is_fused else _steps.pop(self, _Steps())
+        scale, clip = kept.take()
+        if not answer.is_fused or not _is_ready(self, kept.outs(self)):
+            if clip is not None:
+                clip()
+            return native(self)
+        run = functools.partial(_step_fused, self, kept, scale, answer.context)
+        with (
+            _standing_in(self.optimizer, "step", run),
+            _standing_in(self, "_copy_main_params_to_model_params", lambda: None),
+        ):
+            return native(self)
+
+    return step_with_ready_grads
+
+
+def _clip_later(
+    parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False, *args: Any, **kwargs: Any
+) -> None:
+    """Keeps the coefficient for the step if these are the parameters of an optimizer whose steps are fused."""
+    clip = functools.partial(_native_clip, parameters, max_norm, total_norm, use_decoupled_grad, *args, **kwargs)
+    is_plain = not (use_decoupled_grad or args or kwargs) and isinstance(total_norm, float)
+    listed = list(parameters) if _depth and is_plain and isinstance(parameters, list) else []
+    owner = next((one for one in _steps if listed and _has_parameters(one, listed)), None)
+    if owner is None or owner.config.log_num_zeros_in_grad:
+        clip()
+        return
+    kept = _steps[owner]
+    if kept.clip is not None:  # a second time before the step
+        kept.take()[1]()
+        clip()
+        return
+    kept.coefficient = clip_coefficient(max_norm, total_norm)
+    kept.clip = clip if kept.coefficient is not None else None
+
+
+def _has_parameters(owner: Any, listed: list[torch.Tensor]) -> bool:
+    own = owner.get_parameters()
+    return len(own) == len(listed) and all(a is b for a, b in zip(own, listed))
+
+
+def _clipping_later(native: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(native)
+    def step(self: Any) -> Any:
+        global _depth
+        _depth += 1
+        try:
+            return native(self)
+        finally:
+            _depth -= 1
+            for kept in list(_steps.values()) if not _depth else ():
+                kept.take()  # of a step that failed
+
+    return step
+
+
+def class_map() -> dict[type, type]:
+    """No class is replaced."""
+    return {}
+
+
+def start() -> None:
+    """Distributed optimizers step from here."""
+    for owner, native in zip(_STEPS, _native_steps):
+        owner.step = _clipping_later(native)
+    DistributedOptimizer.step_with_ready_grads = _fused_step(_native_step)
+    native_module.clip_grad_by_total_norm_fp32 = _clip_later
+
+
+def stop() -> None:
+    """Distributed optimizers are Megatron's again."""
+    for owner, native in zip(_STEPS, _native_steps):
+        owner.step = native
+    DistributedOptimizer.step_with_ready_grads = _native_step
+    native_module.clip_grad_by_total_norm_fp32 = _native_clip
+    _steps.clear()
