@@ -259,9 +259,7 @@ class AdamPlan:
         self._table = self._chunks = torch.empty(0)
         self._is_aligned = False
 
-    def run(
-        self, shards: Sequence[Shard], options: AdamOptions, scale: float | None, arithmetic: Arithmetic
-    ) -> None:
+    def run(self, shards: Sequence[Shard], options: AdamOptions, scale: float | None, arithmetic: Arithmetic) -> None:
         """Enqueues the step on the current stream.
 
         Args:
@@ -274,9 +272,7 @@ class AdamPlan:
         if not shards:
             return
         device = shards[0].grad.device
-        rows = [
-            (*(0 if one is None else one.data_ptr() for one in shard), shard.grad.numel()) for shard in shards
-        ]
+        rows = [(*(0 if one is None else one.data_ptr() for one in shard), shard.grad.numel()) for shard in shards]
         if rows != self._rows:
             self._make_table(rows, device)
         factor = 1.0 if scale is None else scale
@@ -285,12 +281,7 @@ class AdamPlan:
         flags = scale is not None, options.is_l2, *arithmetic, self._is_aligned, _BLOCK, kernel_target(device)
         with on_device(device):
             adam_kernel[(len(self._chunks),)](
-                self._table,
-                self._chunks,
-                *map(_fp32, scalars),
-                *flags,
-                num_warps=_NUM_WARPS,
-                **COMPILE_OPTIONS,
+                self._table, self._chunks, *map(_fp32, scalars), *flags, num_warps=_NUM_WARPS, **COMPILE_OPTIONS
             )
 
     def _make_table(self, rows: list[tuple[int, ...]], device: torch.device) -> None:

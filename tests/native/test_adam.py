@@ -41,6 +41,4 @@ def test_a_checkpoint_is_loaded_natively(tmp_path):
     assert run_workers(2, workers.loaded, tmp_path) == [[], []]
 
 
-NATIVE = {
-    "not FusedAdam": (workers.BF16, {"optimizer_cpu_offload": False}),
-}
+NATIVE = {"not FusedAdam": (workers.BF16, {"optimizer_cpu_offload": False})}

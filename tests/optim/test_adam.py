@@ -121,7 +121,9 @@ def test_the_arithmetic_is_found_by_comparison():
     assert find_arithmetic(other, CPU, OPTIONS, 500) is None
 
 
-@pytest.mark.parametrize("moment, variance, update, param", list(itertools.product((0, 1, 2), (0, 1), (0, 1, 2), (0, 2))))
+@pytest.mark.parametrize(
+    "moment, variance, update, param", list(itertools.product((0, 1, 2), (0, 1), (0, 1, 2), (0, 2)))
+)
 def test_every_form_is_the_same_sum(moment, variance, update, param):
     one, other = sample_shard(300, CPU, 2), sample_shard(300, CPU, 2)
     AdamPlan().run([one], OPTIONS, None, PLAIN)

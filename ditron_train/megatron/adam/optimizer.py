@@ -25,15 +25,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import optimizer as native_module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from ditron_train.optim.adam import (
-    AdamOptions,
-    AdamPlan,
-    Arithmetic,
-    Shard,
-    find_arithmetic,
-    results_of,
-    sample_shard,
-)
+from ditron_train.optim.adam import AdamOptions, AdamPlan, Arithmetic, Shard, find_arithmetic, results_of, sample_shard
 from ditron_train.policy import Function, Op, Trial, gate, log_native
 from ditron_train.policy.answer import Answer
 from ditron_train.runtime.device import is_capturing
@@ -41,6 +33,7 @@ from ditron_train.runtime.device import is_capturing
 _STATE = ("exp_avg", "exp_avg_sq")
 _TIMED_ELEMENTS, _FEW_ELEMENTS = 1 << 24, 500  # on a GPU: more than fits in its L2 cache; on a CPU
 _NORM = 4.0  # of a trial whose gradients are clipped to 1
+_UNIT_NORM = 1.0 - 1.0e-6  # what is clipped to a norm is multiplied by that norm
 
 _native_clip = native_module.clip_grad_by_total_norm_fp32
 _native_step = DistributedOptimizer.step_with_ready_grads
@@ -68,8 +61,17 @@ class AdamCall(NamedTuple):
 
 
 def _options(optimizer: Any, group: dict[str, Any]) -> AdamOptions:
-    numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
-    return AdamOptions(*numbers, group["step"], bool(group["bias_correction"]), not optimizer.adam_w_mode)
+    beta1, beta2 = group["betas"]
+    return AdamOptions(
+        group["lr"],
+        beta1,
+        beta2,
+        group["eps"],
+        group["weight_decay"],
+        group["step"],
+        bias_correction=bool(group["bias_correction"]),
+        is_l2=not optimizer.adam_w_mode,
+    )
 
 
 def clip_coefficient(max_norm: float, total_norm: float) -> float | None:
@@ -86,7 +88,7 @@ class AdamOp(Op[AdamCall, Arithmetic]):
     def key(self, call: AdamCall) -> tuple[Hashable, ...]:
         """Elements are independent of each other, so one decision holds for all sizes."""
         options = call.options
-        return type(call.optimizer), options.is_l2, options.bias_correction, call.device
+        return type(call.optimizer).__module__, options.is_l2, options.bias_correction, call.device
 
     def device(self, call: AdamCall) -> torch.device:
         return call.device
@@ -98,10 +100,13 @@ class AdamOp(Op[AdamCall, Arithmetic]):
         return found or Arithmetic()
 
     def describe(self, call: AdamCall, context: Arithmetic) -> str:
-        return f"{self.name} {type(call.optimizer).__module__.split('.')[0]}"
+        library, options = type(call.optimizer).__module__.split(".")[0], call.options
+        return f"{self.name} {library}{' l2' * options.is_l2}{' uncorrected' * (not options.bias_correction)}"
 
     def inputs(self, call: AdamCall) -> Sequence[torch.Tensor]:
-        return ()
+        """A shard of the trial."""
+        shard = sample_shard(_TIMED_ELEMENTS if call.device.type == "cuda" else _FEW_ELEMENTS, call.device, 1)
+        return [shard.grad, *results_of(shard)]
 
     def peak_bytes(self, call: AdamCall) -> int:
         """Of both paths' shards and what makes them."""
@@ -109,35 +114,41 @@ class AdamOp(Op[AdamCall, Arithmetic]):
 
     def trial(self, call: AdamCall, context: Arithmetic) -> Trial:
         """Each path steps a shard of its own again and again; after the first step they are compared."""
-        size = _TIMED_ELEMENTS if call.device.type == "cuda" else _FEW_ELEMENTS
-        shards = [sample_shard(size, call.device, 1) for _ in range(2)]
-        options, scale, plan = call.options._replace(step=2), clip_coefficient(1.0, _NORM), AdamPlan()
-
-        def native() -> list[torch.Tensor]:
-            _step_natively(call.optimizer, shards[0], options, scale)
-            return results_of(shards[0])
-
-        def fused() -> list[torch.Tensor]:
-            plan.run(shards[1:], options, scale, context)
-            return results_of(shards[1])
-
-        return Trial(self.describe(call, context), native, fused)
+        native, fused = self.native(call), self.fused(call, context)
+        shards = self.inputs(call), self.inputs(call)
+        return Trial(self.describe(call, context), lambda: native(*shards[0]), lambda: fused(*shards[1]))
 
     def native(self, call: AdamCall) -> Function:
-        """Not called: `trial` runs both paths."""
-        raise NotImplementedError
+        """Steps a shard in place."""
+        return lambda *tensors: _step_natively(call.optimizer, _shard(*tensors), *_trial_step(call))
 
     def fused(self, call: AdamCall, context: Arithmetic) -> Function:
-        """Not called: `trial` runs both paths."""
-        raise NotImplementedError
+        """Steps a shard in place."""
+        plan = AdamPlan()
+
+        def step(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            plan.run([_shard(*tensors)], *_trial_step(call), context)
+            return tensors[1:]
+
+        return step
+
+
+def _shard(
+    grad: torch.Tensor, moment: torch.Tensor, variance: torch.Tensor, param: torch.Tensor, out: torch.Tensor
+) -> Shard:
+    return Shard(grad, param, moment, variance, out)
+
+
+def _trial_step(call: AdamCall) -> tuple[AdamOptions, float | None]:
+    return call.options._replace(step=2), clip_coefficient(1.0, _NORM)
 
 
 ADAM = AdamOp()
 OPS: Sequence[Op[Any, Any]] = (ADAM,)
 
 
-def _step_natively(optimizer: Any, shard: Shard, options: AdamOptions, scale: float | None) -> None:
-    """One step of a shard by Megatron's clipping, a copy of the inner optimizer, and the cast."""
+def _step_natively(optimizer: Any, shard: Shard, options: AdamOptions, scale: float | None) -> Sequence[torch.Tensor]:
+    """One step of a shard by Megatron's clipping, a copy of the inner optimizer, and the cast: the results."""
     copy = object.__new__(type(optimizer))
     param = torch.nn.Parameter(shard.param, requires_grad=False)
     group = {**optimizer.param_groups[0], "params": [param], "step": options.step - 1, "lr": options.lr}
@@ -145,10 +156,11 @@ def _step_natively(optimizer: Any, shard: Shard, options: AdamOptions, scale: fl
     copy.state = defaultdict(dict, {param: dict(zip(_STATE, (shard.moment, shard.variance)))})
     param.grad = shard.grad
     if scale is not None:
-        _native_clip([param], scale, 1.0 - 1.0e-6)
+        _native_clip([param], scale, _UNIT_NORM)
     copy.step()
     if shard.out is not None:
         shard.out.copy_(param)
+    return results_of(shard)
 
 
 class _Steps:
@@ -269,9 +281,9 @@ def _step_fused(owner: Any, kept: _Steps, scale: float | None, arithmetic: Arith
         if not group["params"]:
             continue  # its steps are not counted
         group["step"] = group.get("step", 0) + 1
+        states = [(param, inner.state[param]) for param in group["params"]]
         shards = [
-            Shard(param.grad, param, *(inner.state[param][name] for name in _STATE), outs[id(param)])
-            for param in group["params"]
+            Shard(param.grad, param, state["exp_avg"], state["exp_avg_sq"], outs[id(param)]) for param, state in states
         ]
         kept.plans[index].run(shards, _options(inner, group), scale, arithmetic)
 
@@ -310,8 +322,9 @@ def _clip_later(
         clip()
         return
     kept = _steps[owner]
-    if kept.clip is not None:  # a second time before the step
-        kept.take()[1]()
+    _, earlier = kept.take()
+    if earlier is not None:  # a second time before the step
+        earlier()
         clip()
         return
     kept.coefficient = clip_coefficient(max_norm, total_norm)
