@@ -32,7 +32,6 @@ comparison on the device.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,21 +56,20 @@ def _fp32(value: float) -> float:
 
 
 class Arithmetic(NamedTuple):
-    """How the installed optimizer rounds. A form says of ``a * b + c * d`` what is one instruction: 0: the first
-    product and the sum, 1: the second product and the sum, 2: nothing.
+    """How the installed optimizer rounds.
 
     Attributes:
         is_fast: As ``--use_fast_math`` has it.
-        moment, variance: Forms of these.
-        update: Form of the weight decay.
-        param: 0: the product with the learning rate and the difference are one instruction; 2: they are not.
+        form: What is one instruction of ``a * b + c * d``: 0: the first product and the sum, 1: the second product and
+            the sum, 2: nothing.
     """
 
     is_fast: bool = True
-    moment: int = 0
-    variance: int = 0
-    update: int = 0
-    param: int = 0
+    form: int = 0
+
+
+#: What a compiler may make of it; the first is Transformer Engine 2.10 on Hopper.
+ARITHMETICS = [Arithmetic(is_fast, form) for is_fast in (True, False) for form in range(3)]
 
 
 class AdamOptions(NamedTuple):
@@ -117,62 +115,55 @@ class Shard(NamedTuple):
 
 
 @triton.jit
-def _product(a, b, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
-    if not is_cuda(TARGET):
+def _product(a, b, FTZ: tl.constexpr, TARGET: tl.constexpr):
+    if is_cuda(TARGET):
+        return tl.inline_asm_elementwise("mul.rn" + FTZ + ".f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+    else:
         return a * b
-    elif IS_FAST:
-        return tl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
-    else:
-        return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
 
 
 @triton.jit
-def _sum(a, b, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
-    if not is_cuda(TARGET):
-        return a + b
-    elif IS_FAST:
-        return tl.inline_asm_elementwise("add.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
-    else:
-        return tl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
-
-
-@triton.jit
-def _multiply_add(a, b, c, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
+def _multiply_add(a, b, c, FTZ: tl.constexpr, TARGET: tl.constexpr):
     """a * b + c, rounded once (in the interpreter twice)."""
-    if not is_cuda(TARGET):
-        return a * b + c
-    elif IS_FAST:
-        return tl.inline_asm_elementwise("fma.rn.ftz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, True, 1)
+    if is_cuda(TARGET):
+        text: tl.constexpr = "fma.rn" + FTZ + ".f32 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(text, "=f,f,f,f", [a, b, c], tl.float32, True, 1)
     else:
-        return tl.inline_asm_elementwise("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, True, 1)
+        return a * b + c
 
 
 @triton.jit
-def _root(a, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
-    if IS_FAST and is_cuda(TARGET):
+def _root(a, FTZ: tl.constexpr, TARGET: tl.constexpr):
+    if FTZ != "" and is_cuda(TARGET):
         return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
     else:
         return tl.sqrt_rn(a)
 
 
 @triton.jit
-def _quotient(a, b, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
+def _quotient(a, b, FTZ: tl.constexpr, TARGET: tl.constexpr):
     """Two factors whose product is a / b."""
-    if IS_FAST and is_cuda(TARGET):
+    if FTZ != "" and is_cuda(TARGET):
         return a, tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], tl.float32, True, 1)
     else:
         return tl.div_rn(a, tl.zeros_like(a) + b), 1.0
 
 
 @triton.jit
-def _two_products(a, b, c, d, FORM: tl.constexpr, IS_FAST: tl.constexpr, TARGET: tl.constexpr):
+def _two_products(a, b, c, d, FORM: tl.constexpr, FTZ: tl.constexpr, TARGET: tl.constexpr):
     """a * b + c * d."""
     if FORM == 0:
-        return _multiply_add(a, b, _product(c, d, IS_FAST, TARGET), IS_FAST, TARGET)
+        return _multiply_add(a, b, _product(c, d, FTZ, TARGET), FTZ, TARGET)
     elif FORM == 1:
-        return _multiply_add(c, d, _product(a, b, IS_FAST, TARGET), IS_FAST, TARGET)
+        return _multiply_add(c, d, _product(a, b, FTZ, TARGET), FTZ, TARGET)
     else:
-        return _sum(_product(a, b, IS_FAST, TARGET), _product(c, d, IS_FAST, TARGET), IS_FAST, TARGET)
+        return _multiply_add(_product(a, b, FTZ, TARGET), 1.0, _product(c, d, FTZ, TARGET), FTZ, TARGET)
+
+
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    pointer = tl.load(address).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer
 
 
 @triton.jit
@@ -185,15 +176,12 @@ def adam_kernel(
     correction1,
     correction2,
     eps,
-    lr,
+    negative_lr,
     weight_decay,
     IS_SCALED: tl.constexpr,
     IS_L2: tl.constexpr,
-    IS_FAST: tl.constexpr,
-    MOMENT: tl.constexpr,
-    VARIANCE: tl.constexpr,
-    UPDATE: tl.constexpr,
-    PARAM: tl.constexpr,
+    FTZ: tl.constexpr,
+    FORM: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     TARGET: tl.constexpr,
@@ -202,52 +190,44 @@ def adam_kernel(
 
     ``table``: int64 [parameters, 6], addresses of grad, param, moment, variance and out (0: none), number of elements.
     ``chunks``: int32 [programs, 2], the parameter of each program, and which BLOCK of its elements.
-    IS_ALIGNED: addresses and numbers of elements are multiples of 16. Nobody waits.
+    FTZ: ".ftz" for fast arithmetic, else "". IS_ALIGNED: addresses and numbers of elements are multiples of 16.
+    Nobody waits.
     """
     row = table + tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64) * 6
-    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
-    grads = tl.load(row).to(tl.pointer_type(tl.float32))
-    params = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    moments = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-    variances = tl.load(row + 3).to(tl.pointer_type(tl.float32))
-    out_address = tl.load(row + 4)
-    outs = out_address.to(tl.pointer_type(tl.bfloat16))
+    offsets = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    grads = _pointer(row, tl.float32, IS_ALIGNED) + offsets
+    params = _pointer(row + 1, tl.float32, IS_ALIGNED) + offsets
+    moments = _pointer(row + 2, tl.float32, IS_ALIGNED) + offsets
+    variances = _pointer(row + 3, tl.float32, IS_ALIGNED) + offsets
+    outs = _pointer(row + 4, tl.bfloat16, IS_ALIGNED) + offsets
     num_elements = tl.load(row + 5)
     if IS_ALIGNED:
-        grads, params = tl.multiple_of(grads, 16), tl.multiple_of(params, 16)
-        moments, variances = tl.multiple_of(moments, 16), tl.multiple_of(variances, 16)
-        outs, num_elements = tl.multiple_of(outs, 16), tl.multiple_of(num_elements, 16)
-    offsets = start + tl.arange(0, BLOCK)
+        num_elements = tl.multiple_of(num_elements, 16)
     mask = offsets < num_elements
-    grad = tl.load(grads + offsets, mask=mask)
-    param = tl.load(params + offsets, mask=mask)
-    moment = tl.load(moments + offsets, mask=mask)
-    variance = tl.load(variances + offsets, mask=mask)
+    grad = tl.load(grads, mask=mask)
+    param = tl.load(params, mask=mask)
     if IS_SCALED:
-        grad = _product(grad, scale, IS_FAST, TARGET)
+        grad = _product(grad, scale, FTZ, TARGET)
     if IS_L2:
-        grad = _two_products(param, weight_decay, grad, 1.0, UPDATE, IS_FAST, TARGET)
-    moment = _two_products(moment, beta1, grad, 1.0 - beta1, MOMENT, IS_FAST, TARGET)
-    part = _product(grad, 1.0 - beta2, IS_FAST, TARGET)
-    variance = _two_products(variance, beta2, part, grad, VARIANCE, IS_FAST, TARGET)
-    tl.store(moments + offsets, moment, mask=mask)
-    tl.store(variances + offsets, variance, mask=mask)
+        grad = _two_products(param, weight_decay, grad, 1.0, FORM, FTZ, TARGET)
+    moment = _two_products(tl.load(moments, mask=mask), beta1, grad, 1.0 - beta1, FORM, FTZ, TARGET)
+    part = _product(grad, 1.0 - beta2, FTZ, TARGET)
+    variance = _two_products(tl.load(variances, mask=mask), beta2, part, grad, FORM, FTZ, TARGET)
+    tl.store(moments, moment, mask=mask)
+    tl.store(variances, variance, mask=mask)
 
-    a, b = _quotient(variance, correction2, IS_FAST, TARGET)
-    root = _root(_product(a, b, IS_FAST, TARGET), IS_FAST, TARGET)
-    a, b = _quotient(moment, correction1, IS_FAST, TARGET)
-    a, b = _quotient(_product(a, b, IS_FAST, TARGET), _sum(root, eps, IS_FAST, TARGET), IS_FAST, TARGET)
+    a, b = _quotient(variance, correction2, FTZ, TARGET)
+    denominator = _multiply_add(_root(_product(a, b, FTZ, TARGET), FTZ, TARGET), 1.0, eps, FTZ, TARGET)
+    a, b = _quotient(moment, correction1, FTZ, TARGET)
+    a, b = _quotient(_product(a, b, FTZ, TARGET), denominator, FTZ, TARGET)
     if IS_L2:
-        update = _product(a, b, IS_FAST, TARGET)
+        update = _product(a, b, FTZ, TARGET)
     else:
-        update = _two_products(param, weight_decay, a, b, UPDATE, IS_FAST, TARGET)
-    if PARAM == 0:
-        param = _multiply_add(-update, lr, param, IS_FAST, TARGET)
-    else:
-        param = _sum(param, -_product(update, lr, IS_FAST, TARGET), IS_FAST, TARGET)
-    tl.store(params + offsets, param, mask=mask)
-    if out_address != 0:
-        tl.store(outs + offsets, param.to(tl.bfloat16), mask=mask)
+        update = _two_products(param, weight_decay, a, b, FORM, FTZ, TARGET)
+    param = _two_products(update, negative_lr, param, 1.0, FORM if FORM == 2 else 0, FTZ, TARGET)
+    tl.store(params, param, mask=mask)
+    if tl.load(row + 4) != 0:
+        tl.store(outs, param.to(tl.bfloat16), mask=mask)
 
 
 class AdamPlan:
@@ -275,21 +255,19 @@ class AdamPlan:
         rows = [(*(0 if one is None else one.data_ptr() for one in shard), shard.grad.numel()) for shard in shards]
         if rows != self._rows:
             self._make_table(rows, device)
-        factor = 1.0 if scale is None else scale
-        betas = options.beta1, options.beta2
-        scalars = factor, *betas, *options.corrections(), options.eps, options.lr, options.weight_decay
-        flags = scale is not None, options.is_l2, *arithmetic, self._is_aligned, _BLOCK, kernel_target(device)
+        scalars = [1.0 if scale is None else scale, options.beta1, options.beta2, *options.corrections()]
+        scalars += [options.eps, -options.lr, options.weight_decay]
+        flags = scale is not None, options.is_l2, ".ftz" * arithmetic.is_fast, arithmetic.form, self._is_aligned
+        arguments = self._table, self._chunks, *map(_fp32, scalars), *flags, _BLOCK, kernel_target(device)
         with on_device(device):
-            adam_kernel[(len(self._chunks),)](
-                self._table, self._chunks, *map(_fp32, scalars), *flags, num_warps=_NUM_WARPS, **COMPILE_OPTIONS
-            )
+            adam_kernel[(len(self._chunks),)](*arguments, num_warps=_NUM_WARPS, **COMPILE_OPTIONS)
 
     def _make_table(self, rows: list[tuple[int, ...]], device: torch.device) -> None:
-        table = torch.tensor(rows, dtype=torch.int64)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         counts = (table[:, -1] + _BLOCK - 1) // _BLOCK
         places = torch.repeat_interleave(counts)
         firsts = (counts.cumsum(0) - counts)[places]
-        chunks = torch.stack([places, torch.arange(len(places)) - firsts], dim=1)
+        chunks = torch.stack([places, torch.arange(len(places), device="cpu") - firsts], dim=1)
         self._is_aligned = not bool((table % _ALIGNMENT).any())
         self._rows = rows
         self._table, self._chunks = (to_device(one, device) for one in (table, chunks.to(torch.int32)))
@@ -298,12 +276,11 @@ class AdamPlan:
 def sample_shard(num_elements: int, device: torch.device, seed: int) -> Shard:
     """Values as a training has them and far from that: a third of the elements has magnitudes from 1e-38 to 1e5, and
     there are zeros, denormal numbers, huge ones, infinities and NaN."""
-    parts = [normal_values((num_elements,), torch.float32, device, seed + place) for place in range(5)]
-    exponents = parts[4][::3] * 30.0 - 60.0
+    parts = [normal_values((num_elements,), torch.float32, device, 10 * seed + place) for place in range(5)]
     special = torch.tensor([0.0, -0.0, 1e-41, -3e-39, 2e-20, 3e38, -1e19, 1e-30, torch.inf, torch.nan], device=device)
     for place, part in enumerate(parts[:4]):
         part *= 0.02
-        part[::3] *= torch.exp2(exponents.clamp(-126.0, 17.0))
+        part[::3] *= torch.exp2((parts[4][::3] * 30.0 - 60.0).clamp(-126.0, 17.0))
         few = part[place : place + 7 * len(special) : 7]  # meets the others' values of every kind
         few.copy_(special[: len(few)])
     grad, param, moment, variance = parts[:4]
@@ -312,8 +289,7 @@ def sample_shard(num_elements: int, device: torch.device, seed: int) -> Shard:
 
 def results_of(shard: Shard) -> list[torch.Tensor]:
     """What a step writes: moment, variance, param, out."""
-    written = [shard.moment, shard.variance, shard.param]
-    return written if shard.out is None else [*written, shard.out]
+    return [one for one in (shard.moment, shard.variance, shard.param, shard.out) if one is not None]
 
 
 def find_arithmetic(
@@ -334,28 +310,15 @@ def find_arithmetic(
         (options._replace(step=step, weight_decay=decay, lr=1e-3), scale)
         for step, decay, scale in ((3, 0.1, 0.37), (1, 0.0, None), (100, 0.01, None))
     ]
-    expected = []
-    for seed, case in enumerate(cases):
-        shard = sample_shard(num_elements, device, 10 * seed)
+    natives = [sample_shard(num_elements, device, seed) for seed in range(len(cases))]
+    for shard, case in zip(natives, cases):
         native(shard, *case)
-        expected.append(results_of(shard))
+    expected = [results_of(shard) for shard in natives]
 
-    def equal(arithmetic: Arithmetic) -> list[bool]:
-        """Of each result, whether it has native's bits in all cases."""
-        found = []
-        for seed, case in enumerate(cases):
-            shard = sample_shard(num_elements, device, 10 * seed)
+    def is_equal(arithmetic: Arithmetic) -> bool:
+        shards = [sample_shard(num_elements, device, seed) for seed in range(len(cases))]
+        for shard, case in zip(shards, cases):
             AdamPlan().run([shard], *case, arithmetic)
-            found.append(results_of(shard))
-        return [all(same_bits([a], [b]) for a, b in zip(*pair)) for pair in zip(zip(*expected), zip(*found))]
+        return all(same_bits(one, results_of(other)) for one, other in zip(expected, shards))
 
-    def forms(is_fast: bool) -> list[Arithmetic]:
-        """Those of both moments that are equal, with every other choice."""
-        seen = [equal(Arithmetic(is_fast, form, form)) for form in range(3)]
-        moments = [form for form, (is_equal, *_) in enumerate(seen) if is_equal]
-        variances = [form for form, (_, is_equal, *_) in enumerate(seen) if is_equal]
-        choices = itertools.product([is_fast], moments[:1], variances[:1], range(3), (0, 2))
-        return list(itertools.starmap(Arithmetic, choices))
-
-    others = itertools.chain.from_iterable(map(forms, (True, False)))
-    return next((one for one in itertools.chain([Arithmetic()], others) if all(equal(one))), None)
+    return next(filter(is_equal, ARITHMETICS), None)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -61,17 +60,8 @@ class AdamCall(NamedTuple):
 
 
 def _options(optimizer: Any, group: dict[str, Any]) -> AdamOptions:
-    beta1, beta2 = group["betas"]
-    return AdamOptions(
-        group["lr"],
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
-        group["step"],
-        bias_correction=bool(group["bias_correction"]),
-        is_l2=not optimizer.adam_w_mode,
-    )
+    values = {name: group[name] for name in ("lr", "eps", "weight_decay", "step", "bias_correction")}
+    return AdamOptions(**values, beta1=group["betas"][0], beta2=group["betas"][1], is_l2=not optimizer.adam_w_mode)
 
 
 def clip_coefficient(max_norm: float, total_norm: float) -> float | None:
@@ -105,8 +95,8 @@ class AdamOp(Op[AdamCall, Arithmetic]):
 
     def inputs(self, call: AdamCall) -> Sequence[torch.Tensor]:
         """A shard of the trial."""
-        shard = sample_shard(_TIMED_ELEMENTS if call.device.type == "cuda" else _FEW_ELEMENTS, call.device, 1)
-        return [shard.grad, *results_of(shard)]
+        size = _TIMED_ELEMENTS if call.device.type == "cuda" else _FEW_ELEMENTS
+        return [one for one in sample_shard(size, call.device, 1) if one is not None]
 
     def peak_bytes(self, call: AdamCall) -> int:
         """Of both paths' shards and what makes them."""
@@ -120,23 +110,17 @@ class AdamOp(Op[AdamCall, Arithmetic]):
 
     def native(self, call: AdamCall) -> Function:
         """Steps a shard in place."""
-        return lambda *tensors: _step_natively(call.optimizer, _shard(*tensors), *_trial_step(call))
+        return lambda *tensors: _step_natively(call.optimizer, Shard._make(tensors), *_trial_step(call))
 
     def fused(self, call: AdamCall, context: Arithmetic) -> Function:
         """Steps a shard in place."""
         plan = AdamPlan()
 
         def step(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-            plan.run([_shard(*tensors)], *_trial_step(call), context)
-            return tensors[1:]
+            plan.run([Shard._make(tensors)], *_trial_step(call), context)
+            return results_of(Shard._make(tensors))
 
         return step
-
-
-def _shard(
-    grad: torch.Tensor, moment: torch.Tensor, variance: torch.Tensor, param: torch.Tensor, out: torch.Tensor
-) -> Shard:
-    return Shard(grad, param, moment, variance, out)
 
 
 def _trial_step(call: AdamCall) -> tuple[AdamOptions, float | None]:
@@ -163,26 +147,30 @@ def _step_natively(optimizer: Any, shard: Shard, options: AdamOptions, scale: fl
     return results_of(shard)
 
 
+def _leave() -> None:
+    """Clips nothing."""
+
+
+_NOT_CLIPPED = None, _leave
+
+
 class _Steps:
     """What is kept of one optimizer whose steps are fused.
 
     Attributes:
         plans: One for each group of parameters.
-        coefficient: Of the gradients, until the step; None: they are not to be scaled.
-        clip: Scales them natively.
+        clipping: Until the step: what gradients are to be multiplied by, and what does it natively.
     """
 
     def __init__(self) -> None:
         self.plans: defaultdict[int, AdamPlan] = defaultdict(AdamPlan)
-        self.coefficient: float | None = None
-        self.clip: Callable[[], None] | None = None
+        self.clipping: tuple[float | None, Callable[[], None]] = _NOT_CLIPPED
         self._outs: dict[int, torch.Tensor | None] = {}
         self._addresses: list[int] = []
 
-    def take(self) -> tuple[float | None, Callable[[], None] | None]:
-        """Coefficient and native clipping that were kept, once."""
-        kept = self.coefficient, self.clip
-        self.coefficient = self.clip = None
+    def take(self) -> tuple[float | None, Callable[[], None]]:
+        """The clipping that was kept, once."""
+        kept, self.clipping = self.clipping, _NOT_CLIPPED
         return kept
 
     def outs(self, owner: Any) -> dict[int, torch.Tensor | None]:
@@ -200,12 +188,9 @@ _depth = 0  # of the ``step`` methods that are running
 
 def _pairs(owner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Main parameters, and the model's whose shards they are."""
-    for mains, models in (
-        (owner.shard_fp32_from_float16_groups, owner.model_float16_groups),
-        (owner.shard_fp32_groups, owner.model_fp32_groups),
-    ):
-        for main_group, model_group in zip(mains, models):
-            yield from zip(main_group, model_group)
+    mains = *owner.shard_fp32_from_float16_groups, *owner.shard_fp32_groups
+    for main_group, model_group in zip(mains, (*owner.model_float16_groups, *owner.model_fp32_groups)):
+        yield from zip(main_group, model_group)
 
 
 def _copied_to(owner: Any, main: torch.Tensor, model: torch.Tensor) -> torch.Tensor | None:
@@ -264,16 +249,6 @@ def _is_ready(owner: Any, outs: dict[int, torch.Tensor | None]) -> bool:
     )
 
 
-@contextmanager
-def _standing_in(owner: Any, name: str, method: Callable[[], None]) -> Iterator[None]:
-    """The object has another method inside."""
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-
-
 def _step_fused(owner: Any, kept: _Steps, scale: float | None, arithmetic: Arithmetic) -> None:
     """The inner optimizer's step, and the copy to the model's parameters."""
     inner, outs = owner.optimizer, kept.outs(owner)
@@ -297,43 +272,33 @@ def _fused_step(native: Callable[[Any], bool]) -> Callable[[Any], bool]:
         kept = _steps.setdefault(self, _Steps()) if answer.is_fused else _steps.pop(self, _Steps())
         scale, clip = kept.take()
         if not answer.is_fused or not _is_ready(self, kept.outs(self)):
-            if clip is not None:
-                clip()
+            clip()
             return native(self)
-        run = functools.partial(_step_fused, self, kept, scale, answer.context)
-        with (
-            _standing_in(self.optimizer, "step", run),
-            _standing_in(self, "_copy_main_params_to_model_params", lambda: None),
-        ):
+        step = functools.partial(_step_fused, self, kept, scale, answer.context)
+        self.optimizer.step, self._copy_main_params_to_model_params = step, lambda: None
+        try:
             return native(self)
+        finally:
+            del self.optimizer.step, self._copy_main_params_to_model_params
 
     return step_with_ready_grads
 
 
-def _clip_later(
-    parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False, *args: Any, **kwargs: Any
-) -> None:
+def _clip_later(parameters: Any, max_norm: float, total_norm: float, *args: Any, **kwargs: Any) -> None:
     """Keeps the coefficient for the step if these are the parameters of an optimizer whose steps are fused."""
-    clip = functools.partial(_native_clip, parameters, max_norm, total_norm, use_decoupled_grad, *args, **kwargs)
-    is_plain = not (use_decoupled_grad or args or kwargs) and isinstance(total_norm, float)
-    listed = list(parameters) if _depth and is_plain and isinstance(parameters, list) else []
-    owner = next((one for one in _steps if listed and _has_parameters(one, listed)), None)
-    if owner is None or owner.config.log_num_zeros_in_grad:
+    clip = functools.partial(_native_clip, parameters, max_norm, total_norm, *args, **kwargs)
+    is_plain = _depth and isinstance(total_norm, float) and not any((*args, *kwargs.values()))
+    owners = [one for one in _steps if is_plain and _are_of(parameters, one) and _steps[one].clipping is _NOT_CLIPPED]
+    if not owners or owners[0].config.log_num_zeros_in_grad:
         clip()
         return
-    kept = _steps[owner]
-    _, earlier = kept.take()
-    if earlier is not None:  # a second time before the step
-        earlier()
-        clip()
-        return
-    kept.coefficient = clip_coefficient(max_norm, total_norm)
-    kept.clip = clip if kept.coefficient is not None else None
+    coefficient = clip_coefficient(max_norm, total_norm)
+    if coefficient is not None:
+        _steps[owners[0]].clipping = coefficient, clip
 
 
-def _has_parameters(owner: Any, listed: list[torch.Tensor]) -> bool:
-    own = owner.get_parameters()
-    return len(own) == len(listed) and all(a is b for a, b in zip(own, listed))
+def _are_of(parameters: Any, owner: Any) -> bool:
+    return [*map(id, parameters)] == [*map(id, owner.get_parameters())]
 
 
 def _clipping_later(native: Callable[[Any], Any]) -> Callable[[Any], Any]:
