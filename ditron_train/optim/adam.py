@@ -76,26 +76,17 @@ class AdamOptions(NamedTuple):
     """Hyperparameters of a group of parameters.
 
     Attributes:
-        lr, beta1, beta2, eps, weight_decay: As FusedAdam has them.
+        lr, betas, eps, weight_decay: As FusedAdam has them.
         step: The number of this step, from 1 on.
-        bias_correction: Whether moments are divided by ``1 - beta ** step``.
         is_l2: Whether weight decay is added to the gradient, not to the update.
     """
 
     lr: float
-    beta1: float
-    beta2: float
+    betas: tuple[float, float]
     eps: float
     weight_decay: float
     step: int
-    bias_correction: bool = True
     is_l2: bool = False
-
-    def corrections(self) -> tuple[float, float]:
-        """What moments and variances are divided by, before it becomes fp32."""
-        if not self.bias_correction:
-            return 1.0, 1.0
-        return 1.0 - _fp32(self.beta1) ** self.step, 1.0 - _fp32(self.beta2) ** self.step
 
 
 class Shard(NamedTuple):
@@ -243,20 +234,20 @@ class AdamPlan:
         """Enqueues the step on the current stream.
 
         Args:
-            shards: Of the parameters.
+            shards: Of the parameters, at least one.
             options: Of all of them.
             scale: What gradients are multiplied by first; None: nothing.
             arithmetic: As `find_arithmetic` found it.
         """
-        shards = [shard for shard in shards if shard.grad.numel()]
-        if not shards:
-            return
         device = shards[0].grad.device
         rows = [(*(0 if one is None else one.data_ptr() for one in shard), shard.grad.numel()) for shard in shards]
         if rows != self._rows:
             self._make_table(rows, device)
-        scalars = [1.0 if scale is None else scale, options.beta1, options.beta2, *options.corrections()]
-        scalars += [options.eps, -options.lr, options.weight_decay]
+        if not len(self._chunks):
+            return
+        corrections = [1.0 - _fp32(beta) ** options.step for beta in options.betas]
+        scalars = [1.0 if scale is None else scale, *options.betas, *corrections, options.eps]
+        scalars += [-options.lr, options.weight_decay]
         flags = scale is not None, options.is_l2, ".ftz" * arithmetic.is_fast, arithmetic.form, self._is_aligned
         arguments = self._table, self._chunks, *map(_fp32, scalars), *flags, _BLOCK, kernel_target(device)
         with on_device(device):

@@ -31,8 +31,15 @@ from ditron_train.runtime.device import is_capturing
 
 _STATE = ("exp_avg", "exp_avg_sq")
 _TIMED_ELEMENTS, _FEW_ELEMENTS = 1 << 24, 500  # on a GPU: more than fits in its L2 cache; on a CPU
-_NORM = 4.0  # of a trial whose gradients are clipped to 1
+_SCALE = 0.37  # of a trial's gradients
 _UNIT_NORM = 1.0 - 1.0e-6  # what is clipped to a norm is multiplied by that norm
+
+#: Options of Megatron or of the inner optimizer that are not covered.
+_NATIVE = {
+    "use_precision_aware_optimizer": "the optimizer is precision-aware",
+    "master_weights": "the inner optimizer has main parameters of its own",
+    "capturable": "the inner optimizer is capturable",
+}
 
 _native_clip = native_module.clip_grad_by_total_norm_fp32
 _native_step = DistributedOptimizer.step_with_ready_grads
@@ -55,13 +62,13 @@ class AdamCall(NamedTuple):
 
     @property
     def options(self) -> AdamOptions:
-        """Of the first group of parameters."""
-        return _options(self.optimizer, {"step": 1, **self.optimizer.param_groups[0]})
+        """Of the first group of parameters, at its second step."""
+        return _options(self.optimizer, {**self.optimizer.param_groups[0], "step": 2})
 
 
 def _options(optimizer: Any, group: dict[str, Any]) -> AdamOptions:
-    values = {name: group[name] for name in ("lr", "eps", "weight_decay", "step", "bias_correction")}
-    return AdamOptions(**values, beta1=group["betas"][0], beta2=group["betas"][1], is_l2=not optimizer.adam_w_mode)
+    values = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "step")}
+    return AdamOptions(**values, is_l2=not optimizer.adam_w_mode)
 
 
 def clip_coefficient(max_norm: float, total_norm: float) -> float | None:
@@ -77,8 +84,7 @@ class AdamOp(Op[AdamCall, Arithmetic]):
 
     def key(self, call: AdamCall) -> tuple[Hashable, ...]:
         """Elements are independent of each other, so one decision holds for all sizes."""
-        options = call.options
-        return type(call.optimizer).__module__, options.is_l2, options.bias_correction, call.device
+        return type(call.optimizer).__module__, call.options.is_l2, call.device
 
     def device(self, call: AdamCall) -> torch.device:
         return call.device
@@ -90,8 +96,7 @@ class AdamOp(Op[AdamCall, Arithmetic]):
         return found or Arithmetic()
 
     def describe(self, call: AdamCall, context: Arithmetic) -> str:
-        library, options = type(call.optimizer).__module__.split(".")[0], call.options
-        return f"{self.name} {library}{' l2' * options.is_l2}{' uncorrected' * (not options.bias_correction)}"
+        return f"{self.name} {type(call.optimizer).__module__.split('.')[0]}{' l2' * call.options.is_l2}"
 
     def inputs(self, call: AdamCall) -> Sequence[torch.Tensor]:
         """A shard of the trial."""
@@ -110,21 +115,17 @@ class AdamOp(Op[AdamCall, Arithmetic]):
 
     def native(self, call: AdamCall) -> Function:
         """Steps a shard in place."""
-        return lambda *tensors: _step_natively(call.optimizer, Shard._make(tensors), *_trial_step(call))
+        return lambda *tensors: _step_natively(call.optimizer, Shard._make(tensors), call.options, _SCALE)
 
     def fused(self, call: AdamCall, context: Arithmetic) -> Function:
         """Steps a shard in place."""
         plan = AdamPlan()
 
         def step(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-            plan.run([Shard._make(tensors)], *_trial_step(call), context)
+            plan.run([Shard._make(tensors)], call.options, _SCALE, context)
             return results_of(Shard._make(tensors))
 
         return step
-
-
-def _trial_step(call: AdamCall) -> tuple[AdamOptions, float | None]:
-    return call.options._replace(step=2), clip_coefficient(1.0, _NORM)
 
 
 ADAM = AdamOp()
@@ -148,42 +149,14 @@ def _step_natively(optimizer: Any, shard: Shard, options: AdamOptions, scale: fl
 
 
 def _leave() -> None:
-    """Clips nothing."""
+    """Neither clips nor copies."""
 
 
-_NOT_CLIPPED = None, _leave
-
-
-class _Steps:
-    """What is kept of one optimizer whose steps are fused.
-
-    Attributes:
-        plans: One for each group of parameters.
-        clipping: Until the step: what gradients are to be multiplied by, and what does it natively.
-    """
-
-    def __init__(self) -> None:
-        self.plans: defaultdict[int, AdamPlan] = defaultdict(AdamPlan)
-        self.clipping: tuple[float | None, Callable[[], None]] = _NOT_CLIPPED
-        self._outs: dict[int, torch.Tensor | None] = {}
-        self._addresses: list[int] = []
-
-    def take(self) -> tuple[float | None, Callable[[], None]]:
-        """The clipping that was kept, once."""
-        kept, self.clipping = self.clipping, _NOT_CLIPPED
-        return kept
-
-    def outs(self, owner: Any) -> dict[int, torch.Tensor | None]:
-        """Where each main parameter (its ``id``) is copied to; None: it is the model's own memory."""
-        addresses = [bucket.param_data.data_ptr() for buffer in owner.buffers for bucket in buffer.buckets]
-        if addresses != self._addresses:
-            self._outs = {id(main): _copied_to(owner, main, model) for main, model in _pairs(owner)}
-            self._addresses = addresses
-        return self._outs
-
-
-_steps: WeakKeyDictionary[Any, _Steps] = WeakKeyDictionary()
-_depth = 0  # of the ``step`` methods that are running
+#: Of optimizers whose steps are fused: a plan for each group of parameters.
+_plans: WeakKeyDictionary[Any, defaultdict[int, AdamPlan]] = WeakKeyDictionary()
+#: Until the step: what their gradients are to be multiplied by, and what does it natively.
+_clippings: WeakKeyDictionary[Any, tuple[float | None, Callable[[], None]]] = WeakKeyDictionary()
+_running: list[Any] = []  # optimizers whose ``step`` is
 
 
 def _pairs(owner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -197,31 +170,23 @@ def _copied_to(owner: Any, main: torch.Tensor, model: torch.Tensor) -> torch.Ten
     place = owner._get_model_param_range_map(model)["gbuf_world_in_bucket"]
     index, _, bucket = owner.model_param_gbuf_map[model]
     shard = owner.buffers[index].buckets[bucket].param_data.view(-1)[place.start : place.end]
-    return None if shard.data_ptr() == main.data_ptr() or not shard.numel() else shard
+    assert shard.dtype == torch.bfloat16 or shard.data_ptr() == main.data_ptr(), "fp32 parameters are in the buffer"
+    return None if shard.data_ptr() == main.data_ptr() else shard
 
 
 def unsupported_reason(owner: Any) -> str | None:
     """Why Megatron steps this distributed optimizer, or None; the same on every rank of its group."""
-    inner, config = owner.optimizer, owner.config
+    inner = owner.optimizer
     if type(inner).__name__ != "FusedAdam" or not hasattr(inner, "multi_tensor_adam"):
         return f"the optimizer is {type(inner).__name__}, not FusedAdam of Transformer Engine or apex"
-    dtypes = getattr(inner, "name_to_dtype_map", {})
-    models = [model for _, model in _pairs(owner)] if not owner.ddp_config.use_megatron_fsdp else []
-    reasons = {
-        "parameters are split over ranks (FSDP)": owner.ddp_config.use_megatron_fsdp,
-        "the optimizer is precision-aware": getattr(config, "use_precision_aware_optimizer", False),
-        "the loss is scaled": owner.grad_scaler is not None,
-        "main parameters are kept by the inner optimizer": getattr(inner, "master_weights", False),
-        "the optimizer is capturable": getattr(inner, "capturable", False),
-        "gradients are of another type than parameters": getattr(inner, "use_decoupled_grad", False),
-        "the optimizer's state is not in fp32": any(dtypes.get(name) not in (None, torch.float32) for name in _STATE),
-        "parameters are FP8": any(map(is_float8tensor, models)),
-        "parameters are gathered into the memory of gradients": getattr(
-            config, "reuse_grad_buf_for_mxfp8_param_ag", False
-        ),
-        "parameters are in fp16": any(model.dtype == torch.float16 for model in models),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    if owner.ddp_config.use_megatron_fsdp:
+        return "parameters are split over ranks (FSDP)"
+    if owner.grad_scaler is not None:
+        return "the loss is scaled"
+    if any(is_float8tensor(model) for _, model in _pairs(owner)):
+        return "parameters are FP8"
+    given = (words for name, words in _NATIVE.items() if getattr(owner.config, name, getattr(inner, name, False)))
+    return next(given, None)
 
 
 def route_step(owner: Any) -> Answer:
@@ -230,52 +195,47 @@ def route_step(owner: Any) -> Answer:
     if reason is not None:
         log_native(ADAM.name, reason)
         return Answer(None, reason)
-    groups = owner.optimizer.param_groups
     device = owner.buffers[0].param_data.device if owner.buffers else torch.device("cpu")
-    if not groups or not owner.buffers or is_capturing(device):
+    if not owner.buffers or is_capturing(device):
         return Answer(None, "there are no parameters, or the step is captured")
     return gate.answer_for(ADAM, AdamCall(owner.optimizer, owner.data_parallel_group, device))
 
 
-def _is_ready(owner: Any, outs: dict[int, torch.Tensor | None]) -> bool:
-    """Whether this step can be fused on this rank: there are states and gradients, and nobody else has wrapped it."""
+def _is_ready(owner: Any) -> bool:
+    """Whether this step can be fused on this rank: there are states and gradients, and nobody has wrapped it."""
     inner = owner.optimizer
-    if any(out is not None and out.dtype != torch.bfloat16 for out in outs.values()):
-        return False
     is_wrapped = "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-    params = [param for group in inner.param_groups for param in group["params"]]
-    return not is_wrapped and all(
-        param.grad is not None and all(name in inner.state[param] for name in _STATE) for param in params
+    is_stepped = all(
+        p.grad is not None and inner.state.get(p) for group in inner.param_groups for p in group["params"]
     )
+    return is_stepped and not is_wrapped
 
 
-def _step_fused(owner: Any, kept: _Steps, scale: float | None, arithmetic: Arithmetic) -> None:
+def _step_fused(owner: Any, scale: float | None, arithmetic: Arithmetic) -> None:
     """The inner optimizer's step, and the copy to the model's parameters."""
-    inner, outs = owner.optimizer, kept.outs(owner)
+    inner, plans = owner.optimizer, _plans.setdefault(owner, defaultdict(AdamPlan))
+    outs = {id(main): _copied_to(owner, main, model) for main, model in _pairs(owner)}
     for index, group in enumerate(inner.param_groups):
         if not group["params"]:
             continue  # its steps are not counted
         group["step"] = group.get("step", 0) + 1
-        states = [(param, inner.state[param]) for param in group["params"]]
         shards = [
-            Shard(param.grad, param, state["exp_avg"], state["exp_avg_sq"], outs[id(param)]) for param, state in states
+            Shard(p.grad, p, inner.state[p]["exp_avg"], inner.state[p]["exp_avg_sq"], outs[id(p)])
+            for p in group["params"]
         ]
-        kept.plans[index].run(shards, _options(inner, group), scale, arithmetic)
+        plans[index].run(shards, _options(inner, group), scale, arithmetic)
 
 
 def _fused_step(native: Callable[[Any], bool]) -> Callable[[Any], bool]:
     @functools.wraps(native)
     def step_with_ready_grads(self: Any) -> bool:
-        if self.is_stub_optimizer:
-            return native(self)
-        answer = route_step(self)
-        kept = _steps.setdefault(self, _Steps()) if answer.is_fused else _steps.pop(self, _Steps())
-        scale, clip = kept.take()
-        if not answer.is_fused or not _is_ready(self, kept.outs(self)):
+        scale, clip = _clippings.pop(self, (None, _leave))
+        answer = Answer(None, "there is nothing to step") if self.is_stub_optimizer else route_step(self)
+        if not answer.is_fused or not _is_ready(self):
             clip()
             return native(self)
-        step = functools.partial(_step_fused, self, kept, scale, answer.context)
-        self.optimizer.step, self._copy_main_params_to_model_params = step, lambda: None
+        self.optimizer.step = functools.partial(_step_fused, self, scale, answer.context)
+        self._copy_main_params_to_model_params = _leave
         try:
             return native(self)
         finally:
@@ -287,14 +247,12 @@ def _fused_step(native: Callable[[Any], bool]) -> Callable[[Any], bool]:
 def _clip_later(parameters: Any, max_norm: float, total_norm: float, *args: Any, **kwargs: Any) -> None:
     """Keeps the coefficient for the step if these are the parameters of an optimizer whose steps are fused."""
     clip = functools.partial(_native_clip, parameters, max_norm, total_norm, *args, **kwargs)
-    is_plain = _depth and isinstance(total_norm, float) and not any((*args, *kwargs.values()))
-    owners = [one for one in _steps if is_plain and _are_of(parameters, one) and _steps[one].clipping is _NOT_CLIPPED]
-    if not owners or owners[0].config.log_num_zeros_in_grad:
+    is_plain = _running and isinstance(total_norm, float) and not any((*args, *kwargs.values()))
+    owner = next((one for one in _plans if is_plain and _are_of(parameters, one)), None)
+    if owner is None or owner in _clippings or owner.config.log_num_zeros_in_grad:
         clip()
-        return
-    coefficient = clip_coefficient(max_norm, total_norm)
-    if coefficient is not None:
-        _steps[owners[0]].clipping = coefficient, clip
+    elif (coefficient := clip_coefficient(max_norm, total_norm)) is not None:
+        _clippings[owner] = coefficient, clip
 
 
 def _are_of(parameters: Any, owner: Any) -> bool:
@@ -304,14 +262,12 @@ def _are_of(parameters: Any, owner: Any) -> bool:
 def _clipping_later(native: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(native)
     def step(self: Any) -> Any:
-        global _depth
-        _depth += 1
+        _running.append(self)
         try:
             return native(self)
         finally:
-            _depth -= 1
-            for kept in list(_steps.values()) if not _depth else ():
-                kept.take()  # of a step that failed
+            _running.pop()
+            _clippings.pop(self, None)  # of a step that failed
 
     return step
 
@@ -335,4 +291,4 @@ def stop() -> None:
         owner.step = native
     DistributedOptimizer.step_with_ready_grads = _native_step
     native_module.clip_grad_by_total_norm_fp32 = _native_clip
-    _steps.clear()
+    _plans.clear()
