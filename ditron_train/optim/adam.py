@@ -161,14 +161,7 @@ def _pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
 def adam_kernel(
     table,
     chunks,
-    scale,
-    beta1,
-    beta2,
-    correction1,
-    correction2,
-    eps,
-    negative_lr,
-    weight_decay,
+    numbers,
     IS_SCALED: tl.constexpr,
     IS_L2: tl.constexpr,
     FTZ: tl.constexpr,
@@ -184,6 +177,7 @@ def adam_kernel(
     FTZ: ".ftz" for fast arithmetic, else "". IS_ALIGNED: addresses and numbers of elements are multiples of 16.
     Nobody waits.
     """
+    scale, beta1, beta2, correction1, correction2, eps, negative_lr, weight_decay = numbers
     row = table + tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64) * 6
     offsets = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     grads = _pointer(row, tl.float32, IS_ALIGNED) + offsets
@@ -249,7 +243,7 @@ class AdamPlan:
         scalars = [1.0 if scale is None else scale, *options.betas, *corrections, options.eps]
         scalars += [-options.lr, options.weight_decay]
         flags = scale is not None, options.is_l2, ".ftz" * arithmetic.is_fast, arithmetic.form, self._is_aligned
-        arguments = self._table, self._chunks, *map(_fp32, scalars), *flags, _BLOCK, kernel_target(device)
+        arguments = self._table, self._chunks, tuple(map(_fp32, scalars)), *flags, _BLOCK, kernel_target(device)
         with on_device(device):
             adam_kernel[(len(self._chunks),)](*arguments, num_warps=_NUM_WARPS, **COMPILE_OPTIONS)
 
@@ -278,21 +272,22 @@ def sample_shard(num_elements: int, device: torch.device, seed: int) -> Shard:
     return Shard(grad, param, moment, variance.abs_(), torch.zeros_like(param, dtype=torch.bfloat16))
 
 
+#: Steps a shard in place, as the installed optimizer does; gradients are first multiplied by a scale if one is given.
+NativeStep = Callable[[Shard, AdamOptions, float | None], Any]
+
+
 def results_of(shard: Shard) -> list[torch.Tensor]:
     """What a step writes: moment, variance, param, out."""
     return [one for one in (shard.moment, shard.variance, shard.param, shard.out) if one is not None]
 
 
 def find_arithmetic(
-    native: Callable[[Shard, AdamOptions, float | None], Any],
-    device: torch.device,
-    options: AdamOptions,
-    num_elements: int = 50_000,
+    native: NativeStep, device: torch.device, options: AdamOptions, num_elements: int = 50_000
 ) -> Arithmetic | None:
     """The arithmetic whose bits are those of ``native``, or None.
 
     Args:
-        native: Steps one shard with the installed optimizer, in place; gradients are scaled if a scale is given.
+        native: The installed optimizer's step.
         device: Of the optimizer's state.
         options: Of a group of the optimizer; weight decay and several steps are tried whatever it has.
         num_elements: On how many values of each kind they are compared.
