@@ -22,11 +22,11 @@ that the model computes with::
 
 The scaled gradient is not stored: ``grad`` keeps what it was.
 
-Which multiply-adds are one instruction, a compiler chooses. Transformer Engine builds its kernels with
-``--use_fast_math``: numbers below the normal ones become 0, quotients are products by an approximate reciprocal, and
-roots are approximate. So each product and sum here is an instruction of its own that no compiler merges, and
-`Arithmetic` says which ones. `find_arithmetic` finds the one whose bits are those of the installed optimizer, by
-comparison on the device.
+Transformer Engine (as apex) builds its kernels with ``--use_fast_math``: numbers below the normal ones become 0,
+quotients are products by an approximate reciprocal, and roots are approximate. Which multiply-adds are one instruction,
+its compiler chooses. So each product and sum here is an instruction of its own that no compiler merges; of
+``a * b + c * d`` the *form* says what is one: 0: the first product and the sum, 1: the second product and the sum, 2:
+nothing. `find_form` finds the one whose bits are those of the installed optimizer, by comparison on the device.
 """
 
 from __future__ import annotations
@@ -53,23 +53,6 @@ _ALIGNMENT = 16  # bytes of the widest load, and elements of the sizes that it f
 def _fp32(value: float) -> float:
     """The nearest fp32 number, as C passes it; the interpreter would compute with more digits."""
     return ctypes.c_float(value).value
-
-
-class Arithmetic(NamedTuple):
-    """How the installed optimizer rounds.
-
-    Attributes:
-        is_fast: As ``--use_fast_math`` has it.
-        form: What is one instruction of ``a * b + c * d``: 0: the first product and the sum, 1: the second product and
-            the sum, 2: nothing.
-    """
-
-    is_fast: bool = True
-    form: int = 0
-
-
-#: What a compiler may make of it; the first is Transformer Engine 2.10 on Hopper.
-ARITHMETICS = [Arithmetic(is_fast, form) for is_fast in (True, False) for form in range(3)]
 
 
 class AdamOptions(NamedTuple):
@@ -106,49 +89,48 @@ class Shard(NamedTuple):
 
 
 @triton.jit
-def _product(a, b, FTZ: tl.constexpr, TARGET: tl.constexpr):
+def _product(a, b, TARGET: tl.constexpr):
     if is_cuda(TARGET):
-        return tl.inline_asm_elementwise("mul.rn" + FTZ + ".f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+        return tl.inline_asm_elementwise("mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
     else:
         return a * b
 
 
 @triton.jit
-def _multiply_add(a, b, c, FTZ: tl.constexpr, TARGET: tl.constexpr):
+def _multiply_add(a, b, c, TARGET: tl.constexpr):
     """a * b + c, rounded once (in the interpreter twice)."""
     if is_cuda(TARGET):
-        text: tl.constexpr = "fma.rn" + FTZ + ".f32 $0, $1, $2, $3;"
-        return tl.inline_asm_elementwise(text, "=f,f,f,f", [a, b, c], tl.float32, True, 1)
+        return tl.inline_asm_elementwise("fma.rn.ftz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, True, 1)
     else:
         return a * b + c
 
 
 @triton.jit
-def _root(a, FTZ: tl.constexpr, TARGET: tl.constexpr):
-    if FTZ != "" and is_cuda(TARGET):
+def _root(a, TARGET: tl.constexpr):
+    if is_cuda(TARGET):
         return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
     else:
         return tl.sqrt_rn(a)
 
 
 @triton.jit
-def _quotient(a, b, FTZ: tl.constexpr, TARGET: tl.constexpr):
+def _quotient(a, b, TARGET: tl.constexpr):
     """Two factors whose product is a / b."""
-    if FTZ != "" and is_cuda(TARGET):
+    if is_cuda(TARGET):
         return a, tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], tl.float32, True, 1)
     else:
         return tl.div_rn(a, tl.zeros_like(a) + b), 1.0
 
 
 @triton.jit
-def _two_products(a, b, c, d, FORM: tl.constexpr, FTZ: tl.constexpr, TARGET: tl.constexpr):
+def _two_products(a, b, c, d, FORM: tl.constexpr, TARGET: tl.constexpr):
     """a * b + c * d."""
     if FORM == 0:
-        return _multiply_add(a, b, _product(c, d, FTZ, TARGET), FTZ, TARGET)
+        return _multiply_add(a, b, _product(c, d, TARGET), TARGET)
     elif FORM == 1:
-        return _multiply_add(c, d, _product(a, b, FTZ, TARGET), FTZ, TARGET)
+        return _multiply_add(c, d, _product(a, b, TARGET), TARGET)
     else:
-        return _multiply_add(_product(a, b, FTZ, TARGET), 1.0, _product(c, d, FTZ, TARGET), FTZ, TARGET)
+        return _multiply_add(_product(a, b, TARGET), 1.0, _product(c, d, TARGET), TARGET)
 
 
 @triton.jit
@@ -164,7 +146,6 @@ def adam_kernel(
     numbers,
     IS_SCALED: tl.constexpr,
     IS_L2: tl.constexpr,
-    FTZ: tl.constexpr,
     FORM: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -174,8 +155,7 @@ def adam_kernel(
 
     ``table``: int64 [parameters, 6], addresses of grad, param, moment, variance and out (0: none), number of elements.
     ``chunks``: int32 [programs, 2], the parameter of each program, and which BLOCK of its elements.
-    FTZ: ".ftz" for fast arithmetic, else "". IS_ALIGNED: addresses and numbers of elements are multiples of 16.
-    Nobody waits.
+    ``numbers``: fp32. IS_ALIGNED: addresses and numbers of elements are multiples of 16. Nobody waits.
     """
     scale, beta1, beta2, correction1, correction2, eps, negative_lr, weight_decay = numbers
     row = table + tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64) * 6
@@ -192,24 +172,24 @@ def adam_kernel(
     grad = tl.load(grads, mask=mask)
     param = tl.load(params, mask=mask)
     if IS_SCALED:
-        grad = _product(grad, scale, FTZ, TARGET)
+        grad = _product(grad, scale, TARGET)
     if IS_L2:
-        grad = _two_products(param, weight_decay, grad, 1.0, FORM, FTZ, TARGET)
-    moment = _two_products(tl.load(moments, mask=mask), beta1, grad, 1.0 - beta1, FORM, FTZ, TARGET)
-    part = _product(grad, 1.0 - beta2, FTZ, TARGET)
-    variance = _two_products(tl.load(variances, mask=mask), beta2, part, grad, FORM, FTZ, TARGET)
+        grad = _two_products(param, weight_decay, grad, 1.0, FORM, TARGET)
+    moment = _two_products(tl.load(moments, mask=mask), beta1, grad, 1.0 - beta1, FORM, TARGET)
+    part = _product(grad, 1.0 - beta2, TARGET)
+    variance = _two_products(tl.load(variances, mask=mask), beta2, part, grad, FORM, TARGET)
     tl.store(moments, moment, mask=mask)
     tl.store(variances, variance, mask=mask)
 
-    a, b = _quotient(variance, correction2, FTZ, TARGET)
-    denominator = _multiply_add(_root(_product(a, b, FTZ, TARGET), FTZ, TARGET), 1.0, eps, FTZ, TARGET)
-    a, b = _quotient(moment, correction1, FTZ, TARGET)
-    a, b = _quotient(_product(a, b, FTZ, TARGET), denominator, FTZ, TARGET)
+    a, b = _quotient(variance, correction2, TARGET)
+    denominator = _multiply_add(_root(_product(a, b, TARGET), TARGET), 1.0, eps, TARGET)
+    a, b = _quotient(moment, correction1, TARGET)
+    a, b = _quotient(_product(a, b, TARGET), denominator, TARGET)
     if IS_L2:
-        update = _product(a, b, FTZ, TARGET)
+        update = _product(a, b, TARGET)
     else:
-        update = _two_products(param, weight_decay, a, b, FORM, FTZ, TARGET)
-    param = _two_products(update, negative_lr, param, 1.0, FORM if FORM == 2 else 0, FTZ, TARGET)
+        update = _two_products(param, weight_decay, a, b, FORM, TARGET)
+    param = _two_products(update, negative_lr, param, 1.0, FORM if FORM == 2 else 0, TARGET)
     tl.store(params, param, mask=mask)
     if tl.load(row + 4) != 0:
         tl.store(outs, param.to(tl.bfloat16), mask=mask)
@@ -224,14 +204,14 @@ class AdamPlan:
         self._table = self._chunks = torch.empty(0)
         self._is_aligned = False
 
-    def run(self, shards: Sequence[Shard], options: AdamOptions, scale: float | None, arithmetic: Arithmetic) -> None:
+    def run(self, shards: Sequence[Shard], options: AdamOptions, scale: float | None, form: int) -> None:
         """Enqueues the step on the current stream.
 
         Args:
             shards: Of the parameters, at least one.
             options: Of all of them.
             scale: What gradients are multiplied by first; None: nothing.
-            arithmetic: As `find_arithmetic` found it.
+            form: As `find_form` found it.
         """
         device = shards[0].grad.device
         rows = [(*(0 if one is None else one.data_ptr() for one in shard), shard.grad.numel()) for shard in shards]
@@ -242,7 +222,7 @@ class AdamPlan:
         corrections = [1.0 - _fp32(beta) ** options.step for beta in options.betas]
         scalars = [1.0 if scale is None else scale, *options.betas, *corrections, options.eps]
         scalars += [-options.lr, options.weight_decay]
-        flags = scale is not None, options.is_l2, ".ftz" * arithmetic.is_fast, arithmetic.form, self._is_aligned
+        flags = scale is not None, options.is_l2, form, self._is_aligned
         arguments = self._table, self._chunks, tuple(map(_fp32, scalars)), *flags, _BLOCK, kernel_target(device)
         with on_device(device):
             adam_kernel[(len(self._chunks),)](*arguments, num_warps=_NUM_WARPS, **COMPILE_OPTIONS)
@@ -281,10 +261,10 @@ def results_of(shard: Shard) -> list[torch.Tensor]:
     return [one for one in (shard.moment, shard.variance, shard.param, shard.out) if one is not None]
 
 
-def find_arithmetic(
+def find_form(
     native: NativeStep, device: torch.device, options: AdamOptions, num_elements: int = 50_000
-) -> Arithmetic | None:
-    """The arithmetic whose bits are those of ``native``, or None.
+) -> int | None:
+    """The form whose bits are those of ``native``, or None.
 
     Args:
         native: The installed optimizer's step.
@@ -301,10 +281,10 @@ def find_arithmetic(
         native(shard, *case)
     expected = [results_of(shard) for shard in natives]
 
-    def is_equal(arithmetic: Arithmetic) -> bool:
+    def is_equal(form: int) -> bool:
         shards = [sample_shard(num_elements, device, seed) for seed in range(len(cases))]
         for shard, case in zip(shards, cases):
-            AdamPlan().run([shard], *case, arithmetic)
+            AdamPlan().run([shard], *case, form)
         return all(same_bits(one, results_of(other)) for one, other in zip(expected, shards))
 
-    return next(filter(is_equal, ARITHMETICS), None)
+    return next(filter(is_equal, range(3)), None)

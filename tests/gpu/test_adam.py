@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPU
 pytest.importorskip("megatron.core")
 FusedAdam = pytest.importorskip("transformer_engine.pytorch.optimizers").FusedAdam
 
-from ditron_train.optim.adam import AdamPlan, Shard, find_arithmetic, results_of, sample_shard  # noqa: E402
+from ditron_train.optim.adam import AdamPlan, Shard, find_form, results_of, sample_shard  # noqa: E402
 from ditron_train.policy.probe import same_bits  # noqa: E402
 
 SIZES = [1, 3, 16, 17, 2047, 2048, 2049, 4096, 100_003, 1 << 20]
@@ -38,12 +38,12 @@ def _call(optimizer, device):
 
 
 @functools.cache
-def _arithmetic(device, is_l2=False):
+def _form(device, is_l2=False):
     from ditron_train.megatron.adam.optimizer import _step_natively
 
     optimizer = _optimizer(device, is_l2)
     options = _call(optimizer, device).options
-    return find_arithmetic(functools.partial(_step_natively, optimizer), device, options)
+    return find_form(functools.partial(_step_natively, optimizer), device, options)
 
 
 def _copies(shards):
@@ -77,9 +77,9 @@ def _first_difference(expected, found):
 
 
 @pytest.mark.parametrize("is_l2", [False, True])
-def test_the_arithmetic_is_found(device, is_l2):
-    found = _arithmetic(device, is_l2)
-    _tell(f"arithmetic of FusedAdam, is_l2={is_l2}: {found}")
+def test_the_form_is_found(device, is_l2):
+    found = _form(device, is_l2)
+    _tell(f"form of FusedAdam's multiply-adds, is_l2={is_l2}: {found}")
     assert found is not None
 
 
@@ -96,7 +96,7 @@ def test_five_steps_are_native(device, is_l2, decay, scale, is_aligned):
     _native_steps(optimizer, expected, scale, 5)
     options = _call(_optimizer(device, is_l2, decay), device).options
     for step in range(1, 6):
-        plan.run(shards, options._replace(step=step), scale, _arithmetic(device, is_l2))
+        plan.run(shards, options._replace(step=step), scale, _form(device, is_l2))
     for one, other in zip(expected, shards):
         assert _first_difference(one, other) is None, (len(one.grad), _first_difference(one, other))
 
@@ -112,7 +112,7 @@ def test_every_kind_of_bits(device, betas):
     optimizer = _optimizer(device, betas=betas)
     _native_steps(optimizer, [expected], 0.5, 1)
     options = _call(_optimizer(device, betas=betas), device).options
-    AdamPlan().run([shard], options._replace(step=1), 0.5, _arithmetic(device))
+    AdamPlan().run([shard], options._replace(step=1), 0.5, _form(device))
     assert _first_difference(expected, shard) is None, _first_difference(expected, shard)
 
 
@@ -151,7 +151,7 @@ def test_the_gate_takes_it(device, own_gpus, monkeypatch, sizes):
 
     options, plan = _call(_optimizer(device), device).options, AdamPlan()
     native_us = _time_us(native)
-    fused_us = _time_us(lambda: plan.run(shards, options, 0.999, _arithmetic(device)))
+    fused_us = _time_us(lambda: plan.run(shards, options, 0.999, _form(device)))
     rate = 30e-6 * sum(sizes) / fused_us
     _tell(
         f"{len(sizes)} of {sum(sizes)} elements: native {native_us:.0f} us, fused {fused_us:.0f} us, {rate:.2f} TB/s"

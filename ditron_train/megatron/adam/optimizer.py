@@ -24,7 +24,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import optimizer as native_module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from ditron_train.optim.adam import AdamOptions, AdamPlan, Arithmetic, Shard, find_arithmetic, results_of, sample_shard
+from ditron_train.optim.adam import AdamOptions, AdamPlan, Shard, find_form, results_of, sample_shard
 from ditron_train.policy import Function, Op, Trial, gate, log_native
 from ditron_train.policy.answer import Answer
 from ditron_train.runtime.device import is_capturing
@@ -33,13 +33,6 @@ _STATE = ("exp_avg", "exp_avg_sq")
 _TIMED_ELEMENTS, _FEW_ELEMENTS = 1 << 24, 500  # on a GPU: more than fits in its L2 cache; on a CPU
 _SCALE = 0.37  # of a trial's gradients
 _UNIT_NORM = 1.0 - 1.0e-6  # what is clipped to a norm is multiplied by that norm
-
-#: Options of Megatron or of the inner optimizer that are not covered.
-_NATIVE = {
-    "use_precision_aware_optimizer": "the optimizer is precision-aware",
-    "master_weights": "the inner optimizer has main parameters of its own",
-    "capturable": "the inner optimizer is capturable",
-}
 
 _native_clip = native_module.clip_grad_by_total_norm_fp32
 _native_step = DistributedOptimizer.step_with_ready_grads
@@ -77,7 +70,7 @@ def clip_coefficient(max_norm: float, total_norm: float) -> float | None:
     return coefficient if coefficient < 1.0 else None
 
 
-class AdamOp(Op[AdamCall, Arithmetic]):
+class AdamOp(Op[AdamCall, int]):
     """Clipping, Adam and the cast to bf16: three passes or one."""
 
     name = "adam step"
@@ -89,13 +82,13 @@ class AdamOp(Op[AdamCall, Arithmetic]):
     def device(self, call: AdamCall) -> torch.device:
         return call.device
 
-    def make_context(self, call: AdamCall) -> Arithmetic:
+    def make_context(self, call: AdamCall) -> int:
         """Where none has equal bits, any other: the trial then sees that on every rank."""
         size = {} if call.device.type == "cuda" else {"num_elements": _FEW_ELEMENTS}
-        found = find_arithmetic(functools.partial(_step_natively, call.optimizer), call.device, call.options, **size)
-        return found or Arithmetic()
+        found = find_form(functools.partial(_step_natively, call.optimizer), call.device, call.options, **size)
+        return found or 0
 
-    def describe(self, call: AdamCall, context: Arithmetic) -> str:
+    def describe(self, call: AdamCall, context: int) -> str:
         return f"{self.name} {type(call.optimizer).__module__.split('.')[0]}{' l2' * call.options.is_l2}"
 
     def inputs(self, call: AdamCall) -> Sequence[torch.Tensor]:
@@ -107,7 +100,7 @@ class AdamOp(Op[AdamCall, Arithmetic]):
         """Of both paths' shards and what makes them."""
         return 4 * 18 * _TIMED_ELEMENTS
 
-    def trial(self, call: AdamCall, context: Arithmetic) -> Trial:
+    def trial(self, call: AdamCall, context: int) -> Trial:
         """Each path steps a shard of its own again and again; after the first step they are compared."""
         native, fused = self.native(call), self.fused(call, context)
         shards = self.inputs(call), self.inputs(call)
@@ -117,7 +110,7 @@ class AdamOp(Op[AdamCall, Arithmetic]):
         """Steps a shard in place."""
         return lambda *tensors: _step_natively(call.optimizer, Shard._make(tensors), call.options, _SCALE)
 
-    def fused(self, call: AdamCall, context: Arithmetic) -> Function:
+    def fused(self, call: AdamCall, context: int) -> Function:
         """Steps a shard in place."""
         plan = AdamPlan()
 
@@ -185,8 +178,9 @@ def unsupported_reason(owner: Any) -> str | None:
         return "the loss is scaled"
     if any(is_float8tensor(model) for _, model in _pairs(owner)):
         return "parameters are FP8"
-    given = (words for name, words in _NATIVE.items() if getattr(owner.config, name, getattr(inner, name, False)))
-    return next(given, None)
+    if any(getattr(inner, name, False) for name in ("master_weights", "capturable")):
+        return "the optimizer is precision-aware or capturable"
+    return None
 
 
 def route_step(owner: Any) -> Answer:
@@ -211,7 +205,7 @@ def _is_ready(owner: Any) -> bool:
     return is_stepped and not is_wrapped
 
 
-def _step_fused(owner: Any, scale: float | None, arithmetic: Arithmetic) -> None:
+def _step_fused(owner: Any, scale: float | None, form: int) -> None:
     """The inner optimizer's step, and the copy to the model's parameters."""
     inner, plans = owner.optimizer, _plans.setdefault(owner, defaultdict(AdamPlan))
     outs = {id(main): _copied_to(owner, main, model) for main, model in _pairs(owner)}
@@ -223,7 +217,7 @@ def _step_fused(owner: Any, scale: float | None, arithmetic: Arithmetic) -> None
             Shard(p.grad, p, inner.state[p]["exp_avg"], inner.state[p]["exp_avg_sq"], outs[id(p)])
             for p in group["params"]
         ]
-        plans[index].run(shards, _options(inner, group), scale, arithmetic)
+        plans[index].run(shards, _options(inner, group), scale, form)
 
 
 def _fused_step(native: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -277,18 +271,18 @@ def class_map() -> dict[type, type]:
     return {}
 
 
+def _install(steps: Sequence[Any], step: Any, clip: Any) -> None:
+    for owner, method in zip(_STEPS, steps):
+        owner.step = method
+    DistributedOptimizer.step_with_ready_grads, native_module.clip_grad_by_total_norm_fp32 = step, clip
+
+
 def start() -> None:
     """Distributed optimizers step from here."""
-    for owner, native in zip(_STEPS, _native_steps):
-        owner.step = _clipping_later(native)
-    DistributedOptimizer.step_with_ready_grads = _fused_step(_native_step)
-    native_module.clip_grad_by_total_norm_fp32 = _clip_later
+    _install([*map(_clipping_later, _native_steps)], _fused_step(_native_step), _clip_later)
 
 
 def stop() -> None:
     """Distributed optimizers are Megatron's again."""
-    for owner, native in zip(_STEPS, _native_steps):
-        owner.step = native
-    DistributedOptimizer.step_with_ready_grads = _native_step
-    native_module.clip_grad_by_total_norm_fp32 = _native_clip
+    _install(_native_steps, _native_step, _native_clip)
     _plans.clear()
