@@ -23,10 +23,10 @@ that the model computes with::
 The scaled gradient is not stored: ``grad`` keeps what it was.
 
 Transformer Engine (as apex) builds its kernels with ``--use_fast_math``: numbers below the normal ones become 0,
-quotients are products by an approximate reciprocal, and roots are approximate. Which multiply-adds are one instruction,
-its compiler chooses. So each product and sum here is an instruction of its own that no compiler merges; of
-``a * b + c * d`` the *form* says what is one: 0: the first product and the sum, 1: the second product and the sum, 2:
-nothing. `find_form` finds the one whose bits are those of the installed optimizer, by comparison on the device.
+quotients are products by an approximate reciprocal, and roots are approximate. Its compiler chooses which
+multiply-adds are one instruction. So each product and sum here is an instruction of its own that no compiler merges;
+of ``a * b + c * d`` the *form* says what is one: 0: the first product and the sum, 1: the second product and the sum,
+2: nothing. `find_form` finds the one whose bits are those of the installed optimizer, by comparison on the device.
 """
 
 from __future__ import annotations
@@ -134,9 +134,8 @@ def _two_products(a, b, c, d, FORM: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def _pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    pointer = tl.load(address).to(tl.pointer_type(DTYPE))
-    return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer
+def _pointer(address, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(DTYPE)), ALIGNMENT)
 
 
 @triton.jit
@@ -147,7 +146,7 @@ def adam_kernel(
     IS_SCALED: tl.constexpr,
     IS_L2: tl.constexpr,
     FORM: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     TARGET: tl.constexpr,
 ):
@@ -155,20 +154,17 @@ def adam_kernel(
 
     ``table``: int64 [parameters, 6], addresses of grad, param, moment, variance and out (0: none), number of elements.
     ``chunks``: int32 [programs, 2], the parameter of each program, and which BLOCK of its elements.
-    ``numbers``: fp32. IS_ALIGNED: addresses and numbers of elements are multiples of 16. Nobody waits.
+    ``numbers``: fp32. ALIGNMENT: of addresses and numbers of elements. Nobody waits.
     """
     scale, beta1, beta2, correction1, correction2, eps, negative_lr, weight_decay = numbers
     row = table + tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64) * 6
     offsets = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    grads = _pointer(row, tl.float32, IS_ALIGNED) + offsets
-    params = _pointer(row + 1, tl.float32, IS_ALIGNED) + offsets
-    moments = _pointer(row + 2, tl.float32, IS_ALIGNED) + offsets
-    variances = _pointer(row + 3, tl.float32, IS_ALIGNED) + offsets
-    outs = _pointer(row + 4, tl.bfloat16, IS_ALIGNED) + offsets
-    num_elements = tl.load(row + 5)
-    if IS_ALIGNED:
-        num_elements = tl.multiple_of(num_elements, 16)
-    mask = offsets < num_elements
+    grads = _pointer(row, tl.float32, ALIGNMENT) + offsets
+    params = _pointer(row + 1, tl.float32, ALIGNMENT) + offsets
+    moments = _pointer(row + 2, tl.float32, ALIGNMENT) + offsets
+    variances = _pointer(row + 3, tl.float32, ALIGNMENT) + offsets
+    outs = _pointer(row + 4, tl.bfloat16, ALIGNMENT) + offsets
+    mask = offsets < tl.multiple_of(tl.load(row + 5), ALIGNMENT)
     grad = tl.load(grads, mask=mask)
     param = tl.load(params, mask=mask)
     if IS_SCALED:
@@ -176,8 +172,8 @@ def adam_kernel(
     if IS_L2:
         grad = _two_products(param, weight_decay, grad, 1.0, FORM, TARGET)
     moment = _two_products(tl.load(moments, mask=mask), beta1, grad, 1.0 - beta1, FORM, TARGET)
-    part = _product(grad, 1.0 - beta2, TARGET)
-    variance = _two_products(tl.load(variances, mask=mask), beta2, part, grad, FORM, TARGET)
+    part, variance = _product(grad, 1.0 - beta2, TARGET), tl.load(variances, mask=mask)
+    variance = _two_products(variance, beta2, part, grad, FORM, TARGET)
     tl.store(moments, moment, mask=mask)
     tl.store(variances, variance, mask=mask)
 
@@ -202,7 +198,7 @@ class AdamPlan:
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
         self._table = self._chunks = torch.empty(0)
-        self._is_aligned = False
+        self._alignment = 1
 
     def run(self, shards: Sequence[Shard], options: AdamOptions, scale: float | None, form: int) -> None:
         """Enqueues the step on the current stream.
@@ -220,9 +216,9 @@ class AdamPlan:
         if not len(self._chunks):
             return
         corrections = [1.0 - _fp32(beta) ** options.step for beta in options.betas]
-        scalars = [1.0 if scale is None else scale, *options.betas, *corrections, options.eps]
-        scalars += [-options.lr, options.weight_decay]
-        flags = scale is not None, options.is_l2, form, self._is_aligned
+        rates = options.eps, -options.lr, options.weight_decay
+        scalars = [1.0 if scale is None else scale, *options.betas, *corrections, *rates]
+        flags = scale is not None, options.is_l2, form, self._alignment
         arguments = self._table, self._chunks, tuple(map(_fp32, scalars)), *flags, _BLOCK, kernel_target(device)
         with on_device(device):
             adam_kernel[(len(self._chunks),)](*arguments, num_warps=_NUM_WARPS, **COMPILE_OPTIONS)
@@ -233,8 +229,7 @@ class AdamPlan:
         places = torch.repeat_interleave(counts)
         firsts = (counts.cumsum(0) - counts)[places]
         chunks = torch.stack([places, torch.arange(len(places), device="cpu") - firsts], dim=1)
-        self._is_aligned = not bool((table % _ALIGNMENT).any())
-        self._rows = rows
+        self._rows, self._alignment = rows, 1 if bool((table % _ALIGNMENT).any()) else _ALIGNMENT
         self._table, self._chunks = (to_device(one, device) for one in (table, chunks.to(torch.int32)))
 
 
@@ -248,8 +243,7 @@ def sample_shard(num_elements: int, device: torch.device, seed: int) -> Shard:
         part[::3] *= torch.exp2((parts[4][::3] * 30.0 - 60.0).clamp(-126.0, 17.0))
         few = part[place : place + 7 * len(special) : 7]  # meets the others' values of every kind
         few.copy_(special[: len(few)])
-    grad, param, moment, variance = parts[:4]
-    return Shard(grad, param, moment, variance.abs_(), torch.zeros_like(param, dtype=torch.bfloat16))
+    return Shard._make([*parts[:3], parts[3].abs_(), torch.zeros_like(parts[0], dtype=torch.bfloat16)])
 
 
 #: Steps a shard in place, as the installed optimizer does; gradients are first multiplied by a scale if one is given.
@@ -261,21 +255,19 @@ def results_of(shard: Shard) -> list[torch.Tensor]:
     return [one for one in (shard.moment, shard.variance, shard.param, shard.out) if one is not None]
 
 
-def find_form(
-    native: NativeStep, device: torch.device, options: AdamOptions, num_elements: int = 50_000
-) -> int | None:
+def find_form(native: NativeStep, device: torch.device, options: AdamOptions) -> int | None:
     """The form whose bits are those of ``native``, or None.
 
     Args:
         native: The installed optimizer's step.
         device: Of the optimizer's state.
         options: Of a group of the optimizer; weight decay and several steps are tried whatever it has.
-        num_elements: On how many values of each kind they are compared.
     """
     cases = [
         (options._replace(step=step, weight_decay=decay, lr=1e-3), scale)
         for step, decay, scale in ((3, 0.1, 0.37), (1, 0.0, None), (100, 0.01, None))
     ]
+    num_elements = 50_000 if device.type == "cuda" else 500
     natives = [sample_shard(num_elements, device, seed) for seed in range(len(cases))]
     for shard, case in zip(natives, cases):
         native(shard, *case)

@@ -32,9 +32,10 @@ def _optimizer(device, is_l2=False, decay=0.1, betas=BETAS):
 
 
 def _call(optimizer, device):
-    from ditron_train.megatron.adam.optimizer import AdamCall
+    from ditron_train.megatron.adam.optimizer import AdamCall, _options
 
-    return AdamCall(optimizer, dist.group.WORLD, device)
+    options = _options(optimizer, {**optimizer.param_groups[0], "step": 2})
+    return AdamCall(optimizer, dist.group.WORLD, device, options)
 
 
 @functools.cache

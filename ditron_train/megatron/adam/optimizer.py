@@ -27,7 +27,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ditron_train.optim.adam import AdamOptions, AdamPlan, Shard, find_form, results_of, sample_shard
 from ditron_train.policy import Function, Op, Trial, gate, log_native
 from ditron_train.policy.answer import Answer
-from ditron_train.runtime.device import is_capturing
 
 _STATE = ("exp_avg", "exp_avg_sq")
 _TIMED_ELEMENTS, _FEW_ELEMENTS = 1 << 24, 500  # on a GPU: more than fits in its L2 cache; on a CPU
@@ -47,16 +46,13 @@ class AdamCall(NamedTuple):
         optimizer: The inner optimizer, a FusedAdam.
         group: Data parallel group.
         device: Of the optimizer's parameters.
+        options: Of the first group of parameters, at its second step.
     """
 
     optimizer: Any
     group: dist.ProcessGroup
     device: torch.device
-
-    @property
-    def options(self) -> AdamOptions:
-        """Of the first group of parameters, at its second step."""
-        return _options(self.optimizer, {**self.optimizer.param_groups[0], "step": 2})
+    options: AdamOptions
 
 
 def _options(optimizer: Any, group: dict[str, Any]) -> AdamOptions:
@@ -84,8 +80,7 @@ class AdamOp(Op[AdamCall, int]):
 
     def make_context(self, call: AdamCall) -> int:
         """Where none has equal bits, any other: the trial then sees that on every rank."""
-        size = {} if call.device.type == "cuda" else {"num_elements": _FEW_ELEMENTS}
-        found = find_form(functools.partial(_step_natively, call.optimizer), call.device, call.options, **size)
+        found = find_form(functools.partial(_step_natively, call.optimizer), call.device, call.options)
         return found or 0
 
     def describe(self, call: AdamCall, context: int) -> str:
@@ -141,10 +136,6 @@ def _step_natively(optimizer: Any, shard: Shard, options: AdamOptions, scale: fl
     return results_of(shard)
 
 
-def _leave() -> None:
-    """Neither clips nor copies."""
-
-
 #: Of optimizers whose steps are fused: a plan for each group of parameters.
 _plans: WeakKeyDictionary[Any, defaultdict[int, AdamPlan]] = WeakKeyDictionary()
 #: Until the step: what their gradients are to be multiplied by, and what does it natively.
@@ -174,12 +165,10 @@ def unsupported_reason(owner: Any) -> str | None:
         return f"the optimizer is {type(inner).__name__}, not FusedAdam of Transformer Engine or apex"
     if owner.ddp_config.use_megatron_fsdp:
         return "parameters are split over ranks (FSDP)"
-    if owner.grad_scaler is not None:
-        return "the loss is scaled"
+    if owner.grad_scaler is not None or any(getattr(inner, name, False) for name in ("master_weights", "capturable")):
+        return "the loss is scaled, or the optimizer is precision-aware or capturable"
     if any(is_float8tensor(model) for _, model in _pairs(owner)):
         return "parameters are FP8"
-    if any(getattr(inner, name, False) for name in ("master_weights", "capturable")):
-        return "the optimizer is precision-aware or capturable"
     return None
 
 
@@ -189,19 +178,16 @@ def route_step(owner: Any) -> Answer:
     if reason is not None:
         log_native(ADAM.name, reason)
         return Answer(None, reason)
-    device = owner.buffers[0].param_data.device if owner.buffers else torch.device("cpu")
-    if not owner.buffers or is_capturing(device):
-        return Answer(None, "there are no parameters, or the step is captured")
-    return gate.answer_for(ADAM, AdamCall(owner.optimizer, owner.data_parallel_group, device))
+    options = _options(owner.optimizer, {**owner.optimizer.param_groups[0], "step": 2})
+    device = owner.buffers[0].param_data.device
+    return gate.answer_for(ADAM, AdamCall(owner.optimizer, owner.data_parallel_group, device, options))
 
 
 def _is_ready(owner: Any) -> bool:
     """Whether this step can be fused on this rank: there are states and gradients, and nobody has wrapped it."""
     inner = owner.optimizer
     is_wrapped = "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-    is_stepped = all(
-        p.grad is not None and inner.state.get(p) for group in inner.param_groups for p in group["params"]
-    )
+    is_stepped = all(p.grad is not None and inner.state.get(p) for p in owner.get_parameters())
     return is_stepped and not is_wrapped
 
 
@@ -213,23 +199,20 @@ def _step_fused(owner: Any, scale: float | None, form: int) -> None:
         if not group["params"]:
             continue  # its steps are not counted
         group["step"] = group.get("step", 0) + 1
-        shards = [
-            Shard(p.grad, p, inner.state[p]["exp_avg"], inner.state[p]["exp_avg_sq"], outs[id(p)])
-            for p in group["params"]
-        ]
+        shards = [Shard._make([p.grad, p, *map(inner.state[p].get, _STATE), outs[id(p)]]) for p in group["params"]]
         plans[index].run(shards, _options(inner, group), scale, form)
 
 
 def _fused_step(native: Callable[[Any], bool]) -> Callable[[Any], bool]:
     @functools.wraps(native)
     def step_with_ready_grads(self: Any) -> bool:
-        scale, clip = _clippings.pop(self, (None, _leave))
+        scale, clip = _clippings.pop(self, (None, lambda: None))
         answer = Answer(None, "there is nothing to step") if self.is_stub_optimizer else route_step(self)
         if not answer.is_fused or not _is_ready(self):
             clip()
             return native(self)
         self.optimizer.step = functools.partial(_step_fused, self, scale, answer.context)
-        self._copy_main_params_to_model_params = _leave
+        self._copy_main_params_to_model_params = lambda: None
         try:
             return native(self)
         finally:
