@@ -227,10 +227,11 @@ class AdamPlan:
         table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         counts = (table[:, -1] + _BLOCK - 1) // _BLOCK
         places = torch.repeat_interleave(counts)
-        firsts = (counts.cumsum(0) - counts)[places]
-        chunks = torch.stack([places, torch.arange(len(places), device="cpu") - firsts], dim=1)
+        blocks = torch.arange(len(places), device="cpu") - (counts.cumsum(0) - counts)[places]
         self._rows, self._alignment = rows, 1 if bool((table % _ALIGNMENT).any()) else _ALIGNMENT
-        self._table, self._chunks = (to_device(one, device) for one in (table, chunks.to(torch.int32)))
+        self._table, self._chunks = (
+            to_device(one, device) for one in (table, torch.stack([places, blocks], 1).to(torch.int32))
+        )
 
 
 def sample_shard(num_elements: int, device: torch.device, seed: int) -> Shard:

@@ -30,13 +30,12 @@ from ditron_train.policy.answer import Answer
 
 _STATE = ("exp_avg", "exp_avg_sq")
 _TIMED_ELEMENTS, _FEW_ELEMENTS = 1 << 24, 500  # on a GPU: more than fits in its L2 cache; on a CPU
+_NATIVE = ("use_precision_aware_optimizer", "master_weights", "capturable")
 _SCALE = 0.37  # of a trial's gradients
-_UNIT_NORM = 1.0 - 1.0e-6  # what is clipped to a norm is multiplied by that norm
 
 _native_clip = native_module.clip_grad_by_total_norm_fp32
 _native_step = DistributedOptimizer.step_with_ready_grads
-_STEPS = (native_module.MixedPrecisionOptimizer, native_module.ChainedOptimizer)  # whose ``step`` clips
-_native_steps = [owner.step for owner in _STEPS]
+_native_steps = native_module.MixedPrecisionOptimizer.step, native_module.ChainedOptimizer.step  # which clip
 
 
 class AdamCall(NamedTuple):
@@ -58,12 +57,6 @@ class AdamCall(NamedTuple):
 def _options(optimizer: Any, group: dict[str, Any]) -> AdamOptions:
     values = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "step")}
     return AdamOptions(**values, is_l2=not optimizer.adam_w_mode)
-
-
-def clip_coefficient(max_norm: float, total_norm: float) -> float | None:
-    """What ``clip_grad_by_total_norm_fp32`` multiplies gradients by; None: nothing."""
-    coefficient = max_norm / (total_norm + 1.0e-6)
-    return coefficient if coefficient < 1.0 else None
 
 
 class AdamOp(Op[AdamCall, int]):
@@ -129,10 +122,9 @@ def _step_natively(optimizer: Any, shard: Shard, options: AdamOptions, scale: fl
     copy.state = defaultdict(dict, {param: dict(zip(_STATE, (shard.moment, shard.variance)))})
     param.grad = shard.grad
     if scale is not None:
-        _native_clip([param], scale, _UNIT_NORM)
+        _native_clip([param], scale, 1.0 - 1.0e-6)  # whose coefficient is ``scale``
     copy.step()
-    if shard.out is not None:
-        shard.out.copy_(param)
+    results_of(shard)[-1].copy_(param)
     return results_of(shard)
 
 
@@ -163,10 +155,9 @@ def unsupported_reason(owner: Any) -> str | None:
     inner = owner.optimizer
     if type(inner).__name__ != "FusedAdam" or not hasattr(inner, "multi_tensor_adam"):
         return f"the optimizer is {type(inner).__name__}, not FusedAdam of Transformer Engine or apex"
-    if owner.ddp_config.use_megatron_fsdp:
-        return "parameters are split over ranks (FSDP)"
-    if owner.grad_scaler is not None or any(getattr(inner, name, False) for name in ("master_weights", "capturable")):
-        return "the loss is scaled, or the optimizer is precision-aware or capturable"
+    given = (getattr(one, name, False) for one in (owner.config, inner) for name in _NATIVE)
+    if owner.grad_scaler is not None or owner.ddp_config.use_megatron_fsdp or any(given):
+        return "the loss is scaled, parameters are split (FSDP), or the optimizer is precision-aware or capturable"
     if any(is_float8tensor(model) for _, model in _pairs(owner)):
         return "parameters are FP8"
     return None
@@ -187,8 +178,7 @@ def _is_ready(owner: Any) -> bool:
     """Whether this step can be fused on this rank: there are states and gradients, and nobody has wrapped it."""
     inner = owner.optimizer
     is_wrapped = "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-    is_stepped = all(p.grad is not None and inner.state.get(p) for p in owner.get_parameters())
-    return is_stepped and not is_wrapped
+    return not is_wrapped and all(p.grad is not None and inner.state.get(p) for p in owner.get_parameters())
 
 
 def _step_fused(owner: Any, scale: float | None, form: int) -> None:
@@ -226,9 +216,10 @@ def _clip_later(parameters: Any, max_norm: float, total_norm: float, *args: Any,
     clip = functools.partial(_native_clip, parameters, max_norm, total_norm, *args, **kwargs)
     is_plain = _running and isinstance(total_norm, float) and not any((*args, *kwargs.values()))
     owner = next((one for one in _plans if is_plain and _are_of(parameters, one)), None)
-    if owner is None or owner in _clippings or owner.config.log_num_zeros_in_grad:
+    coefficient = max_norm / (total_norm + 1.0e-6)
+    if owner is None or owner.config.log_num_zeros_in_grad:
         clip()
-    elif (coefficient := clip_coefficient(max_norm, total_norm)) is not None:
+    elif coefficient < 1.0:
         _clippings[owner] = coefficient, clip
 
 
@@ -244,7 +235,8 @@ def _clipping_later(native: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return native(self)
         finally:
             _running.pop()
-            _clippings.pop(self, None)  # of a step that failed
+            if not _running:
+                _clippings.clear()  # of a step that failed
 
     return step
 
@@ -255,8 +247,7 @@ def class_map() -> dict[type, type]:
 
 
 def _install(steps: Sequence[Any], step: Any, clip: Any) -> None:
-    for owner, method in zip(_STEPS, steps):
-        owner.step = method
+    native_module.MixedPrecisionOptimizer.step, native_module.ChainedOptimizer.step = steps
     DistributedOptimizer.step_with_ready_grads, native_module.clip_grad_by_total_norm_fp32 = step, clip
 
 
