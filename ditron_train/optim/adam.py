@@ -46,8 +46,7 @@ from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.launch import COMPILE_OPTIONS
 from ditron_train.runtime.values import normal_values, to_device
 
-_BLOCK, _NUM_WARPS = 2048, 8
-_ALIGNMENT = 16  # bytes of the widest load, and elements of the sizes that it fits
+_BLOCK, _NUM_WARPS, _ALIGNMENT = 2048, 8, 16  # of addresses in bytes, of sizes in elements: so that loads are wide
 
 
 def _fp32(value: float) -> float:
@@ -197,7 +196,7 @@ class AdamPlan:
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
-        self._table = self._chunks = torch.empty(0)
+        self._table = self._chunks = torch.empty(0, device="cpu")
         self._alignment = 1
 
     def run(self, shards: Sequence[Shard], options: AdamOptions, scale: float | None, form: int) -> None:
@@ -240,7 +239,6 @@ def sample_shard(num_elements: int, device: torch.device, seed: int) -> Shard:
     parts = [normal_values((num_elements,), torch.float32, device, 10 * seed + place) for place in range(5)]
     special = torch.tensor([0.0, -0.0, 1e-41, -3e-39, 2e-20, 3e38, -1e19, 1e-30, torch.inf, torch.nan], device=device)
     for place, part in enumerate(parts[:4]):
-        part *= 0.02
         part[::3] *= torch.exp2((parts[4][::3] * 30.0 - 60.0).clamp(-126.0, 17.0))
         few = part[place : place + 7 * len(special) : 7]  # meets the others' values of every kind
         few.copy_(special[: len(few)])
