@@ -22,6 +22,7 @@ _DECISIONS = (
     ("ditron_train.megatron.ep.gathered_dispatcher", "DitronMoEAllGatherTokenDispatcher._context_for", "ep"),
     ("ditron_train.megatron.pp.communicator", "DitronP2PCommunicator._context", "pp"),
     ("ditron_train.megatron.muon.optimizer", "DitronTensorParallelMuon._direction", "muon"),
+    ("ditron_train.megatron.adam.optimizer", "route_step", "adam"),
     ("ditron_train.megatron.loss.cross_entropy", "route_loss", "loss"),
     ("ditron_train.megatron.det.first_step", "step_without_fill", "det"),
 )

@@ -1,0 +1,1 @@
+"""Megatron's distributed optimizer with Adam in one pass (feature ``adam``)."""
