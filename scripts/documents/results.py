@@ -57,8 +57,8 @@ _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
 
 def picture_path(result: Path) -> Path:
     """Where the picture of a results file is, relative to the root:
-    ``benchmarks/pictures/<device>x<count>-<bench>.png``."""
-    return PICTURES / f"{result.parent.name}-{result.stem}.png"
+    ``benchmarks/pictures/<device>x<count>-<bench>.svg``."""
+    return PICTURES / f"{result.parent.name}-{result.stem}.svg"
 
 
 def render(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
@@ -206,6 +206,15 @@ def _job_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
         cells = (", ".join(found.get(count, [])) for count in counts)
         lines.append(f"| `{features}` | {model} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def step_speedups(root: Path) -> list[tuple[str, float]]:
+    """What README's picture shows: job and machine, and speedup of each training step that its table has."""
+    steps = sorted(_by_feature(_shown_steps(root)), key=lambda step: -step[2].speedup)
+    marks = [_runs_mark(row).strip("\\") for _, _, row in steps]
+    return [
+        (f"{_step_model(row)}, {_machine(stamp)}{mark}", row.speedup) for mark, (_, stamp, row) in zip(marks, steps)
+    ]
 
 
 def _runs_mark(row: Row) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from ditron_train.tools.results import (
 )
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
-from documents.pictures import draw_speedups
+from documents.drawings import CALLS, draw_speedups, draw_steps, timeline_spans
 from documents.results import (
     RESULTS_PAGE,
     markdown_table,
@@ -219,10 +220,23 @@ def test_tables() -> None:
     assert "0.75x" in shown and "peer" not in shown
 
 
-def test_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw_speedups([FULL, SHORT], stamp(), tmp_path / "sub" / "tp.png")
-    assert (tmp_path / "sub" / "tp.png").read_bytes().startswith(b"\x89PNG")
+def test_pictures() -> None:
+    root = ElementTree.fromstring(draw_speedups([FULL, SHORT], stamp()))
+    words = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"fused", f"{FULL.speedup:.2f}x", f"{SHORT.speedup:.2f}x", FULL.model} <= set(words)
+    assert "0.990x" in draw_steps([("a", 0.99), ("b", 1.1)])
+
+
+def test_a_timeline_computes_rows_after_they_arrive_and_sends_them_after_they_are_computed() -> None:
+    for op in CALLS:
+        spans = {(lane, words): (begin, end) for lane, words, begin, end, _ in timeline_spans(op)}
+        sent = [time for (lane, _), time in spans.items() if lane == 3]
+        computed = [time for (lane, words), time in spans.items() if lane == 2 and words != "sum"]
+        assert len(sent) == len(computed) - 1
+        if op == "ag_gemm":
+            assert all(rows[0] >= copy[1] for copy, rows in zip(sent, computed[1:]))
+        else:
+            assert all(copy[0] >= rows[1] for copy, rows in zip(sent, computed))
 
 
 def test_readme_names_every_feature() -> None:
