@@ -18,23 +18,22 @@ def wanted_documents() -> dict[Path, str]:
 
     from ditron_train.tools.results import TRAINING, measurement_files, read_results
     from documents.drawings import CALLS, draw_layers, draw_speedups, draw_steps, draw_timeline
-    from documents.results import KINDS, picture_path, render, result_pages, result_parts, step_speedups
+    from documents.results import KINDS, PICTURES, picture_path, render, result_pages, result_parts, step_speedups
     from documents.validation import document_part
     from reference import PARTS
 
     results = result_parts(ROOT)
-    parts = {"README.md": {name: results[name] for name in ("typical", "gains", "trained")}}
+    parts = {"README.md": {name: results[name] for name in ("typical", "gains")}}
     parts |= {f"docs/measurements/{kind}.md": {kind: results[kind]} for kind in KINDS}
     parts["docs/measurements/index.md"] = {"steps": results["steps"]}
     parts["docs/measurements/predict.md"] = {"validation": lambda: document_part(ROOT)}
     pages = (parts | PARTS).items()
     wanted = {ROOT / page: render((ROOT / page).read_text(encoding="utf-8"), made) for page, made in pages}
-    files = {picture_path(path.relative_to(ROOT)): path for path in measurement_files(ROOT) if path.stem != TRAINING}
-    drawn = {name: read_results(path) for name, path in files.items()}
-    wanted |= {ROOT / name: draw_speedups(rows, stamp) for name, (stamp, rows) in drawn.items()}
-    pictures = ROOT / "benchmarks" / "pictures"
-    wanted |= {pictures / f"timeline-{op}.svg": draw_timeline(op) for op in CALLS}
-    wanted |= {pictures / "layers.svg": draw_layers(ROOT), pictures / "steps.svg": draw_steps(step_speedups(ROOT))}
+    files = [path for path in measurement_files(ROOT) if path.stem != TRAINING]
+    wanted |= {ROOT / picture_path(path.relative_to(ROOT)): draw_speedups(*read_results(path)) for path in files}
+    wanted |= {ROOT / PICTURES / f"timeline-{op}.svg": draw_timeline(op) for op in CALLS}
+    wanted |= {ROOT / PICTURES / "layers.svg": draw_layers(ROOT)}
+    wanted |= {ROOT / PICTURES / "steps.svg": draw_steps(step_speedups(ROOT))}
     return {**wanted, **{ROOT / page: text for page, text in result_pages(ROOT).items()}}
 
 
