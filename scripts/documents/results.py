@@ -57,8 +57,8 @@ _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
 
 def picture_path(result: Path) -> Path:
     """Where the picture of a results file is, relative to the root:
-    ``benchmarks/pictures/<device>x<count>-<bench>.png``."""
-    return PICTURES / f"{result.parent.name}-{result.stem}.png"
+    ``benchmarks/pictures/<device>x<count>-<bench>.svg``."""
+    return PICTURES / f"{result.parent.name}-{result.stem}.svg"
 
 
 def render(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
@@ -83,12 +83,11 @@ def render(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
 def result_parts(root: Path) -> dict[str, Callable[[], str]]:
     """The parts that are made from the repository's ``benchmarks/results``.
 
-    ``typical``, ``trained`` and ``gains`` are README's: training steps that can be measured again, and ops. ``steps``
+    ``typical`` and ``gains`` are README's: training steps that can be measured again, and ops. ``steps``
     is every training step; the others, named by `KINDS`, are the means of every op of a page in docs/measurements.
     """
     return {
         "typical": lambda: _typical(_shown_steps(root)),
-        "trained": lambda: _job_table(_shown_steps(root)),
         "gains": lambda: _gains(root),
         "steps": lambda: _step_table(_steps(root)),
         **{kind: lambda kind=kind: _means(root, kind) for kind in KINDS},
@@ -193,19 +192,12 @@ def _step_model(row: Row) -> str:
     return row.model if row.fp8 is None else f"{row.model} in FP8 ({row.fp8})"
 
 
-def _job_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
-    """A line a job, with a column for each number of GPUs."""
-    counts = sorted({stamp.count for stamp, _ in steps})
-    jobs: dict[tuple[str, str], dict[int, list[str]]] = {}
-    for features, stamp, row in _by_feature(steps):
-        words = f"{row.speedup:.3f}x{_runs_mark(row)} {_machine(stamp).split()[-1]}"
-        words += "" if row.bitwise_equal else f" ({row.bits_words})"
-        jobs.setdefault((features, _step_model(row)), {}).setdefault(stamp.count, []).append(words)
-    lines = table_header("`--ditron`", "trained", *(f"{count} GPUs" for count in counts))
-    for (features, model), found in jobs.items():
-        cells = (", ".join(found.get(count, [])) for count in counts)
-        lines.append(f"| `{features}` | {model} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def step_speedups(root: Path) -> list[tuple[str, float]]:
+    """What README's picture shows, the greatest first: job and machine, marked, and speedup of each training step."""
+    steps = sorted(_shown_steps(root), key=lambda step: -step[1].speedup)
+    bits = {True: "", False: " (bits differ)"}
+    labels = [f"{_step_model(row)}, {_machine(stamp)}{_runs_mark(row)[-1:]}" for stamp, row in steps]
+    return [(label + bits[row.bitwise_equal], row.speedup) for label, (_, row) in zip(labels, steps)]
 
 
 def _runs_mark(row: Row) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from ditron_train.tools.results import (
 )
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
-from documents.pictures import draw_speedups
+from documents.drawings import CALLS, draw_speedups, draw_steps, timeline_spans
 from documents.results import (
     RESULTS_PAGE,
     markdown_table,
@@ -33,6 +34,7 @@ from documents.results import (
     render,
     result_pages,
     result_parts,
+    step_speedups,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -219,10 +221,23 @@ def test_tables() -> None:
     assert "0.75x" in shown and "peer" not in shown
 
 
-def test_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw_speedups([FULL, SHORT], stamp(), tmp_path / "sub" / "tp.png")
-    assert (tmp_path / "sub" / "tp.png").read_bytes().startswith(b"\x89PNG")
+def test_pictures() -> None:
+    root = ElementTree.fromstring(draw_speedups(stamp(), [FULL, SHORT]))
+    words = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"fused", f"{FULL.speedup:.2f}x", f"{SHORT.speedup:.2f}x", FULL.model} <= set(words)
+    assert "0.990x" in draw_steps([("a", 0.99), ("b", 1.1)])
+
+
+def test_a_timeline_computes_rows_after_they_arrive_and_sends_them_after_they_are_computed() -> None:
+    for op in CALLS:
+        spans = {(lane, words): (begin, end) for lane, words, begin, end, _ in timeline_spans(op)}
+        sent = [time for (lane, _), time in spans.items() if lane == 3]
+        computed = [time for (lane, words), time in spans.items() if lane == 2 and words != "sum"]
+        assert len(sent) == len(computed) - 1
+        if op == "ag_gemm":
+            assert all(rows[0] >= copy[1] for copy, rows in zip(sent, computed[1:]))
+        else:
+            assert all(copy[0] >= rows[1] for copy, rows in zip(sent, computed))
 
 
 def test_readme_names_every_feature() -> None:
@@ -269,8 +284,8 @@ def test_readme_shows_steps_that_can_be_measured_again(tmp_path: Path) -> None:
     rows = [known, dataclasses.replace(known, model="unknown", plan=None)]
     path = write_results(tmp_path / RESULTS, "training", stamp(device="NVIDIA H200"), rows)
     assert read_results(path)[1] == rows
-    trained, steps = (result_parts(tmp_path)[name]() for name in ("trained", "steps"))
-    assert "known" in trained and "unknown" not in trained and "unknown" in steps
+    steps = result_parts(tmp_path)["steps"]()
+    assert len(step_speedups(tmp_path)) == 1 and "unknown" in steps
 
 
 def test_documents_show_results(tmp_path: Path) -> None:
@@ -332,11 +347,11 @@ def test_readme_has_the_steps_of_each_machine_but_none_that_native_runs_contradi
     write_results(
         tmp_path / RESULTS, "training", dataclasses.replace(stamp(device="NVIDIA H200"), count=2), of_smaller
     )
-    header, _, *lines = result_parts(tmp_path)["trained"]().splitlines()
-    assert header == "| `--ditron` | trained | 2 GPUs | 8 GPUs |"
-    assert lines == [
-        "| `tp` | some |  | 1250.000x H100, 0.750x\\* H200 |",
-        "| `ep` | some | 1250.000x\\~ H200 (**DIFFER**) | 1250.000x\\~ H100 |",
+    assert sorted(step_speedups(tmp_path)) == [
+        ("some, 2 x H200~ (bits differ)", 1250.0),
+        ("some, 8 x H100", 1250.0),
+        ("some, 8 x H100~", 1250.0),
+        ("some, 8 x H200*", 0.75),
     ]
     assert (
         "Median of 4 measured training steps: 1250.00x** (0.750x to 1250.000x)" in result_parts(tmp_path)["typical"]()
