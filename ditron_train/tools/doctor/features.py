@@ -47,6 +47,7 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
     "ep": (_on_gpus,),
     "pp": (_on_gpus, _copy_engines),
     "muon": (),
+    "adam": (),
     "loss": (),
     "det": (),
     "wgrad": (),
@@ -100,6 +101,8 @@ def _judge(name: str, about: str, facts: Facts) -> FeatureState:
             return FeatureState(name, about, "native", *obstacle)
     if name == "loss":
         return FeatureState(name, about, "fused", "every GPU, for logits in bf16 or fp16")
+    if name == "adam":
+        return FeatureState(name, about, "fused", "with Transformer Engine's FusedAdam in the distributed optimizer")
     if name == "det":
         return FeatureState(name, about, "fused", "in deterministic mode, where no bit depends on the fill")
     if name == "wgrad":
