@@ -29,7 +29,8 @@ CALLS = {"ag_gemm": (8192, 7168, 8192), "gemm_rs": (8192, 8192, 7168)}
 
 def _svg(height: int, title: str, parts: Sequence[str]) -> str:
     size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{title}</title><style>{_LIGHT}{_DARK}</style>'
+    style = f"<title>{title}</title><style>{_LIGHT}{_DARK}</style>"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">{style}'
     return "\n".join([head, f'<rect class="page" width="{_WIDTH}" height="{height}"/>', *parts, "</svg>", ""])
 
 
