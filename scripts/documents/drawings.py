@@ -28,10 +28,9 @@ CALLS = {"ag_gemm": (8192, 7168, 8192), "gemm_rs": (8192, 8192, 7168)}
 
 
 def _svg(height: int, title: str, parts: Sequence[str]) -> str:
-    size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
-    style = f"<title>{title}</title><style>{_LIGHT}{_DARK}</style>"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">{style}'
-    return "\n".join([head, f'<rect class="page" width="{_WIDTH}" height="{height}"/>', *parts, "</svg>", ""])
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img">'
+    page = f'<title>{title}</title><style>{_LIGHT}{_DARK}</style><rect class="page" width="100%" height="100%"/>'
+    return "\n".join([head, page, *parts, "</svg>", ""])
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
@@ -83,8 +82,8 @@ def draw_speedups(stamp: Stamp, rows: Sequence[Row]) -> str:
         panels.setdefault(f"{row.title} {row.direction.replace('_', ' + ')}", []).append(row)
     peers = ", ".join(dict.fromkeys(row.peer for row in rows if row.peer))
     parts = [_text(8, 20, f"{stamp.count} x {stamp.device}, torch {stamp.torch}, {stamp.date}")]
-    entries = {"fused": FUSED, "native, 1.0x": NATIVE, "limit (edge: beyond)": _LIMIT}
-    parts += _legend(42, entries | ({f"peer: {peers}": SENDS} if peers else {}), 8)
+    peer = {f"peer: {peers}": SENDS} if peers else {}
+    parts += _legend(42, {"fused": FUSED, "native, 1.0x": NATIVE, "limit (edge: beyond)": _LIMIT, **peer}, 8)
     tops = [72, 72]
     for title, shown in panels.items():
         column = tops.index(min(tops))

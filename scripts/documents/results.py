@@ -195,9 +195,8 @@ def _step_model(row: Row) -> str:
 def step_speedups(root: Path) -> list[tuple[str, float]]:
     """What README's picture shows, the greatest first: job and machine, marked, and speedup of each training step."""
     steps = sorted(_shown_steps(root), key=lambda step: -step[1].speedup)
-    bits = {True: "", False: " (bits differ)"}
-    labels = [f"{_step_model(row)}, {_machine(stamp)}{_runs_mark(row)[-1:]}" for stamp, row in steps]
-    return [(label + bits[row.bitwise_equal], row.speedup) for label, (_, row) in zip(labels, steps)]
+    marks = [_runs_mark(row)[-1:] + ("" if row.bitwise_equal else " (bits differ)") for _, row in steps]
+    return [(f"{_step_model(row)}, {_machine(at)}{mark}", row.speedup) for mark, (at, row) in zip(marks, steps)]
 
 
 def _runs_mark(row: Row) -> str:

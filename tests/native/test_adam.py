@@ -39,6 +39,3 @@ def test_as_natively(name):
 
 def test_a_checkpoint_is_loaded_natively(tmp_path):
     assert run_workers(2, workers.loaded, tmp_path) == [[], []]
-
-
-NATIVE = {"not FusedAdam": (workers.BF16, {"optimizer_cpu_offload": False})}

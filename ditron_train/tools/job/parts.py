@@ -121,7 +121,7 @@ def parts_of(job: Job, features: tuple[str, ...]) -> tuple[list[Part], list[str]
         "pp": config.pipeline_model_parallel_size,
     }
     options = Options(
-        tuple(name for name in features if name not in WITH_OTHERS),
+        tuple(name for name in features if name not in WITH_OTHERS and name in _PARTS_OF),
         sizes={name: size for name, size in sizes.items() if name in features},
         expert_slices=config.expert_tensor_parallel_size,
         gathers_tokens=config.moe_token_dispatcher_type == "allgather",
@@ -130,13 +130,12 @@ def parts_of(job: Job, features: tuple[str, ...]) -> tuple[list[Part], list[str]
     idle = list(options.idle())
     if not options.overlapping:
         idle += [f"{name}: {FEATURES[name]}; nothing is overlapped" for name in features]
-    named = {"tp": _linears, "sp": _attention, "ep": _experts, "pp": _pipeline, "muon": _optimizer}
     parts: list[Part] = []
     for feature in options.overlapping:
         if any(line.startswith(f"{feature}:") for line in idle):
             continue
         with assuming_gpu(_TARGET), FakeTensorMode(), torch.no_grad():
-            found = [Part(feature, *entry) for entry in named[feature](job, config)]
+            found = [Part(feature, *entry) for entry in _PARTS_OF[feature](job, config)]
         parts += found
         if not found:
             idle.append(f"{feature}: the model has no such layers")
@@ -440,3 +439,7 @@ def _optimizer(job: Job, config: Any) -> _Found:
     if reason is None and config.muon_use_syrk:
         reason = "use_syrk=True is not covered"
     yield "Newton-Schulz steps of matrices", reason or unsupported_reason_weight(_weight(1, 1, config=config))
+
+
+#: What finds the parts of a feature; of those that are not here nothing is estimated.
+_PARTS_OF = {"tp": _linears, "sp": _attention, "ep": _experts, "pp": _pipeline, "muon": _optimizer}

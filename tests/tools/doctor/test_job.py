@@ -140,7 +140,8 @@ def test_every_layer_of_a_usual_job_in_fp8_is_fast(recipe: str, sizes: str) -> N
         ("--fp8-recipe mxfp8", LINEARS, "FP8 by the recipe MXFP8BlockScaling"),
         ("--fp8-recipe custom", LINEARS, "FP8 by the recipe custom"),
         ("--fp8-recipe tensorwise --fp8-param-gather", set(), ""),
-        ("--fp8-recipe blockwise --fp8-param-gather", LINEARS, "(--fp8-param-gather)"),
+        ("--fp8-recipe blockwise --fp8-param-gather", set(), ""),
+        ("--fp8-recipe delayed --fp8-param-gather", LINEARS, "(--fp8-param-gather)"),
         ("--fp8-recipe delayed --tp-comm-overlap", LINEARS, "userbuffers"),
     ],
 )
