@@ -79,7 +79,6 @@ def test_the_gain_is_out_of_the_step_that_the_user_states() -> None:
     [
         (f"{TP} --tp-comm-overlap", LINEARS),
         (f"{FP8} --fp8-recipe mxfp8", LINEARS),
-        (f"{FP8} --fp8-recipe blockwise --fp8-param-gather", LINEARS),
         (f"{FP8} --fp8-recipe delayed --fp8-param-gather", LINEARS),
         (f"{FP8} --fp8-recipe tensorwise --cuda-graph-impl local", LINEARS),
         (

@@ -239,6 +239,7 @@ def test_every_room(tmp_path: Path) -> None:
     assert run_workers(2, _run, *words, "--output", str(tmp_path), *model.split()) == [0, 0]
     stamp, rows = read_results(next(tmp_path.glob("*/verify.json")))
     ops = {
+        "all_gather_attention",
         "column_linear",
         "gathered_experts",
         "to_heads",
