@@ -43,6 +43,7 @@ _ASKED: dict[str, tuple[str, ...]] = {
     ),
     "pp": ("ditron_train.pp.spec",),
     "muon": ("ditron_train.optim.plans",),
+    "adam": ("ditron_train.megatron.adam.optimizer",),
     "loss": ("ditron_train.megatron.loss.cross_entropy",),
 }
 #: Modules whose ``SPACES`` are the choices of ops.

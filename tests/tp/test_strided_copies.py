@@ -211,7 +211,7 @@ def test_gathers_that_are_awaited(rings, monkeypatch, counts, refuses):
             channel=SimpleNamespace(signals=signals),
             row_bytes=ROW_BYTES,
             flag_block_rows=partition.max_count,
-            _signal_start=lambda num_flags, stream: None,
+            _signal_start=lambda num_flags: None,
         )
         prepared._copies = Gather._list_copies(prepared)
         assert len(prepared._copies) == (world - 1) * bool(counts[rank])

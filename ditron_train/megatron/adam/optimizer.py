@@ -110,6 +110,7 @@ class AdamOp(Op[AdamCall, int]):
 
 
 ADAM = AdamOp()
+OPS: Sequence[Op[Any, Any]] = (ADAM,)
 
 
 def _step_natively(optimizer: Any, shard: Shard, options: AdamOptions, scale: float | None) -> Sequence[torch.Tensor]:
