@@ -169,4 +169,8 @@ def _join(folder: Path, device_type: str, rank: int, world_size: int) -> torch.d
         return torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=NATIVE_TIMEOUT_S), **options)
+    # A rank that dies while another one still connects to it is gloo's failure, before this package is called. The
+    # store is a file: a rank that has left this wait may die, and the others leave it, too.
+    store.set(f"joined{rank}", "")
+    store.wait([f"joined{other}" for other in range(world_size)])
     return torch.device("cpu")
