@@ -25,6 +25,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "pp": (f"{_CASES}.pp",),
     "muon": (f"{_CASES}.muon",),
     "loss": (f"{_CASES}.loss",),
+    "adam": (f"{_CASES}.adam",),
 }
 #: Modules whose ``fp8_cases`` of a recipe are the ops that tools measure in it; they need Transformer Engine.
 FP8_PACKAGES: dict[str, tuple[str, ...]] = {

@@ -32,7 +32,7 @@ class OpCalls:
         case, shape: Of the op.
         calls: As many as are never found in the L2 cache.
         no_row_reason: `BenchCase.no_row_reason` of the first one.
-        context: Of the fused path.
+        context: Of the fused path; None where a layer runs natively.
     """
 
     def __init__(self, session: BenchSession, case: BenchCase[Any, Any], shape: Shape) -> None:
@@ -43,7 +43,8 @@ class OpCalls:
         self.no_row_reason = case.no_row_reason(first)
         self.shape = shape
         self.case, self.calls = case, [first, *(case.sample(shape, environment, seed) for seed in range(1, count))]
-        self.context = case.op.make_context(first)
+        is_native = case.asks_gate and self.no_row_reason is not None
+        self.context = None if is_native else case.op.make_context(first)
         self._backward: dict[bool, Callable[[int], list[torch.Tensor]]] = {}
 
     def _pick(self, of_each: Sequence[_T], index: int) -> _T:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from ditron_train.tools.postmortem.files import read_folder
 from ditron_train.tools.tune.space import SearchSpace
 from ditron_train.tp import all_gather, get_tp_context
 from tests.support import tool_arguments
+from tests.support.fused_adam import FusedAdam
 from tests.support.model_parallel import model_parallel
 
 
@@ -213,11 +216,15 @@ def same_bits(name: str) -> bool:
         return _same_bits(name)
 
 
+@contextlib.contextmanager
 def _groups_of(case: BenchCase):
-    """Megatron's groups that the op is run in."""
-    if case.groups == "expert":
-        return expert_parallel_world()
-    return model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    """Megatron's groups that the op is run in; as if a FusedAdam were installed."""
+    from megatron.core import optimizer
+
+    is_expert = case.groups == "expert"
+    groups = expert_parallel_world() if is_expert else model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    with groups, mock.patch.object(optimizer, "Adam", FusedAdam):
+        yield
 
 
 def _same_bits(name: str) -> bool:

@@ -150,11 +150,19 @@ def _copied_to(owner: Any, main: torch.Tensor, model: torch.Tensor) -> torch.Ten
     return None if shard.data_ptr() == main.data_ptr() else shard
 
 
+def unsupported_reason_inner(inner: Any) -> str | None:
+    """Why an inner optimizer steps by itself whoever owns it, or None."""
+    if type(inner).__name__ != "FusedAdam" or not hasattr(inner, "multi_tensor_adam"):
+        return f"the optimizer is {type(inner).__name__}, not FusedAdam of Transformer Engine or apex"
+    return None
+
+
 def unsupported_reason(owner: Any) -> str | None:
     """Why Megatron steps this distributed optimizer, or None; the same on every rank of its group."""
     inner = owner.optimizer
-    if type(inner).__name__ != "FusedAdam" or not hasattr(inner, "multi_tensor_adam"):
-        return f"the optimizer is {type(inner).__name__}, not FusedAdam of Transformer Engine or apex"
+    reason = unsupported_reason_inner(inner)
+    if reason is not None:
+        return reason
     given = (getattr(one, name, False) for one in (owner.config, inner) for name in _NATIVE)
     if owner.grad_scaler is not None or owner.ddp_config.use_megatron_fsdp or any(given):
         return "the loss is scaled, parameters are split (FSDP), or the optimizer is precision-aware or capturable"

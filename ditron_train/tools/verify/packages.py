@@ -28,13 +28,14 @@ from ditron_train.tp.choices import Op
 
 def parse_packages(text: str | None) -> list[str]:
     """Names between commas, or ``all``, which leaves out ``tp``: the linear layers, compared in any case, have its ops
-    in them, and ask the policy whether NCCL adds in an order that they can repeat.
+    in them, and ask the policy whether NCCL adds in an order that they can repeat. ``adam`` is left out as well, since
+    it needs an optimizer that may not be installed.
 
     Raises:
         SettingError: An unknown name.
     """
     if text == "all":
-        return [room for room in PACKAGES if room != "tp"]
+        return [room for room in PACKAGES if room not in ("tp", "adam")]
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     unknown = sorted(set(names) - set(PACKAGES))
     if unknown:
