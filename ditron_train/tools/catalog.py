@@ -28,10 +28,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "adam": (f"{_CASES}.adam",),
 }
 #: Modules whose ``fp8_cases`` of a recipe are the ops that tools measure in it; they need Transformer Engine.
-FP8_PACKAGES: dict[str, tuple[str, ...]] = {
-    "tp": (f"{_CASES}.tp_fp8_products", f"{_CASES}.tp_fp8_layers"),
-    "ep": (f"{_CASES}.ep_fp8_rows",),
-}
+FP8_PACKAGES: dict[str, tuple[str, ...]] = {"tp": (f"{_CASES}.tp_fp8",), "ep": (f"{_CASES}.ep_fp8_rows",)}
 #: Modules whose ``OPS`` layers ask the gate about; those that need what is not installed do not count.
 _ASKED: dict[str, tuple[str, ...]] = {
     "tp": ("ditron_train.megatron.tp.spec", "ditron_train.megatron.tp.fp8_spec"),

@@ -24,7 +24,7 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
     operands.Float8Tensor = operands.Storage  # which rows of experts are, here walked through alone
     from ditron_train.megatron.tp.te_fp8 import overlapping
     from ditron_train.policy import Answer
-    from ditron_train.tools.cases import tp_fp8_layers, tp_fp8_products
+    from ditron_train.tools.cases import tp_fp8
     from ditron_train.tp import get_tp_context
 
     def make(kind, n, k, world_size, recipe):
@@ -51,9 +51,9 @@ def stand_in(covered: bool = True, wrong_bit: bool = False):
         return Answer(get_tp_context(dist.group.WORLD, torch.device("cpu"))) if covered else "not covered here"
 
     # Whole numbers, which quantising leaves as they are.
-    tp_fp8_layers.math = types.SimpleNamespace(sqrt=lambda k: 1)
-    tp_fp8_layers._layers, tp_fp8_layers.LayerOp.route = make, route
-    tp_fp8_products.unsupported_reason_native = lambda recipe: None if covered else "not covered here"
+    tp_fp8.math = types.SimpleNamespace(sqrt=lambda k: 1)
+    tp_fp8._layers, tp_fp8.LayerOp.route = make, route
+    tp_fp8.unsupported_reason_native = lambda recipe: None if covered else "not covered here"
     yield
 
 
