@@ -505,6 +505,43 @@ words = "native, only tensorwise scaling has grouped quantization, the recipe is
 assert any(line.endswith(words) for line in decisions()), decisions()
 """
 
+_RECIPES = pathlib.Path(__file__).with_name("te_recipes.json")  # their classes in each version of Transformer Engine
+_RECIPES_OF_BLACKWELL = f"""{_ONE_WEIGHT_OF_EXPERTS}
+import json
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from ditron_train.runtime.logs import forget_decisions
+from ditron_train.runtime.versions import SUPPORTED
+
+(supported,) = (SpecifierSet(one.specifier) for one in SUPPORTED if one.name == "transformer-engine")
+recipes = json.loads(Path({str(_RECIPES)!r}).read_text())
+assert all(supported.contains(version, prereleases=True) for version in recipes)
+layer.single_grouped_weight = False
+states.fp8_graph_capturing = lambda: False
+states.is_fp8_enabled = lambda: True
+te_experts.unsupported_reason_grouped_layer = te_experts.unsupported_reason_code = lambda *args: None
+routes.unsupported_reason_code = lambda *args: None
+column, x = tp_te.DitronTEColumnParallelLinear(), torch.zeros(4, 4)
+column.weight = torch.nn.Parameter(torch.zeros(4, 4))
+column._parameters = {{"weight": column.weight}}
+num_refused = 0
+for version, names in recipes.items():
+    for name in {{*names}} - {{"DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"}}:
+        for recipe in (type(name, (), {{}})(), type("Megatrons", (type(name, (), {{}}),), {{}})()):
+            forget_decisions()
+            states.get_fp8_recipe = lambda: recipe
+            for _ in range(2):
+                assert routes.answer_in_fp8(column, "column", x) is None, (version, name)
+                assert te_experts._grouped_kinds(layer, x) == frozenset(), (version, name)
+            (of_column, of_rows) = decisions()
+            assert of_column == f"tp column (TE, FP8): native, FP8 by the recipe {{type(recipe).__name__}}", of_column
+            assert of_rows.endswith(f"the recipe is {{type(recipe).__name__}}"), of_rows
+            num_refused += 1
+assert num_refused >= 2 * 2 * len(recipes) and "2.10.0" in recipes, "MXFP8 and NVFP4, and what Megatron derives"
+"""
+
 _STATE_OF_ANOTHER = f"""{_ONE_WEIGHT_OF_EXPERTS}
 from ditron_train.megatron.sp import linears
 
@@ -633,6 +670,7 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         _ONE_WEIGHT_OF_EXPERTS,
         _ROWS_OF_EXPERTS,
         _CUSTOM_RECIPE,
+        _RECIPES_OF_BLACKWELL,
         _STATE_OF_ANOTHER,
         _ULYSSES_IN_FP8,
         f"layer = Layer(){_NORM_OF_ANOTHER}",
@@ -647,6 +685,7 @@ assert routes.answer_in_fp8(layer, "column", x[:2]) is None, "whatever was answe
         "one_weight",
         "rows",
         "custom_recipe",
+        "recipes_of_blackwell",
         "state_of_another",
         "ulysses_in_fp8",
         "norm_of_another",
