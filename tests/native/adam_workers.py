@@ -167,3 +167,40 @@ def loaded(folder: Path) -> list[str]:
         fused, saved = run("adam", 2)
         fused.save_parameter_state(str(folder / "state.pt"))
         return _differ(expected, run(None, 2, saved)[1])
+
+
+def with_muon(layer_wise: bool, clip_grad: float, features: str) -> tuple[list[str], int, list[str]]:
+    """Weights that differ after four steps of Muon, whose AdamW part is a FusedAdam; its fused steps; what is
+    logged."""
+    import muon_workers
+
+    import ditron_train.megatron as plugin
+    from ditron_train.cpu import emerging_optimizers, megatron_shim
+    from ditron_train.policy import gate
+    from ditron_train.runtime import logs
+    from tests.support.model_parallel import model_parallel
+
+    assert emerging_optimizers.install()
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer as Native
+
+    from ditron_train.megatron.adam import optimizer as own
+
+    evenly = mock.patch.object(Native, "allgather_params", Native.broadcast_params)  # gloo has no uneven all-gather
+
+    def train() -> tuple[dict[str, torch.Tensor], list[float]]:
+        with _with_fused_adam({}, False, []), evenly:
+            return muon_workers._train(layer_wise, bf16=True, clip_grad=clip_grad)[:2]
+
+    with megatron_shim.megatron_on_cpu(), exact_sums(), model_parallel():
+        native, losses = train()
+        logs._seen.clear()
+        step = mock.Mock(side_effect=own._step_fused)
+        with jobs._log_lines() as lines, mock.patch.object(own, "_step_fused", step):
+            plugin.apply(features=features)
+            try:
+                fused, losses_fused = train()
+            finally:
+                plugin.restore()
+                gate.forget("adam")
+    differ = [name for name, value in native.items() if not torch.equal(value, fused[name])]
+    return differ + ["losses"] * (losses != losses_fused), step.call_count, [one for one in lines if "adam" in one]

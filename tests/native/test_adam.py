@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 import adam_workers as workers  # noqa: E402
 
-from tests.support.processes import run_workers  # noqa: E402
+from tests.support.processes import WorkerPool, run_workers  # noqa: E402
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 Case = workers.jobs.Case
@@ -24,6 +24,8 @@ FUSED = {
     "l2, no decay": (workers.BF16, {"decoupled_weight_decay": False, "weight_decay": 0.0}),
     "zeros are counted": (workers.BF16, {"log_num_zeros_in_grad": True}),
     "fp32": (Case("adam", {}, sharded=True),),
+    "not distributed": (Case("adam", {}, dtype=torch.bfloat16),),
+    "not distributed, not clipped": (Case("adam", {}, dtype=torch.bfloat16), {"clip_grad": 0.0}, False),
     "experts": (
         Case("adam", {"expert_model_parallel": 2}, dtype=torch.bfloat16, config=EXPERTS, sharded=True),
         {"clip_grad": 0.05},
@@ -35,6 +37,22 @@ FUSED = {
 def test_as_natively(name):
     for differ, lines, count in run_workers(2, workers.compared, *FUSED[name]):
         assert not differ and count == (4 if name == "experts" else 2), (differ, lines, count)  # the first is native
+
+
+@pytest.fixture(scope="module")
+def fresh_workers():
+    """Processes in which megatron-core's Muon has not been imported without emerging_optimizers."""
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("features", ["adam", "muon,adam"])
+@pytest.mark.parametrize("layer_wise, clip_grad", [(False, 0.5), (True, 0.5), (True, 0.0)])
+def test_what_adamw_steps_beside_muon(layer_wise, clip_grad, features, fresh_workers):
+    for outcome in fresh_workers.run(workers.with_muon, (layer_wise, clip_grad, features), 200.0):
+        assert outcome.ok, outcome.traceback
+        differ, count, lines = outcome.value
+        assert not differ and count == 3, (differ, lines, count)  # the first is native
 
 
 def test_a_checkpoint_is_loaded_natively(tmp_path):

@@ -1,4 +1,7 @@
-"""Adam of Megatron's distributed optimizer in one pass: clipping, step and the copy to the model's parameters.
+"""Adam of Megatron's optimizers in one pass: clipping, step and the copy to the model's parameters.
+
+They are the distributed optimizer and, without it, the optimizer of 16-bit parameters (`DistributedOptimizer` and
+`Float16OptimizerWithFloat16Params`), as which Muon's jobs have the parameters that AdamW steps, too.
 
 Megatron-core clips in `ChainedOptimizer.step` or `MixedPrecisionOptimizer.step` (`clip_grad_by_total_norm_fp32`, after
 the host has read the norm), then steps the inner optimizer, then copies main parameters to the model's. Here the
@@ -20,9 +23,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import optimizer as native_module
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.tensor import DTensor
 
 from ditron_train.optim.adam import AdamOptions, AdamPlan, Shard, find_form, results_of, sample_shard
 from ditron_train.policy import Function, Op, Trial, gate, log_native
@@ -34,7 +38,7 @@ _NATIVE = ("use_precision_aware_optimizer", "master_weights", "capturable")
 _SCALE = 0.37  # of a trial's gradients
 
 _native_clip = native_module.clip_grad_by_total_norm_fp32
-_native_step = DistributedOptimizer.step_with_ready_grads
+_native_step = native_module.MixedPrecisionOptimizer.step_with_ready_grads
 _native_steps = native_module.MixedPrecisionOptimizer.step, native_module.ChainedOptimizer.step  # which clip
 
 
@@ -135,14 +139,25 @@ _clippings: WeakKeyDictionary[Any, tuple[float | None, Callable[[], None]]] = We
 _running: list[Any] = []  # optimizers whose ``step`` is
 
 
+def _is_distributed(owner: Any) -> bool:
+    return hasattr(owner, "model_param_gbuf_map")
+
+
 def _pairs(owner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Main parameters, and the model's whose shards they are."""
-    mains = *owner.shard_fp32_from_float16_groups, *owner.shard_fp32_groups
-    for main_group, model_group in zip(mains, (*owner.model_float16_groups, *owner.model_fp32_groups)):
+    """Main parameters, and the model's whose copies or shards they are."""
+    if _is_distributed(owner):
+        mains = *owner.shard_fp32_from_float16_groups, *owner.shard_fp32_groups
+        models = *owner.model_float16_groups, *owner.model_fp32_groups
+    else:
+        mains = *owner.fp32_from_float16_groups, *owner.fp32_from_fp32_groups
+        models = *owner.float16_groups, *owner.fp32_from_fp32_groups
+    for main_group, model_group in zip(mains, models):
         yield from zip(main_group, model_group)
 
 
 def _copied_to(owner: Any, main: torch.Tensor, model: torch.Tensor) -> torch.Tensor | None:
+    if not _is_distributed(owner):
+        return None if main is model else model.data
     place = owner._get_model_param_range_map(model)["gbuf_world_in_bucket"]
     index, _, bucket = owner.model_param_gbuf_map[model]
     shard = owner.buffers[index].buckets[bucket].param_data.view(-1)[place.start : place.end]
@@ -158,35 +173,40 @@ def unsupported_reason_inner(inner: Any) -> str | None:
 
 
 def unsupported_reason(owner: Any) -> str | None:
-    """Why Megatron steps this distributed optimizer, or None; the same on every rank of its group."""
+    """Why Megatron steps this optimizer, or None; the same on every rank of its group."""
     inner = owner.optimizer
     reason = unsupported_reason_inner(inner)
     if reason is not None:
         return reason
     given = (getattr(one, name, False) for one in (owner.config, inner) for name in _NATIVE)
-    if owner.grad_scaler is not None or owner.ddp_config.use_megatron_fsdp or any(given):
+    is_split = getattr(getattr(owner, "ddp_config", None), "use_megatron_fsdp", False)
+    if owner.grad_scaler is not None or is_split or any(given):
         return "the loss is scaled, parameters are split (FSDP), or the optimizer is precision-aware or capturable"
-    if any(is_float8tensor(model) for _, model in _pairs(owner)):
-        return "parameters are FP8"
+    if any(is_float8tensor(model) or isinstance(model, DTensor) for _, model in _pairs(owner)):
+        return "parameters are FP8, or distributed tensors"
+    if not (_is_distributed(owner) or parallel_state.model_parallel_is_initialized()):
+        return "data parallel ranks are unknown: Megatron's groups are not initialized"
     return None
 
 
 def route_step(owner: Any) -> Answer:
-    """Which path a step of a distributed optimizer takes (collective over its data parallel group at first)."""
+    """Which path a step of an optimizer takes (collective over its data parallel ranks at first). Of Muon's jobs some
+    of these ranks have no parameters that AdamW steps, but ask, too."""
     reason = unsupported_reason(owner)
     if reason is not None:
         log_native(ADAM.name, reason)
         return Answer(None, reason)
     options = _options(owner.optimizer, {**owner.optimizer.param_groups[0], "step": 2})
-    device = owner.buffers[0].param_data.device
-    return gate.answer_for(ADAM, AdamCall(owner.optimizer, owner.data_parallel_group, device, options))
+    group = getattr(owner, "data_parallel_group", None) or parallel_state.get_data_parallel_group(True)
+    return gate.answer_for(ADAM, AdamCall(owner.optimizer, group, owner._scale_one.device, options))
 
 
 def _is_ready(owner: Any) -> bool:
     """Whether this step can be fused on this rank: there are states and gradients, and nobody has wrapped it."""
     inner = owner.optimizer
     is_wrapped = "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-    return not is_wrapped and all(p.grad is not None and inner.state.get(p) for p in owner.get_parameters())
+    params = owner.get_parameters()
+    return not is_wrapped and all(p.grad is not None and p.is_contiguous() and inner.state.get(p) for p in params)
 
 
 def _step_fused(owner: Any, scale: float | None, form: int) -> None:
@@ -256,15 +276,16 @@ def class_map() -> dict[type, type]:
 
 def _install(steps: Sequence[Any], step: Any, clip: Any) -> None:
     native_module.MixedPrecisionOptimizer.step, native_module.ChainedOptimizer.step = steps
-    DistributedOptimizer.step_with_ready_grads, native_module.clip_grad_by_total_norm_fp32 = step, clip
+    native_module.MixedPrecisionOptimizer.step_with_ready_grads = step
+    native_module.clip_grad_by_total_norm_fp32 = clip
 
 
 def start() -> None:
-    """Distributed optimizers step from here."""
+    """Optimizers step from here."""
     _install([*map(_clipping_later, _native_steps)], _fused_step(_native_step), _clip_later)
 
 
 def stop() -> None:
-    """Distributed optimizers are Megatron's again."""
+    """Optimizers are Megatron's again."""
     _install(_native_steps, _native_step, _native_clip)
     _plans.clear()

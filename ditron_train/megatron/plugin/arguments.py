@@ -25,7 +25,7 @@ FEATURES: dict[str, str] = {
     "ep": "mixture-of-experts dispatch, expert GEMMs and combine",
     "pp": "pipeline sends and receives",
     "muon": "the Muon optimizer",
-    "adam": "Adam of the distributed optimizer: clipping, step and cast in one pass",
+    "adam": "Adam of bf16 parameters: clipping, step and cast in one pass",
     "loss": "the cross entropy of language models, unless Megatron fuses it",
     "det": "Megatron's deterministic mode, without PyTorch's fill of new tensors",
     "wgrad": "gradient accumulation fusion without apex",
