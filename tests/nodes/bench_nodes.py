@@ -1,6 +1,6 @@
 """Benchmark of every package over nodes: simulated ones, or real ones under torchrun.
 
-    python scripts/simulated_nodes.py --rate-mbit 1400 -m tests.nodes.bench_nodes
+    python tests/nodes/simulated_nodes.py --rate-mbit 1400 -m tests.nodes.bench_nodes
 
 Each row has stock Megatron, the fused path (``peer``), and what ``strict`` runs here after its own comparison of bits
 and times, which on the CPU takes place, too. Rows say how often one call of the fused path sent something.
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         nodes = node_groups(world_group())
         if nodes is None:
             raise SettingError(
-                "this takes ranks of several nodes: python scripts/simulated_nodes.py -m tests.nodes.bench_nodes"
+                "this takes ranks of several nodes: python tests/nodes/simulated_nodes.py -m tests.nodes.bench_nodes"
             )
         session.notes["summary"] = f"{nodes.num_nodes} nodes of {nodes.local_size} ranks; {_rates(session, nodes)}"
         session.notes["divide"] = str(arguments.divide)

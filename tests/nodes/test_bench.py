@@ -27,7 +27,7 @@ OPS |= {"sp": [], "pp": ["send_recv", "send_recv"], "muon": ["muon_step"]}
 def _rows(tmp_path, simulated, parts):
     words = [*simulated, "--ranks", "1", "-m", "tests.nodes.bench_nodes", "--divide", "4", "--repetitions", "1"]
     words += ["--output", str(tmp_path), *(word for part in parts for word in ("--part", part))]
-    command = [sys.executable, str(ROOT / "scripts" / "simulated_nodes.py"), *words]
+    command = [sys.executable, str(ROOT / "tests" / "nodes" / "simulated_nodes.py"), *words]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

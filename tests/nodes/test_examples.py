@@ -36,7 +36,7 @@ def nodes():
     if unsupported_reason_nodes() is not None:
         pytest.skip(unsupported_reason_nodes())
     spec = importlib.util.spec_from_file_location(
-        "simulated_nodes_of_examples", ROOT / "scripts" / "simulated_nodes.py"
+        "simulated_nodes_of_examples", ROOT / "tests" / "nodes" / "simulated_nodes.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

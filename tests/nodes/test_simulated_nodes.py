@@ -1,4 +1,4 @@
-"""Simulated nodes: names, memory and links of their own (``scripts/simulated_nodes.py``)."""
+"""Simulated nodes: names, memory and links of their own (``tests/nodes/simulated_nodes.py``)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_command(tmp_path):
         "dist.barrier()\n"  # threads of a group that is not destroyed may end a process that has ended well
         "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, str(ROOT / "scripts" / "simulated_nodes.py"), "--ranks", "1", str(script)]
+    command = [sys.executable, str(ROOT / "tests" / "nodes" / "simulated_nodes.py"), "--ranks", "1", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     wanted = repr([("simulated0", "0", "simulated0"), ("simulated1", "0", "simulated1")])

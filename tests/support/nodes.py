@@ -1,4 +1,4 @@
-"""Runs a function on ranks of simulated nodes (``scripts/simulated_nodes.py``): own network, host name and
+"""Runs a function on ranks of simulated nodes (``tests/nodes/simulated_nodes.py``): own network, host name and
 ``/dev/shm`` each.
 
     assert run_on_nodes(2, 2, body, 10) == [0, 10, 20, 30]
@@ -28,7 +28,7 @@ RATE_MBIT = 400.0  # an eighth, or less, of what gloo moves inside a node
 
 @functools.lru_cache
 def _simulated_nodes() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "simulated_nodes.py"
+    path = Path(__file__).parents[1] / "nodes" / "simulated_nodes.py"
     spec = importlib.util.spec_from_file_location("simulated_nodes", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

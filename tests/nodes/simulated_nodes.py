@@ -1,7 +1,7 @@
 """Nodes that one machine simulates: each in a network namespace of its own, with a limited link between them.
 
-python scripts/simulated_nodes.py --nodes 2 --ranks 2 --rate-mbit 800 SCRIPT [arguments]   (-m MODULE instead of
-SCRIPT) python scripts/simulated_nodes.py --loopback --nodes 2 --ranks 1 SCRIPT [arguments]
+    python tests/nodes/simulated_nodes.py --nodes 2 --ranks 2 --rate-mbit 800 SCRIPT [arguments]
+    python tests/nodes/simulated_nodes.py --loopback --nodes 2 --ranks 1 SCRIPT [arguments]
 
 ``-m MODULE`` may take the place of ``SCRIPT``. Every node has its own host name, ``NCCL_HOSTID``, network address and
 ``/dev/shm``: ranks of one node share memory, ranks of different nodes cannot. Between nodes everything passes a token
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_ROOT = str(Path(__file__).resolve().parent.parent)
+_ROOT = str(Path(__file__).resolve().parents[2])
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _DEVICE = "eth0"  # a node's link
 _PORT = 29541  # of the first node's own namespace
