@@ -296,6 +296,46 @@ def _return_tile(
             dl.notify(flag, epoch, SUM.TARGET)
 
 
+@triton.jit
+def _compute_shares(
+    a_desc,
+    b_desc,
+    c_desc,
+    tasks,
+    num_row_tiles,
+    num_tiles_n,
+    num_k_tiles,
+    num_shares,
+    TARGET: tl.constexpr,
+    GEMM: tl.constexpr,
+):
+    """Computes tiles of the product, share after share, until all are drawn."""
+    num_given = tl.load(tasks.board + GIVEN)
+    order, num_computed = tasks.order + num_given, num_row_tiles - num_given
+    share = draw(tasks.board + HEAD_FIRST)
+    while share < num_shares:
+        stored = tl.cast(0, tl.int64)  # counter of the tile before, whose stores end while this one is computed
+        for tile in tl.range(share, num_computed * num_tiles_n, num_shares, flatten=True):
+            row_tile, col_tile = ordered_tile(tile, order, num_computed, num_tiles_n, GEMM.GROUP_M)
+            place, row, valid = tile_at(tasks.tiles, tasks.places, row_tile, GEMM.BLOCK_M)
+            col = col_tile * GEMM.BLOCK_N
+            acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)
+            complete_stored(stored, TARGET)
+            store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
+            stored = (tasks.board + COUNTERS + row_tile).to(tl.int64)
+        complete_stored(stored, TARGET)
+        share = draw(tasks.board + HEAD_FIRST)
+
+
+@triton.jit
+def _await_rows(sums, channel, rank, epoch, SUM: tl.constexpr):
+    """Waits until every rank that has rows of this one has returned them all."""
+    for step in tl.static_range(SUM.WORLD_SIZE):
+        peer = (rank + step) % SUM.WORLD_SIZE
+        if tl.load(sums.chunk_entries + peer * (SUM.NUM_CHUNKS + 1) + SUM.NUM_CHUNKS) > 0:
+            dl.wait(channel.signals + peer * SUM.NUM_CHUNKS, epoch, channel.control, peer, 0, SUM.TARGET)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def gemm_combine_kernel(
     sent,
@@ -338,22 +378,10 @@ def gemm_combine_kernel(
     if program == 0:
         dl.announce(channel.ready_addresses, channel.signature, epoch, rank, SUM.WORLD_SIZE, SUM.TARGET)
     if program < num_programs - SUM.NUM_SENDERS:
-        num_k_tiles = tl.cdiv(K, GEMM.BLOCK_K)
-        num_given = tl.load(tasks.board + GIVEN)
-        order, num_computed = tasks.order + num_given, num_row_tiles - num_given
-        share = draw(tasks.board + HEAD_FIRST)
-        while share < num_programs - SUM.NUM_SENDERS:
-            stored = tl.cast(0, tl.int64)  # counter of the tile before, whose stores end while this one is computed
-            for tile in tl.range(share, num_computed * num_tiles_n, num_programs - SUM.NUM_SENDERS, flatten=True):
-                row_tile, col_tile = ordered_tile(tile, order, num_computed, num_tiles_n, GEMM.GROUP_M)
-                place, row, valid = tile_at(tasks.tiles, tasks.places, row_tile, GEMM.BLOCK_M)
-                col = col_tile * GEMM.BLOCK_N
-                acc = group_product(a_desc, b_desc, place, row, col, num_k_tiles, GEMM.BLOCK_N, GEMM)
-                complete_stored(stored, SUM.TARGET)
-                store_block(c_desc, acc, row + valid, GEMM.BLOCK_M - valid, col, GEMM.BLOCK_N, GEMM.SPLIT_STORE, GEMM)
-                stored = (tasks.board + COUNTERS + row_tile).to(tl.int64)
-            complete_stored(stored, SUM.TARGET)
-            share = draw(tasks.board + HEAD_FIRST)
+        num_k_tiles, num_shares = tl.cdiv(K, GEMM.BLOCK_K), num_programs - SUM.NUM_SENDERS
+        _compute_shares(
+            a_desc, b_desc, c_desc, tasks, num_row_tiles, num_tiles_n, num_k_tiles, num_shares, SUM.TARGET, GEMM
+        )
     for peer in tl.static_range(SUM.WORLD_SIZE):
         dl.await_ready(channel.ready, epoch, channel.control, peer, SUM.WORLD_SIZE, SUM.TARGET)
     serve(
@@ -376,10 +404,7 @@ def gemm_combine_kernel(
         ),
     )
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, SUM.WORLD_SIZE, SUM.TARGET)
-    for step in tl.static_range(SUM.WORLD_SIZE):
-        peer = (rank + step) % SUM.WORLD_SIZE
-        if tl.load(sums.chunk_entries + peer * (SUM.NUM_CHUNKS + 1) + SUM.NUM_CHUNKS) > 0:
-            dl.wait(channel.signals + peer * SUM.NUM_CHUNKS, epoch, channel.control, peer, 0, SUM.TARGET)
+    _await_rows(sums, channel, rank, epoch, SUM)
     serve(
         tasks.board + HEAD_THIRD,
         tl.cdiv(num_tokens, SUM.ITEM_TOKENS),

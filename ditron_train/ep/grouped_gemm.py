@@ -15,9 +15,8 @@ and since j ends at BLOCK only its first ``valid`` rows exist: the others load a
 no tile needs a mask. i must not be negative: results have BLOCK rows of padding in front, and operands of the weight
 gradient, which have none, are read by masked loads for experts that end within the first BLOCK rows.
 
-Tiles are chosen by a tuning table, else by rule. They change the time, never the bits.
-
-Measured against Transformer Engine's, with tiles and last waves that were tried: docs/measurements/ep.md.
+Tiles are chosen by a tuning table, else by rule. They change the time, never the bits. docs/measurements/ep.md has
+times beside Transformer Engine's, and the tiles and last waves that were tried.
 """
 
 from __future__ import annotations
@@ -329,6 +328,20 @@ def _short_product(g_pointer, x_pointer, row_ends, expert, row, col, N, K, GEMM:
 
 
 @triton.jit
+def _count_steps(row_ends, tiles_of_expert, num_programs, EXPERTS: tl.constexpr, LANES: tl.constexpr, GEMM):
+    """How many experts end within the first BLOCK_K rows; this program's first tile of the others, and its steps."""
+    lanes = tl.arange(0, LANES)
+    ends = tl.load(row_ends + lanes, mask=lanes < EXPERTS, other=GEMM.BLOCK_K)
+    num_short = tl.sum((ends < GEMM.BLOCK_K).to(tl.int32), axis=0)
+    first_tile = num_short * tiles_of_expert + tl.program_id(0)
+    starts = tl.load(row_ends + lanes - 1, mask=(lanes > 0) & (lanes < EXPERTS), other=0)
+    depths = tl.maximum((ends - starts + GEMM.BLOCK_K - 1) // GEMM.BLOCK_K, 1)  # without rows: one block of zeros
+    before = tl.maximum(lanes * tiles_of_expert - first_tile + num_programs - 1, 0) // num_programs
+    behind = tl.maximum((lanes + 1) * tiles_of_expert - first_tile + num_programs - 1, 0) // num_programs
+    return num_short, first_tile, tl.sum(tl.where(lanes < EXPERTS, (behind - before) * depths, 0), axis=0)
+
+
+@triton.jit
 def group_wgrad_kernel(
     g_desc,
     x_desc,
@@ -344,8 +357,8 @@ def group_wgrad_kernel(
     WIDE: tl.constexpr,
     GEMM: tl.constexpr,
 ):
-    """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, one rounding; or
-    with TO = 1 W[e] += that sum, in fp32, one rounding.
+    """W[e] = G[rows of e].T @ X[rows of e] for every expert: sums over its rows in order in fp32, rounded once; with
+    TO = 1 W[e] += that sum.
 
     g_desc, x_desc: G [rows, N] and X [rows, K] as clipped blocks of BLOCK_K rows: rows after an expert's last read as
     zero. w: W [experts, N, K] as a descriptor of blocks [1, BLOCK_M, BLOCK_N]; with TO = 1 or 2 (overwritten) the
@@ -357,20 +370,11 @@ def group_wgrad_kernel(
     end within the first BLOCK_K rows come after the loop, by masked loads.
     """
     element_type: tl.constexpr = tl.float32 if WIDE else g_pointer.dtype.element_ty
-    num_tiles_m = tl.cdiv(N, GEMM.BLOCK_M)
-    num_tiles_n = tl.cdiv(K, GEMM.BLOCK_N)
+    num_tiles_m, num_tiles_n = tl.cdiv(N, GEMM.BLOCK_M), tl.cdiv(K, GEMM.BLOCK_N)
     tiles_of_expert = num_tiles_m * num_tiles_n
     num_programs = tl.num_programs(0)
-    lanes = tl.arange(0, EXPERTS)
-    ends = tl.load(row_ends + lanes, mask=lanes < NUM_EXPERTS, other=GEMM.BLOCK_K)
-    num_short = tl.sum((ends < GEMM.BLOCK_K).to(tl.int32), axis=0)
-    first_tile = num_short * tiles_of_expert + tl.program_id(0)
-    starts = tl.load(row_ends + lanes - 1, mask=(lanes > 0) & (lanes < NUM_EXPERTS), other=0)
-    depths = tl.maximum((ends - starts + GEMM.BLOCK_K - 1) // GEMM.BLOCK_K, 1)  # without rows: one block of zeros
-    before = tl.maximum(lanes * tiles_of_expert - first_tile + num_programs - 1, 0) // num_programs
-    behind = tl.maximum((lanes + 1) * tiles_of_expert - first_tile + num_programs - 1, 0) // num_programs
-    num_steps = tl.sum(tl.where(lanes < NUM_EXPERTS, (behind - before) * depths, 0), axis=0)
-
+    counted = _count_steps(row_ends, tiles_of_expert, num_programs, NUM_EXPERTS, EXPERTS, GEMM)
+    num_short, first_tile, num_steps = counted
     tile = first_tile - num_programs
     k_tile = -1
     depth = 0

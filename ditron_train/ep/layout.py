@@ -199,6 +199,31 @@ def _set_limits(
         tl.store(limits + 3, tl.max(tokens_of, axis=0) * S.TOPK + tl.cast(place_capacity, tl.int32))
 
 
+@triton.jit
+def _set_bases(tables, messages, mine, rank, S: tl.constexpr):
+    """Derives ``row_base``, ``entry_base``, ``list_base`` and ``slot_base`` from all messages; returns the counts of
+    every rank and column, their sums by owner and slot, and the distinct tokens of every rank at every other."""
+    ranks = tl.arange(0, S.RANKS)
+    columns = tl.arange(0, S.COLUMNS)
+    counts = tl.load(
+        messages + ranks[:, None] * S.MESSAGE_WORDS + columns[None, :], mask=(ranks < S.WORLD_SIZE)[:, None], other=0
+    )
+    totals = tl.reshape(tl.sum(counts, axis=0), (S.RANKS, S.SLOTS))
+    before = tl.sum(tl.where((ranks < rank)[:, None], counts, 0), axis=0)
+    tl.store(tables.row_base + columns, tl.reshape(tl.cumsum(totals, 1) - totals, (S.COLUMNS,)) + before)
+    tl.store(tables.entry_base + ranks, tl.sum(tl.reshape(before, (S.RANKS, S.SLOTS)), axis=1))
+    owned = tl.load(mine + columns)
+    per_dest = tl.sum(tl.reshape(owned, (S.RANKS, S.SLOTS)), axis=1)
+    tl.store(tables.list_base + ranks, tl.cumsum(per_dest, 0) - per_dest)
+    dests = tl.load(
+        messages + ranks[:, None] * S.MESSAGE_WORDS + S.COLUMNS + ranks[None, :],
+        mask=(ranks < S.WORLD_SIZE)[:, None],
+        other=0,
+    )
+    tl.store(tables.slot_base + ranks, tl.sum(tl.where((ranks < rank)[:, None], dests, 0), axis=0))
+    return counts, totals, dests
+
+
 @triton.jit(do_not_specialize=["num_tokens", "row_capacity", "slot_capacity", "place_capacity", "most_experts"])
 def exchange_counts(
     tables,
@@ -250,24 +275,8 @@ def exchange_counts(
     _trade_messages(mine, tables.chunk_entries, message_addresses, channel, rank, epoch, S)
     tl.debug_barrier()
 
+    counts, totals, dests = _set_bases(tables, messages, mine, rank, S)
     columns = tl.arange(0, S.COLUMNS)
-    counts = tl.load(
-        messages + ranks[:, None] * S.MESSAGE_WORDS + columns[None, :], mask=(ranks < S.WORLD_SIZE)[:, None], other=0
-    )
-    totals = tl.reshape(tl.sum(counts, axis=0), (S.RANKS, S.SLOTS))
-    before = tl.sum(tl.where((ranks < rank)[:, None], counts, 0), axis=0)
-    tl.store(tables.row_base + columns, tl.reshape(tl.cumsum(totals, 1) - totals, (S.COLUMNS,)) + before)
-    tl.store(tables.entry_base + ranks, tl.sum(tl.reshape(before, (S.RANKS, S.SLOTS)), axis=1))
-    owned = tl.load(mine + columns)
-    per_dest = tl.sum(tl.reshape(owned, (S.RANKS, S.SLOTS)), axis=1)
-    tl.store(tables.list_base + ranks, tl.cumsum(per_dest, 0) - per_dest)
-    dests = tl.load(
-        messages + ranks[:, None] * S.MESSAGE_WORDS + S.COLUMNS + ranks[None, :],
-        mask=(ranks < S.WORLD_SIZE)[:, None],
-        other=0,
-    )
-    tl.store(tables.slot_base + ranks, tl.sum(tl.where((ranks < rank)[:, None], dests, 0), axis=0))
-
     here = tl.sum(tl.where((columns // S.SLOTS == rank)[None, :], counts, 0), axis=1)
     recv_base = tl.cumsum(here, 0) - here
     arrived = tl.load(
@@ -292,6 +301,15 @@ def exchange_counts(
     capacities = (row_capacity, slot_capacity, place_capacity)
     _set_limits(tables.limits, messages, channel.control, rank, totals, dests, capacities, S, HAS_CAPACITY)
     _refuse_wide(tables, messages, channel.control, counts, place_capacity, most_experts, S, HAS_CAPACITY)
+
+
+@triton.jit
+def _store_entries(target, rows, lines, places, bits, chosen, S: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Writes the four words of each entry that is chosen."""
+    tl.store(target, rows, mask=chosen)
+    tl.store(target + 1, tl.broadcast_to(lines[:, :, None], (BLOCK_T, S.RANKS, S.SLOTS)), mask=chosen)
+    tl.store(target + 2, places, mask=chosen)
+    tl.store(target + 3, bits, mask=chosen)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_places", "rank"])
@@ -355,16 +373,10 @@ def list_entries(
             chosen = (routed3 > 0) & (nth < S.TOPK) & (entries < num_places)  # of a wider token nothing is sent
         bits = tl.reshape(weight, (BLOCK_T, S.RANKS, S.SLOTS)).to(tl.int32, bitcast=True)
 
-        target = send_list + tl.cast(entries, tl.int64) * 4
-        tl.store(target, rows, mask=chosen)
-        tl.store(target + 1, tl.broadcast_to(lines[:, :, None], (BLOCK_T, S.RANKS, S.SLOTS)), mask=chosen)
-        tl.store(target + 2, places, mask=chosen)
-        tl.store(target + 3, bits, mask=chosen)
-
+        _store_entries(send_list + tl.cast(entries, tl.int64) * 4, rows, lines, places, bits, chosen, S, BLOCK_T)
         inside = (tokens < last)[:, None]
-        if RAGGED:
-            ids = places
-        else:
+        ids = places
+        if not RAGGED:
             lanes = tl.arange(0, S.TOPK_LANES)
             none = tl.full((BLOCK_T, S.TOPK_LANES), -1, tl.int32)
             tl.store(expert_ids + tokens[:, None] * S.TOPK_LANES + lanes[None, :], none, mask=inside)

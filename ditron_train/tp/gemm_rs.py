@@ -218,6 +218,28 @@ def _signal_stored(pending, epoch, TARGET: tl.constexpr):
         dl.notify_stored(pending, epoch, False, TARGET)
 
 
+@triton.jit
+def _tile_in_order(tile_id, rank, order, num_tiles_m, num_tiles_n, OP: tl.constexpr):
+    """Row tile, column tile and owner of the tile that is computed as number ``tile_id``; the owner counts only if
+    every rank owns whole row tiles."""
+    TILE: tl.constexpr = OP.tile
+    if OP.even:
+        return scatter_tile(tile_id, rank, num_tiles_m, num_tiles_n, OP.world_size, OP.world_size, TILE.group_m)
+    else:
+        tile_m, tile_n = ordered_tile(tile_id, order, num_tiles_m, num_tiles_n, TILE.group_m)
+        return tile_m, tile_n, rank
+
+
+@triton.jit
+def _scaled_product(a_desc, b_desc, scale, tile_m, tile_n, num_k_tiles, TILE: tl.constexpr):
+    """One tile of A @ B; of FP8 operands multiplied by ``scale``."""
+    row, col = tile_m * TILE.block_m, tile_n * TILE.block_n
+    acc = tile_product(
+        a_desc, b_desc, row, col, num_k_tiles, TILE.block_m, TILE.block_n, TILE.block_k, TILE.transpose_b
+    )
+    return scaled(acc, scale)
+
+
 @triton.jit(do_not_specialize=["M", "K", "slot_rows", "flags_per_rank"])
 def gemm_rs_kernel(
     a_desc,
@@ -293,24 +315,8 @@ def gemm_rs_kernel(
     while work < num_tiles:
         tile_id = work
         work = _next_work(counter_ptr)  # drawn early: its latency overlaps with this tile's products
-        if OP.even:
-            tile_m, tile_n, owner = scatter_tile(
-                tile_id, rank, num_tiles_m, num_tiles_n, OP.world_size, OP.world_size, TILE.group_m
-            )
-        else:
-            tile_m, tile_n = ordered_tile(tile_id, tables.order, num_tiles_m, num_tiles_n, TILE.group_m)
-        acc = tile_product(
-            a_desc,
-            b_desc,
-            tile_m * TILE.block_m,
-            tile_n * TILE.block_n,
-            num_k_tiles,
-            TILE.block_m,
-            TILE.block_n,
-            TILE.block_k,
-            TILE.transpose_b,
-        )
-        acc = scaled(acc, scale)
+        tile_m, tile_n, owner = _tile_in_order(tile_id, rank, tables.order, num_tiles_m, num_tiles_n, OP)
+        acc = _scaled_product(a_desc, b_desc, scale, tile_m, tile_n, num_k_tiles, TILE)
         _signal_stored(pending, epoch, TARGET)
         if OP.even:
             pending = _store_to_owner(acc, tile_m, tile_n, owner, ready_owner, peers, channel, reduction, OP, TARGET)

@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import io
 import re
+import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Iterable
@@ -39,7 +40,7 @@ class Budget:
 
 BUDGETS = {
     "logical lines of ditron_train/, scripts/ and benchmarks/*.py": Budget(
-        34441,
+        34469,
         250,
         31000,
         "Delete what nobody uses, share what is written twice, or turn tables into data. Blank lines, comments, "
@@ -52,7 +53,7 @@ BUDGETS = {
         15, 0, 15, "Merge small files that belong to one idea: an op is one file with its kernels, plan and autograd."
     ),
     "lines of the longest file": Budget(800, 800, 800, "Split the file by idea; an op may take 300 to 800 lines."),
-    "lines of the longest function": Budget(101, 0, 60, "Name the steps of the function as functions."),
+    "lines of the longest function": Budget(60, 0, 60, "Name the steps of the function as functions."),
     "words of README, docs, benchmarks/README and CHANGELOG": Budget(
         30000,
         500,
@@ -98,9 +99,13 @@ def methods(source: str) -> dict[str, int]:
 
 
 def function_lines(source: str) -> dict[str, int]:
-    """How many lines each function has from ``def`` to its end, docstring and comments included."""
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, _FUNCTIONS)]
-    return {node.name: node.end_lineno - node.lineno + 1 for node in functions}
+    """How many lines of code each function has from ``def`` to its end, the longest one of a name."""
+    lines, counts = source.splitlines(keepends=True), {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _FUNCTIONS):
+            own = logical_lines(textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno])))
+            counts[node.name] = max(own, counts.get(node.name, 0))
+    return counts
 
 
 def words(text: str) -> int:
