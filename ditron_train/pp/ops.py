@@ -1,4 +1,14 @@
-"""The one op of this subpackage: send to and receive from the two neighbours of a pipeline stage."""
+"""The op of this subpackage: send to and receive from the two neighbours of a pipeline stage.
+
+Timeline of ``send_recv`` on a stage, in forward:
+
+    native   compute   | forward of microbatch 0 |                         | forward of microbatch 1 |
+    native   NCCL      |                         | send and receive        |
+    fused    copies    |                         | 0 to the next stage |   | 1 to the next stage |
+    fused    waits     |                         | ^ its slot is free  |   | ^ its slot is free  |
+    fused    compute   | forward of microbatch 0 | forward of microbatch 1 |
+    fused    waits     | ^ data of microbatch 0  | ^ data of microbatch 1  |
+"""
 
 from __future__ import annotations
 

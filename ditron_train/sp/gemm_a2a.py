@@ -4,8 +4,14 @@
     all_to_all_single(arrived, sent)
     parts = chunks of ``arrived`` in the order of the sequence, split into q, k, v
 
-    current stream        | GEMM: columns of rank + 1, flags | columns of rank + 2 | ... | own | pull what is left |
-    communication stream  | a few SMs: pull tiles of rank - 1, rank - 2, ... as they are flagged    |
+Timeline of ``gemm_a2a`` on rank r of 4. The pulls run on a few multiprocessors of the communication stream, the last
+one on all of them:
+
+    native   compute   | GEMM                                                         |                | reorder |
+    native   NCCL      |                                                              | all-to-alls    |
+    fused    compute   | GEMM: heads of r+1 | heads of r+2     | heads of r+3   | own heads     |
+    fused    pulls     |                    | tiles of r-1     | tiles of r-2   | tiles of r-3  | rest |
+    fused    waits     |                    | ^ flags of tiles | ^ flags        | ^ flags       |
 
 It gives the bits of GEMM, all-to-all and reorder wherever the tile GEMM gives cuBLAS's (``policy.gate`` compares
 them): rows and columns are only moved, and every sum runs over all of K in order. What else was tried, with times:
