@@ -65,8 +65,8 @@ class Handle:
         return self._tensor
 
     def wait(self) -> None:
-        """Received: orders the current stream behind the arrival. Sent: orders it behind the copy, so that the tensor
-        may be overwritten; needless before it is merely freed. On the CPU it blocks instead.
+        """Received: the current stream waits for the arrival. Sent: it waits for the copy, so that the tensor may be
+        overwritten afterwards; to free it, no wait is needed. On the CPU the call blocks instead.
 
         A receive blocks the host until the neighbour's host has enqueued the message, never for the device.
 

@@ -230,8 +230,8 @@ class A2AGemmPlan(Transfer):
         )
 
     def borrowed(self) -> torch.Tensor:
-        """What the last call multiplied [m, k]; where rows are not padded, where it is: until the next op of the
-        context."""
+        """The rows [m, k] that the last call multiplied; without padding a view of the buffer, valid until the next
+        op of the context."""
         return self.buffer.local[:, : self.k].contiguous()
 
     def run(

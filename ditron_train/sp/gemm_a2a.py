@@ -258,7 +258,7 @@ def gemm_a2a(
         row_table: Rows of the whole that each rank's rows are, int32 [world, local rows] (``packed_rows``); None: its
             two chunks of one sequence.
         choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
-        meanwhile: Called when all is enqueued; what it enqueues runs beside the last transfers, and may use what is
+        meanwhile: Called when all is enqueued; what it enqueues runs during the last transfers, and may use what is
             given here but not what is returned.
         bias: [world * layout.num_columns] with ``nt``, added before the product is rounded, as of ``tp.ag_gemm``.
         return_mixed: Also return what was sent, as the last tensor: [s / world, ..., world * layout.num_columns].
