@@ -1,10 +1,12 @@
 """Dependencies come from ``ditron_train/runtime/versions.py``, where the supported ranges are stated once.
 
 URLs come from the environment, as the site's do (``mkdocs.yml``): whoever publishes a build sets ``REPO_URL`` and
-``SITE_URL``.
+``SITE_URL``. With ``REPO_URL`` the README of the build shows the repository's pictures and links to its documents, so
+that it also reads well on a package index; in a checkout its paths stay relative.
 """
 
 import os
+import re
 import runpy
 from pathlib import Path
 
@@ -21,6 +23,16 @@ def _pinned(name: str, distribution: str = "") -> str:
 _MEGATRON = [_pinned("megatron-core")]
 _BENCH = ["matplotlib"]
 _REPO, _SITE = os.environ.get("REPO_URL", "").rstrip("/"), os.environ.get("SITE_URL", "")
+_README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+_LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|mailto:|#)([^)\s]+)\)")
+
+
+def _with_urls(markdown: str, repository: str) -> str:
+    """The document with URLs instead of relative paths, of pictures (``raw``) and of what it links to (``blob``)."""
+    kinds = {"!": "raw", "": "blob"}
+    return _LINK.sub(lambda link: f"{link[1]}{link[2]}({repository}/{kinds[link[1]]}/HEAD/{link[3]})", markdown)
+
+
 _URLS = {
     "Repository": _REPO,
     "Issues": _REPO and f"{_REPO}/issues",
@@ -29,6 +41,8 @@ _URLS = {
 }
 
 setup(
+    long_description=_with_urls(_README, _REPO) if _REPO else _README,
+    long_description_content_type="text/markdown",
     project_urls={name: url for name, url in _URLS.items() if url},
     python_requires=_ranges["python"],
     install_requires=[_pinned("torch"), _pinned("triton"), _pinned("numpy"), "packaging", "rich"],

@@ -3,7 +3,7 @@
     python scripts/jobs.py dense-70b-tp --megatron-lm ../Megatron-LM
     python scripts/jobs.py dense-70b-tp --megatron-lm ../Megatron-LM --compare "--within 600" -- --num-layers 4
     python scripts/jobs.py dense-70b-tp-pp --megatron-lm ../Megatron-LM --simulated
-    python scripts/jobs.py --list 2
+    python scripts/jobs.py --all 2 --show
     python scripts/jobs.py --all 2 --within 1500 --megatron-lm ../Megatron-LM --compare "--results benchmarks/results"
     python scripts/jobs.py dense-70b-tp --gpus 4 --megatron-lm ../Megatron-LM
 
@@ -12,8 +12,7 @@ Several jobs run one after the other, and ``--all N`` are those that run whole o
 ``--show`` prints the commands and trains nothing. ``--simulated`` is for bits alone: ranks share whatever GPUs there
 are, each rank holds as few layers and experts as the job's kind allows, and nothing is timed or written to results.
 ``--gpus N`` runs a job of one kind of parallelism in groups of N ranks instead of its own: all experts, heads or
-matrices are divided by N, a stage keeps its layers and a replica its tokens. ``--list N`` says which jobs run whole on
-N GPUs, and which simulated.
+matrices are divided by N, a stage keeps its layers and a replica its tokens.
 """
 
 from __future__ import annotations
@@ -157,16 +156,6 @@ def command_of(
     return [sys.executable, *comparing, sys.executable, *launcher, *scripts, *own, *more]
 
 
-def list_of(num_gpus: int) -> str:
-    """One line a job: whether it runs whole on so many GPUs, with times, or simulated, for bits alone."""
-    lines = []
-    for name in job_names():
-        job = read_job(name)
-        how = "whole" if job.gpus <= num_gpus else f"simulated, {job.gpus} ranks, bits alone"
-        lines.append(f"{name:26} {job.ditron:12} {how}")
-    return "\n".join(lines)
-
-
 def run_in_sequence(jobs: Sequence[StandardJob], run: Callable[[StandardJob], int], within: float | None) -> int:
     """Runs each of them, whatever became of those before; 0 where all ran and said 0.
 
@@ -209,11 +198,7 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print the command and train nothing")
     parser.add_argument("--simulated", action="store_true", help="for bits alone, by ranks that share GPUs")
     parser.add_argument("--posed", dest="simulated", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--list", type=int, metavar="GPUS", help="which jobs run on so many GPUs, and how")
     arguments = parser.parse_args(words)
-    if arguments.list is not None:
-        print(list_of(arguments.list))
-        return 0
     if bool(arguments.jobs) == (arguments.all is not None):
         parser.error("name jobs, or --all GPUS")
     try:
@@ -225,7 +210,7 @@ def main() -> int:
     if arguments.all is not None:
         jobs = [job for job in jobs if job.gpus <= arguments.all]
     if not jobs:
-        parser.error(f"nothing was compared: no standard job runs whole on {arguments.all} GPUs (--list N says which)")
+        parser.error(f"nothing was compared: no standard job runs whole on {arguments.all} GPUs")
     script, options = arguments.megatron_lm / "pretrain_gpt.py", shlex.split(arguments.compare)
     commands = {job.name: command_of(job, script, options, more, simulated=arguments.simulated) for job in jobs}
     if arguments.show:

@@ -17,7 +17,7 @@ def wanted_documents() -> dict[Path, str]:
     """Every document with a generated part, as it should be."""
 
     from ditron_train.tools.results import TRAINING, measurement_files, read_results
-    from documents.drawings import CALLS, draw_layers, draw_speedups, draw_steps, draw_timeline
+    from documents.drawings import draw_layers, draw_speedups, draw_steps, draw_timeline, timelines
     from documents.results import KINDS, PICTURES, picture_path, render, result_pages, result_parts, step_speedups
     from documents.validation import document_part
     from reference import PARTS
@@ -31,7 +31,9 @@ def wanted_documents() -> dict[Path, str]:
     wanted = {ROOT / page: render((ROOT / page).read_text(encoding="utf-8"), made) for page, made in pages}
     files = [path for path in measurement_files(ROOT) if path.stem != TRAINING]
     wanted |= {ROOT / picture_path(path.relative_to(ROOT)): draw_speedups(*read_results(path)) for path in files}
-    wanted |= {ROOT / PICTURES / f"timeline-{op}.svg": draw_timeline(op) for op in CALLS}
+    wanted |= {
+        ROOT / PICTURES / f"timeline-{op}.svg": draw_timeline(op, lanes) for op, lanes in timelines(ROOT).items()
+    }
     wanted |= {ROOT / PICTURES / "layers.svg": draw_layers(ROOT)}
     wanted |= {ROOT / PICTURES / "steps.svg": draw_steps(step_speedups(ROOT))}
     return {**wanted, **{ROOT / page: text for page, text in result_pages(ROOT).items()}}

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+from documents.tables import table
+
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Modules whose public names are for users, in the order of the page.
@@ -37,64 +39,47 @@ def settings() -> str:
     """The table of all environment variables."""
     from ditron_train.runtime.settings import SETTINGS
 
-    lines = ["| variable | value | default | what it does |", "| --- | --- | --- | --- |"]
-    for setting in SETTINGS.values():
-        default = "unset" if setting.default is None else f"`{setting.default}`"
-        lines.append(f"| `{setting.variable}` | {setting.type_name} | {default} | {_cell(setting.help)} |")
-    return "\n".join(lines)
+    defaults = {name: "unset" if one.default is None else f"`{one.default}`" for name, one in SETTINGS.items()}
+    rows = [(f"`{one.variable}`", one.type_name, defaults[name], one.help) for name, one in SETTINGS.items()]
+    return table(("variable", "value", "default", "what it does"), rows)
 
 
 def versions() -> str:
     """The table of supported versions."""
     from ditron_train.runtime.versions import SUPPORTED
 
-    lines = ["| library | supported | needed | why |", "| --- | --- | --- | --- |"]
-    for entry in SUPPORTED:
-        needed = "always" if entry.required else "optional"
-        lines.append(f"| {entry.name} | `{entry.specifier}` | {needed} | {_cell(entry.why)} |")
-    return "\n".join(lines)
+    needed = {True: "always", False: "optional"}
+    rows = [(entry.name, f"`{entry.specifier}`", needed[entry.required], entry.why) for entry in SUPPORTED]
+    return table(("library", "supported", "needed", "why"), rows)
 
 
 def commands() -> str:
-    """One section a command, with its options."""
+    """One section a command, with its options; the launcher's is the last."""
     from ditron_train.cli import command_parsers
-
-    sections = [_section(name, parser) for name, parser in command_parsers().items()]
-    return "\n\n".join([*sections, _section_of_launcher()])
-
-
-def _section(name: str, parser: argparse.ArgumentParser) -> str:
-    words = " ".join((parser.description or "").replace("``", "`").split())
-    return f"## `python -m ditron_train {name}`\n\n{words}\n\n{_options(parser)}".replace("\n\n\n", "\n")
-
-
-def _section_of_launcher() -> str:
     from ditron_train.megatron import add_ditron_args
 
-    parser = add_ditron_args(argparse.ArgumentParser(add_help=False))
-    words = "`python -m ditron_train.megatron.run SCRIPT` adds these to the script's own arguments."
-    return f"## The launcher's options\n\n{words}\n\n{_options(parser)}"
+    words = "``python -m ditron_train.megatron.run SCRIPT`` adds these to the script's own arguments."
+    launcher = add_ditron_args(argparse.ArgumentParser(add_help=False, description=words))
+    parsers = {f"`python -m ditron_train {name}`": parser for name, parser in command_parsers().items()}
+    return "\n\n".join(_section(*named) for named in (*parsers.items(), ("The launcher's options", launcher)))
+
+
+def _section(title: str, parser: argparse.ArgumentParser) -> str:
+    words = " ".join((parser.description or "").replace("``", "`").split())
+    return f"## {title}\n\n{words}\n\n{_options(parser)}".replace("\n\n\n", "\n")
 
 
 def _options(parser: argparse.ArgumentParser) -> str:
-    lines = ["| option | what it does |", "| --- | --- |"]
+    rows = []
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._VersionAction) or action.help == argparse.SUPPRESS:
             continue
-        values = action.metavar if action.metavar is not None else _choices(action)
-        names = action.option_strings or [str(values or action.dest)]
-        shown = f"{names[0]} {_words(values)}".strip() if action.option_strings and action.nargs != 0 else names[0]
-        text = (action.help or "") % {**vars(action), "prog": parser.prog}
-        lines.append(f"| `{shown.replace('|', chr(92) + '|')}` | {_cell(text)} |")
-    return "\n".join(lines) if len(lines) > 2 else "It has no options."
-
-
-def _choices(action: argparse.Action) -> str:
-    return "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
-
-
-def _words(values: str | tuple[str, ...] | None) -> str:
-    return " ".join(values) if isinstance(values, tuple) else str(values or "")
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+        values = choices if action.metavar is None else action.metavar
+        words = [*action.option_strings[:1], *([values] if isinstance(values, str) else values)]
+        shown = words[0] if action.option_strings and action.nargs == 0 else " ".join(words).strip()
+        rows.append((f"`{shown}`", (action.help or "") % {**vars(action), "prog": parser.prog}))
+    return table(("option", "what it does"), rows) if rows else "It has no options."
 
 
 def api() -> str:
@@ -104,10 +89,8 @@ def api() -> str:
 
 def _module_table(name: str) -> str:
     module = importlib.import_module(name)
-    lines = [f"## `{name}`", "", _first_sentence(inspect.getdoc(module)), "", "| name | what it is |", "| --- | --- |"]
-    for public in sorted(module.__all__, key=str.lower):
-        lines.append(f"| `{public}` | {_cell(_description(module, public))} |")
-    return "\n".join(lines)
+    rows = [(f"`{public}`", _description(module, public)) for public in sorted(module.__all__, key=str.lower)]
+    return f"## `{name}`\n\n{_first_sentence(inspect.getdoc(module))}\n\n{table(('name', 'what it is'), rows)}"
 
 
 def _description(module: object, name: str) -> str:
@@ -126,37 +109,22 @@ def _first_sentence(text: str | None) -> str:
     return found.group(1) if found else paragraph
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-_ASKED = (
-    "unsupported",
-    "unsupported_reason",
-    "unsupported_reason_hidden",
-)  # in the names of functions that give a reason
+_ASKED = "unsupported"  # in the names of functions that give a reason
 _FEATURES = ("all", "tp", "sp", "ep", "pp", "muon")
-_ASKING = ("megatron", "optim/newton_schulz.py", "optim/options.py", "optim/plans.py")
+_ASKING = ("megatron/**/*.py", "optim/newton_schulz.py", "optim/options.py", "optim/plans.py")
 
 
 def reasons() -> str:
     """All reasons to run natively, as the code gives them: a table a feature."""
     package, found = ROOT / "ditron_train", {name: set() for name in _FEATURES}
-    files = [
-        path for part in _ASKING for path in ([package / part] if ".py" in part else (package / part).rglob("*.py"))
-    ]
-    for path in files:
+    for path in (path for part in _ASKING for path in package.glob(part)):
         feature = path.relative_to(package / "megatron").parts[0] if "megatron" in path.parts else "muon"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and any(word in node.name for word in _ASKED):
+            if isinstance(node, ast.FunctionDef) and _ASKED in node.name:
                 texts = (text for answer in _answers(node) for text in _texts(answer))
-                found[feature if feature in found else "all"].update(map(_cell, texts))
-    return "\n\n".join(
-        "\n".join(
-            [f"## `{name}`", "", "| the log says |", "| --- |", *(f"| {text} |" for text in sorted(found[name]))]
-        )
-        for name in _FEATURES
-    )
+                found[feature if feature in found else "all"].update(texts)
+    tables = {name: table(("the log says",), ([text] for text in sorted(texts))) for name, texts in found.items()}
+    return "\n\n".join(f"## `{name}`\n\n{table}" for name, table in tables.items())
 
 
 def _answers(function: ast.FunctionDef) -> Iterator[ast.expr]:

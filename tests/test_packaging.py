@@ -80,6 +80,16 @@ def test_metadata(dist: Path) -> None:
     ]
 
 
+def test_the_readme_of_a_package_index_shows_pictures_and_links_of_the_repository(dist: Path) -> None:
+    description = _metadata(dist).partition("\n\n")[2]
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", description, flags=re.DOTALL))
+    assert any(mark for mark, _ in links) and len(links) > 20
+    for mark, url in links:
+        address, path = url.split("/raw/HEAD/" if mark else "/blob/HEAD/")
+        assert address == "https://example.org/a/repository" and (ROOT / path.partition("#")[0]).is_file(), url
+    assert "\nDescription-Content-Type: text/markdown" in _metadata(dist)
+
+
 def test_the_version_is_the_one_of_the_changelog_and_the_citation() -> None:
     changelog, citation = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
     version, date = re.search(r"^## (\d[\d.]+), ([\d-]+)$", changelog, re.MULTILINE).groups()

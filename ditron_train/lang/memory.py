@@ -49,7 +49,7 @@ def consume_token(value, token):
 
 @triton.jit
 def fence_async_proxy(TARGET: tl.constexpr):
-    """Orders later descriptor (TMA) loads behind what this thread has acquired; needed after every acquire that
+    """Orders later descriptor (TMA) loads after what this thread has acquired; needed after every acquire that
     guards memory which is then read through a descriptor. Nothing where there is no async proxy."""
     if _has_async_proxy(TARGET):
         tl.inline_asm_elementwise(

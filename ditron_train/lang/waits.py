@@ -60,7 +60,7 @@ def next_epoch(tickets_ptr):
 
 @triton.jit
 def last_epoch(tickets_ptr):
-    """Epoch of the last launch that drew from this slot, for a kernel behind it in the stream (none is drawn)."""
+    """Epoch of the last launch that drew from this slot, for a kernel after it in the stream (none is drawn)."""
     return (tl.load(tickets_ptr) >> TICKET_UNIT_LOG2).to(tl.int32)
 
 

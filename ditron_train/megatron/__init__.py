@@ -4,7 +4,7 @@ on.
 Four ways in:
 
 1. No edit: ``torchrun ... -m ditron_train.megatron.run pretrain_gpt.py <args> --ditron tp``.
-2. Two lines in the script: ``extra_args_provider=add_ditron_args``, and ``apply_args(args)`` behind it or, up to
+2. Two lines in the script: ``extra_args_provider=add_ditron_args``, and ``apply_args(args)`` after it or, up to
    megatron-core 0.17, ``wrap_model_provider(model_provider)``.
 3. Python: ``spec = apply(spec, features=("tp",))``, or ``apply()`` before models are built; `restore` is the inverse.
 4. ``DITRON=tp`` in the environment, with the hook of `ditron_train.hook` or with `enable` as a framework's init hook.

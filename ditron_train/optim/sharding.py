@@ -4,6 +4,13 @@ Native sharding deals matrices out by size, gathers all of them at the end into 
 waits. Here they are dealt out by the cost of their step, and travel one by one, straight into the parameters, while
 the next ones are being computed.
 
+Timeline of ``muon`` on any rank of the data parallel group. The fused path computes half of each symmetric product:
+
+    native   compute   | matrix 0           | matrix 1           | matrix 2           |
+    native   NCCL      |                                                              | gather of all matrices |
+    fused    compute   | matrix 0     | matrix 1     | matrix 2     |
+    fused    NCCL      |              | round 0 |    | round 1 |    | round 2 |
+
 Every rank walks the same rounds: in round ``i`` each rank sends the ``i``-th of its matrices, in the order of ranks,
 in one launch, so that links carry both directions at once. The round is enqueued once the own ``i``-th matrix is, so
 ranks whose matrices cost about the same never wait long, and the order of collectives is the same everywhere.

@@ -1,5 +1,5 @@
 """Layer 3: pipeline parallelism. Messages between neighbouring stages, moved by copy engines (no SM) where ``paths``
-finds them."""
+finds that possible."""
 
 from ditron_train.pp.context import PipelineContext, close_pipeline_contexts, get_pipeline_context
 from ditron_train.pp.ops import Handle, exchange

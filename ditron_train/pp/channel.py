@@ -22,7 +22,7 @@ _POLLS_BEFORE_SLEEP = 300
 
 
 def turns_of_stages(num_stages: int) -> int:
-    """How many deadlines a host waits where stages compile one behind the other, in forward and in backward."""
+    """How many deadlines a host waits where stages compile one after another, in forward and in backward."""
     return 2 * num_stages
 
 
@@ -74,7 +74,7 @@ class PipelineChannel(Channel):
     def wait_for(self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:
         """Holds the stream (CPU: the caller) until this rank's flag is ``epoch`` or later; bounded.
 
-        Where the host sees that it is, nothing is enqueued: what the flag stands for is complete, so whatever is
+        Where the host sees that it is, nothing is enqueued: what the flag signals is complete, so whatever is
         enqueued from now on finds it complete.
         """
         if self.is_set(index, epoch):
@@ -111,7 +111,7 @@ class PipelineChannel(Channel):
         )
 
     def _post_timeout(self, peer: int, chunk: int, expected_epoch: int, seen_epoch: int, turns: int) -> None:
-        """Names the rank that is really missing: all behind it wait, and each may be the first to give up."""
+        """Names the rank that is really missing: all after it wait, and each may be the first to give up."""
         missing = self.mailbox.headers.missing_behind(peer)
         if missing not in (peer, self.arena.rank):
             peer, chunk = missing, -1

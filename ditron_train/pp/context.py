@@ -216,7 +216,7 @@ class PipelineContext:
 
     def grow_to_last_sizes(self) -> None:
         """At the first call of each step with lengths that vary (collective): room for the largest messages that went
-        by the network for want of it, two steps behind them; inside a node, and where every rank's GPU has twice the
+        by the network for want of it, two steps after them; inside a node, and where every rank's GPU has twice the
         memory that they take. Else the slots stay as they are, and the network sends what does not fit.
 
         Raises:

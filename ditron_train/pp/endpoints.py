@@ -18,7 +18,7 @@ memory operations, and a stream's flag write is fenced at system scope, so no fr
 and no slot is overwritten while it is in use. All counters only grow and are compared cyclically. On the CPU the same
 code runs without streams: a copy is done when the call returns and a wait blocks the caller. What waits, copies and
 sets flags is the channel's: by kernels (``kernel_channel``) the same ends run with the ring alone, and those of
-``nvshmem_endpoints`` send headers that travel with the data.
+``nvshmem_endpoints`` send headers with the data.
 
 Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every
 wait therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one
@@ -209,7 +209,7 @@ class Incoming:
         header: What is expected.
         tensor: What arrived; None until it is taken.
         done_on: The stream that its arrival was enqueued on (GPU).
-        arrived: The moment of its arrival there, where messages behind it may be enqueued on that stream before it is
+        arrived: The moment of its arrival there, where messages after it may be enqueued on that stream before it is
             used.
     """
 
@@ -347,7 +347,7 @@ class Receiver(_End):
             self._events.record(current_stream(device)).hold(stream)
             tensor.record_stream(stream)
         if stream is not None and self._copied_on is not None and self._copied_on != stream:
-            # The credit counts messages: none may be copied out, and counted, before those in front of it.
+            # The credit counts messages: none may be copied out, and counted, before the earlier ones.
             self._events.record(self._copied_on).hold(stream)
         self._copied_on = stream
         slot = self.slots.in_ring(self.channel.arena.rank, self.lane, self._ring_messages)
@@ -370,7 +370,7 @@ class Receiver(_End):
             mailbox.headers.returned(self.peer, self.lane)[slot] = self._uses[slot]
 
     def return_leases(self) -> None:
-        """Gives the slots of leased tensors that nobody holds any more back to the sender, behind their last use."""
+        """Gives the slots of leased tensors that nobody holds any more back to the sender, after their last use."""
         while self._let_go:
             lease = self._let_go.popleft()
             if lease.use != self._uses[lease.slot]:

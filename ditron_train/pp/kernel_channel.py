@@ -6,7 +6,7 @@ Who waits for whom: the consumer waits for *data* (a count of fragments) at its 
 count of messages copied out) at its own; each flag is written by the other side alone and only grows. A push's stores
 come before its flag: every program ends with a release at system scope on a counter of its own GPU, the last one to
 come has so acquired all of them, and its release of the flag at the peer stands for all. The wait acquires at system
-scope; what the stream does next begins behind it.
+scope; what the stream does next begins after it.
 """
 
 from contextlib import nullcontext
@@ -74,11 +74,11 @@ def await_message_kernel(
     LANES: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """``await_kernel``, then compares the header in front of the message, at address ``sent``, with the one at
+    """``await_kernel``, then compares the header before the message, at address ``sent``, with the one at
     ``expected``: type and number of elements, the last words of both.
 
     A difference is recorded as a mismatch of ``message``, and both headers are kept in ``seen_ptr`` ``[2, LANES]``;
-    after a wait that gave up, its record stands and the comparison says nothing.
+    after a wait that gave up, its record is kept and the comparison means nothing.
     """
     dl.wait(
         tl.cast(signal, tl.int64).to(tl.pointer_type(tl.int32)),
@@ -196,7 +196,7 @@ class KernelChannel(PipelineChannel):
 
     A wait takes one warp, a push at most ``MAX_PROGRAMS`` multiprocessors; waits have their deadline in the kernel and
     need no watchdog. Headers and failures still go through host memory. With one hardware queue a kernel that waits
-    holds up what is enqueued after it, as a stream's wait does: ``endpoints`` says why nothing can stand still.
+    holds up what is enqueued after it, as a stream's wait does: ``endpoints`` says why it cannot deadlock.
     """
 
     def __init__(self, arena: SymmetricArena, mailbox: Mailbox) -> None:

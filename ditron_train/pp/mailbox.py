@@ -13,7 +13,7 @@ Python has no fences, and hosts with Arm's cores make stores visible in any orde
 * What is one aligned word is visible as a whole: flags, acknowledgements, how often a slot has come back. The last
   says no more than which value of a flag to wait for. An acknowledgement is stored by who has checked the headers, and
   who reads it stores the next ones: no core makes a store visible before the loads that decide about it.
-* What ``await_header`` notes is only read by who names a missing rank, a deadline later.
+* What ``await_header`` notes is only read when a missing rank is named, a deadline later.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Mailbox:
 
     Attributes:
         int64, bytes: All of the memory.
-        headers, values, failure: What it holds beside the flags.
+        headers, values, failure: What it holds besides the flags.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -155,8 +155,8 @@ class Headers:
         )
 
     def write_header(self, rank: int, lane: int, sequence: int, words: list[int]) -> None:
-        """Publishes the header of message ``sequence`` to ``rank``; the checksum makes one of which a part is visible
-        invisible. It tells the places of words apart, as the last message may have had the same ones elsewhere."""
+        """Publishes the header of message ``sequence`` to ``rank``; the checksum hides a header of which only a part
+        is visible. It depends on the places of words, since the last message may have had the same words elsewhere."""
         assert len(words) == HEADER_WORDS - 2
         place = self._header(rank, lane, sequence)
         self._mailbox.int64[place] = 0
@@ -185,8 +185,8 @@ class Headers:
         self._mailbox.int64[place : place + 3] = array("q", [peer, lane, sequence])
 
     def missing_behind(self, peer: int) -> int:
-        """The first in the row of ranks, each waited for by the one before it and ``peer`` at its head, that waits for
-        no header itself; ``peer`` where they wait in a circle."""
+        """Follows the ranks that wait for each other's headers, from ``peer`` on, to the first that waits for none;
+        ``peer`` if they wait in a circle."""
         found = peer
         for _ in range(self._mailbox.world_size):
             place = self._mailbox.word(found, _OFFSET_AWAITED)

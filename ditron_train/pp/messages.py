@@ -1,4 +1,4 @@
-"""What travels beside the data: the header of a message, and how a message is cut into fragments. Pure functions."""
+"""What is sent with the data: the header of a message, and how a message is cut into fragments. Pure functions."""
 
 from __future__ import annotations
 

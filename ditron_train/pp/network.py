@@ -35,7 +35,7 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 
 class NetworkWork:
-    """One batch on a lane. ``wait`` orders the current stream behind it (gloo: blocks)."""
+    """One batch on a lane. ``wait`` has the current stream wait for it (gloo: blocks)."""
 
     def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
         self._works = works
@@ -43,7 +43,7 @@ class NetworkWork:
         self.tensors = tensors  # kept until the batch is complete
 
     def wait(self) -> None:
-        """Orders what follows on the current stream behind the batch."""
+        """Has the current stream wait for the batch."""
         works, self._works = self._works, []  # gloo's wait once
         for work in works:
             work.wait()

@@ -1,4 +1,4 @@
-"""What ``nvshmem_endpoints`` stand on: NVSHMEM memory of a pipeline group, puts with a signal, flags and headers."""
+"""What ``nvshmem_endpoints`` use: NVSHMEM memory of a pipeline group, puts with a signal, flags and headers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class NvshmemSlots:
         self._arena, self.count, self.num_bytes = arena, count, 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Collective: makes every slot hold ``num_bytes``; no message may be under way."""
+        """Collective: makes every slot hold ``num_bytes``; no message may be in transit."""
         self.num_bytes = -(-num_bytes // 256) * 256
         rows = len(LANE_NAMES) * (self.count + 1)
         tensor = self._arena.tensor(_NAME, (rows, SLOT_HEADER_BYTES + self.num_bytes), torch.uint8)

@@ -1,12 +1,12 @@
 """Sender and receiver through NVSHMEM: a message and its flag by one put-with-signal, to a neighbour whose memory need
 not be mapped.
 
-No host memory is shared between nodes, so a message carries its header: it is in front of the data in the slot,
-travels with the first fragment, and a kernel of the receiver compares it with what was expected. The protocol is that
+No host memory is shared between nodes, so a message carries its header: it is before the data in the slot,
+is sent with the first fragment, and a kernel of the receiver compares it with what was expected. The protocol is that
 of ``endpoints``' ring: *data* counts fragments at the receiver, *credit* counts messages copied out at the sender.
 NVSHMEM promises that a signal is seen after the data that was put with it; waits are kernels of one warp with a
 deadline, since NVSHMEM's own wait on a stream has none. A put reads symmetric memory, so what is sent is copied into
-it first; two local copies cost little beside a network.
+it first; two local copies cost little compared with a network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NvshmemSender(Sender):
     header_on_host = False
 
     def announce(self, header: Header) -> None:
-        """The header travels with the message."""
+        """The header is sent with the message."""
         self._header = self.channel.header_address(header)
         self.messages += 1
 
@@ -57,7 +57,7 @@ class NvshmemReceiver(Receiver):
         raise NotSupportedError("a message's shape is not known before it arrives through NVSHMEM")
 
     def verify(self) -> None:
-        """Nothing: no header comes to the host."""
+        """Does nothing: no header reaches the host."""
         self._unverified.clear()
 
     def _take_next(self, stream: torch.cuda.Stream | None) -> None:

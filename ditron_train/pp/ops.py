@@ -1,4 +1,14 @@
-"""The one op of this subpackage: send to and receive from the two neighbours of a pipeline stage."""
+"""The op of this subpackage: send to and receive from the two neighbours of a pipeline stage.
+
+Timeline of ``send_recv`` on a stage, in forward:
+
+    native   compute   | forward of microbatch 0 |                         | forward of microbatch 1 |
+    native   NCCL      |                         | send and receive        |
+    fused    copies    |                         | 0 to the next stage |   | 1 to the next stage |
+    fused    waits     |                         | ^ its slot is free  |   | ^ its slot is free  |
+    fused    compute   | forward of microbatch 0 | forward of microbatch 1 |
+    fused    waits     | ^ data of microbatch 0  | ^ data of microbatch 1  |
+"""
 
 from __future__ import annotations
 
@@ -55,8 +65,8 @@ class Handle:
         return self._tensor
 
     def wait(self) -> None:
-        """Received: orders the current stream behind the arrival. Sent: orders it behind the copy, so that the tensor
-        may be overwritten; needless before it is merely freed. On the CPU it blocks instead.
+        """Received: the current stream waits for the arrival. Sent: it waits for the copy, so that the tensor may be
+        overwritten afterwards; to free it, no wait is needed. On the CPU the call blocks instead.
 
         A receive blocks the host until the neighbour's host has enqueued the message, never for the device.
 

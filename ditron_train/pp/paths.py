@@ -30,7 +30,7 @@ WORDS = {
 
 @dataclass
 class Routes:
-    """How the messages of one rank of a pipeline's closed ring travel.
+    """The paths of the messages of one rank of a pipeline's closed ring.
 
     Attributes:
         rank: This rank in the group.

@@ -1,11 +1,11 @@
 """``Slots``: the buffers that messages land in, and tensors that are in one of them until the last user lets go.
 
-``LastingSizes``: how slots come to hold messages of lengths that vary, of which nobody says the largest beforehand.
+``LastingSizes``: how slots grow to hold messages of varying lengths whose maximum is not known beforehand.
 
-What does not fit a slot goes by the network. Every rank says at the first call of a step which was the largest of
-those so far, and hears at the first call of the next step what all said at the last: as all of them began that step,
-none is waited for but where a step sends one way alone, and each hears the same. So slots grow two steps behind the
-first message that did not fit.
+A message that does not fit a slot goes by the network. At the first call of a step every rank announces the largest
+such message so far, and reads at the first call of the next step what all ranks announced at the last. Since all of
+them began that step, nobody waits, unless a step sends in one direction only, and all read the same values. So slots
+grow two steps after the first message that did not fit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Slots:
         return len(LANE_NAMES) * self.count + sum(self.leases)
 
     def reserve(self, num_bytes: int) -> None:
-        """Collective: makes every slot hold ``num_bytes``; no message may be under way. What is leased stays where it
+        """Collective: makes every slot hold ``num_bytes``; no message may be in transit. What is leased stays where it
         is."""
         total = self.total
         if self.num_bytes:  # other memory, even if the arena has that much: tensors are leased out of the present one

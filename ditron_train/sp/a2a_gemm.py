@@ -3,8 +3,13 @@
     all_to_all_single(arrived, chunks of ``parts``, those of rank r to rank r)
     y = torch.cat(list(arrived), dim=1) @ weight.t()
 
-    some programs   | push flag block 0 of own columns to all ranks, flags | flag block 1 | ... | then multiply, too |
-    the others      | wait for flag block 0 of all ranks | multiply its row tiles | flag block 1 | ...               |
+Timeline of ``a2a_gemm`` on any rank. Some programs of the kernel push, then join the others:
+
+    native   compute   | reorder |                       | GEMM                                                 |
+    native   NCCL      |         | all-to-all            |
+    fused    pushes    | flag block 0 to all | block 1 to all | block 2 to all |
+    fused    compute   |                     | GEMM: flag block 0 | flag block 1  | flag block 2  |
+    fused    waits     |                     | ^ flags of block 0 | ^ of block 1  | ^ of block 2  |
 
 One kernel on the current stream. It gives the bits of reorder, all-to-all and GEMM wherever the tile GEMM gives
 cuBLAS's (``policy.gate`` compares them). What else was tried, with times: ``docs/measurements/sp.md``.
@@ -225,8 +230,8 @@ class A2AGemmPlan(Transfer):
         )
 
     def borrowed(self) -> torch.Tensor:
-        """What the last call multiplied [m, k]; where rows are not padded, where it is: until the next op of the
-        context."""
+        """The rows [m, k] that the last call multiplied; without padding a view of the buffer, valid until the next
+        op of the context."""
         return self.buffer.local[:, : self.k].contiguous()
 
     def run(

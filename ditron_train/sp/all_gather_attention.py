@@ -183,7 +183,7 @@ def all_gather_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
     """The attention of this rank's queries over the whole sequence; differentiable.
 
     Args:
-        q: [b, s / W, h, d] or [s / W, b, h, d], the rank's two chunks behind each other.
+        q: [b, s / W, h, d] or [s / W, b, h, d], the rank's two chunks one after the other.
         k, v: Likewise, with as many heads as there are groups.
         call: Exchanges, kernels and layout.
 

@@ -1,7 +1,7 @@
 """How a GEMM-A2A or A2A-GEMM runs at a shape: its tile and how many programs move data, by a tuning table, else by
 rule.
 
-Every rank reads the same table, so all choose alike without talking. Neither changes bits.
+Every rank reads the same table, so all choose alike without communication. Neither choice changes bits.
 """
 
 from __future__ import annotations
@@ -118,5 +118,5 @@ def tiles(base: ProjectionChoice, context: SPContext) -> list[ProjectionChoice]:
 
 
 def choice_entry(choice: ProjectionChoice) -> dict[str, Any]:
-    """``choice`` as it stands in a table."""
+    """``choice`` as a table holds it."""
     return {**config_entry(choice.config), "programs": choice.programs}

@@ -1,6 +1,6 @@
 """Estimates of Ulysses: the projections with their exchanges, forward and backward, natively and fused.
 
-native    packs, exchanges and reorders part by part, beside nothing
+native    packs, exchanges and reorders part by part, overlapping with nothing
 GEMM-A2A  some multiprocessors pull what the others have computed
 A2A-GEMM  some push first, the others begin with rows that are there
 """
@@ -48,7 +48,7 @@ class AttentionSizes:
 def exchanged_us(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) -> float:
     """Native: all-to-alls of ``num_parts``, which hold ``num_bytes`` of a rank together, packed and put in order.
 
-    The packing of a part runs beside the part before; what is measured together is close to the sum.
+    The packing of a part overlaps with the part before; what is measured together is close to the sum.
     """
     if span.ranks == 1:
         return 0.0
@@ -82,7 +82,7 @@ def _pushed_us(
 
 
 def exchange(num_bytes: float, num_parts: int, span: Span, rates: MachineRates) -> Estimate:
-    """An exchange that no projection covers takes as long on both paths."""
+    """An exchange without a projection takes as long on both paths."""
     return Estimate.alike(exchanged_us(num_bytes, num_parts, span, rates))
 
 

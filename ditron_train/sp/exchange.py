@@ -8,11 +8,11 @@
     current stream        | push: flag block 0 to rank + 1, rank + 2, ..., own; flag block 1 ... |
     communication stream  | receive: wait for the flag of each flag block, take the parts apart |
 
-``gather_sequence`` is the exchange in front of an A2A-GEMM by itself: the push runs on the communication stream while
+``gather_sequence`` is the exchange before an A2A-GEMM, by itself: the push runs on the communication stream while
 the caller's work (a weight gradient) runs on the current one.
 
-All enqueue, and never wait for the device but at the first call of a new shape. Bits are those of the all-to-all and
-the reorder: rows and columns are only moved.
+All of them only enqueue; they wait for the device only at the first call of a new shape. Bits are those of the
+all-to-all and the reorder: rows and columns are only moved.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from ditron_train.stream.events import current_handle
 
 
 class ExchangePlan(Transfer):
-    """``to_heads`` or ``to_sequence`` of one shape: a push, and beside it the kernel that takes apart what arrives."""
+    """``to_heads`` or ``to_sequence`` of one shape: a push and, concurrently, the kernel that takes apart what
+    arrives."""
 
     def __init__(
         self,

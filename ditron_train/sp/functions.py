@@ -13,11 +13,11 @@ that P^T is the exchange after it:
 =====================  ==========================  =================================  ====================
 
 An attention that has both projections may leave the output projection's dW to the other one's backward
-(``late_wgrad``): there it hides the exchange of dq, dk and dv, for which nothing else stands ready, and dx is a plain
+(``late_wgrad``): there it hides the exchange of dq, dk and dv, during which there is no other work, and dx is a plain
 GEMM. dy and P^T(o) live that much longer (times: ``docs/measurements/sp.md``).
 
-Norms of heads may stand between a projection and its exchange (``head_norms``). Backward then needs the gradient in
-front of them before dgrad, so the rows are gathered by themselves.
+Norms of heads may come between a projection and its exchange (``head_norms``). Backward then needs the gradient before
+them for dgrad, so the rows are gathered by themselves.
 
 wgrad is one GEMM over all local rows in order, as Megatron computes it. The bias c is added after the product was
 rounded, and its gradient is P^T(..) summed over the local rows, both as Megatron's own linear layer does; or, as
@@ -282,7 +282,7 @@ def qkv_projection(
         shards: How x is held by the ranks of a tensor parallel group; None where this rank has all of it and no other
             needs its gradient.
         late: What the output projection of the same attention is given, too: its weight's gradient is computed here.
-        rounds_once: The bias is added inside the GEMM, in front of its rounding, as Transformer Engine does it.
+        rounds_once: The bias is added inside the GEMM, before its rounding, as Transformer Engine does it.
         norms: One for each part, over heads [..., head size] (None: none); empty where no part has one.
 
     Returns:

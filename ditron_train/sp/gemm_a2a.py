@@ -4,8 +4,14 @@
     all_to_all_single(arrived, sent)
     parts = chunks of ``arrived`` in the order of the sequence, split into q, k, v
 
-    current stream        | GEMM: columns of rank + 1, flags | columns of rank + 2 | ... | own | pull what is left |
-    communication stream  | a few SMs: pull tiles of rank - 1, rank - 2, ... as they are flagged    |
+Timeline of ``gemm_a2a`` on rank r of 4. The pulls run on a few multiprocessors of the communication stream, the last
+one on all of them:
+
+    native   compute   | GEMM                                                         |                | reorder |
+    native   NCCL      |                                                              | all-to-alls    |
+    fused    compute   | GEMM: heads of r+1 | heads of r+2     | heads of r+3   | own heads     |
+    fused    pulls     |                    | tiles of r-1     | tiles of r-2   | tiles of r-3  | rest |
+    fused    waits     |                    | ^ flags of tiles | ^ flags        | ^ flags       |
 
 It gives the bits of GEMM, all-to-all and reorder wherever the tile GEMM gives cuBLAS's (``policy.gate`` compares
 them): rows and columns are only moved, and every sum runs over all of K in order. What else was tried, with times:
@@ -252,7 +258,7 @@ def gemm_a2a(
         row_table: Rows of the whole that each rank's rows are, int32 [world, local rows] (``packed_rows``); None: its
             two chunks of one sequence.
         choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
-        meanwhile: Called when all is enqueued; what it enqueues runs beside the last transfers, and may use what is
+        meanwhile: Called when all is enqueued; what it enqueues runs during the last transfers, and may use what is
             given here but not what is returned.
         bias: [world * layout.num_columns] with ``nt``, added before the product is rounded, as of ``tp.ag_gemm``.
         return_mixed: Also return what was sent, as the last tensor: [s / world, ..., world * layout.num_columns].

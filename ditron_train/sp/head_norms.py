@@ -41,7 +41,7 @@ def backward_of_norms(
 
     Args:
         mixed: [s / world, b, columns of all heads], what the projection gave on this rank.
-        grad: Of the same columns behind the norms; same shape.
+        grad: Of the same columns after the norms; same shape.
         norms: One for each part.
         layout: Columns of one rank.
         world_size: Ranks of the group.

@@ -11,11 +11,18 @@ and 2 W - 1 - r of the sequence):
     dk[range of step 1].add_(dk of step 1)
     dist.reduce_scatter_tensor(out, chunks of dk in the order of the ranks)                          # of dk and of dv
 
-Streams of one rank:
+Timeline of ``all_gather_attention`` in forward. "second" is a second stream for attention kernels:
 
-    communication   start signals | rows for step 0 of rank + 1, flag | rank + 2 ... | rows for step 1, flags ...
-    current         own rows | wait for step 0's rows | attention of step 0
-    second                                            | wait for step 1's rows | attention of step 1
+    native   NCCL      | all-gather of k and v |
+    native   compute   |                       | reorder | attention of step 0                   |
+    native   second    |                                 | attention of step 1                   |
+    fused    copies    | rows for step 0 | rows for step 1 |
+    fused    compute   | local shard |   | attention of step 0           |
+    fused    waits     |                 | ^ flags of step 0 |
+    fused    second    |                                   | attention of step 1           |
+    fused    waits     |                                   | ^ flags of step 1 |
+
+In backward, gradients go back by copy engines, too; the owner of the rows adds them up:
 
     communication   start signals | partial sums of rank - 1's rows to it, flag | rank - 2 ... | wait for all, add up
     current         sums over both steps |

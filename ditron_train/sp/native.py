@@ -1,5 +1,5 @@
 """The native path around an attention of Ulysses: all-to-alls of the process group, pipelined as Transformer Engine's
-attention does it, and cuBLAS products in front of them or behind."""
+attention does it, and cuBLAS products before or after them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _reorder_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class AllToAlls:
-    """Exchanges by ``all_to_all_single``; while one part travels, the next is packed and the last reordered. Nothing
+    """Exchanges by ``all_to_all_single``; while one part is sent, the next is packed and the last reordered. Nothing
     comes from the host, which a CUDA graph's capture would not allow.
 
     Args:

@@ -43,7 +43,7 @@ class CopyPointers(NamedTuple):
     """What a copy reads and writes.
 
     Attributes:
-        parts: q, k and v; of fewer parts the first stands for those that are not there.
+        parts: q, k and v; if there are fewer, the first is passed for the missing ones.
         buffers: Addresses of the buffer of every rank.
         table: Rows of packed sequences, int32 [W, M]; any pointer where there is none.
     """
@@ -77,11 +77,11 @@ class CopyBlocks(NamedTuple):
     """How a kernel cuts a copy into blocks, and what it knows of it when it is compiled.
 
     Attributes:
-        flag_block_rows: Rows that one flag (or ``flags_per_block``) stands for.
+        flag_block_rows: Rows that one flag (or ``flags_per_block``) covers.
         rows: Rows of a block, which divide a flag block.
         groups: Groups of each part in a block.
         widths: Columns of each part in a block.
-        to_heads: Whether the copy is on its way to the attention.
+        to_heads: Whether the copy goes to the attention.
         has_table: Whether a table says where in the whole sequence a row is.
         world_size: Ranks.
     """
@@ -244,9 +244,9 @@ def receive_kernel(
     """Takes the parts apart that arrive in this rank's buffer (``push_kernel``'s inverse), or, with PULL, in the
     peers'.
 
-    It runs beside the kernel that sends, on SMs that one leaves free. With PULL the work is drawn from a counter
-    (ticket slot 2 or 3 by epoch parity; the sender resets the other one), so that a second launch on all SMs BEHIND
-    the sender can join in for what is left.
+    It runs concurrently with the kernel that sends, on SMs that the sender leaves free. With PULL the work is drawn
+    from a counter (ticket slot 2 or 3 by epoch parity; the sender resets the other one), so that a second launch on
+    all SMs BEHIND the sender can join in for what is left.
 
     To heads: part [W * M, num_groups * width], global rows of own heads, from the slots (with PULL each source's slot
     of this rank, in its own memory). Else: part [M, W * num_groups * width], local rows of all heads, from the columns
@@ -268,7 +268,7 @@ def receive_kernel(
 
 @triton.jit(do_not_specialize=["num_flag_blocks"])
 def arrived_kernel(channel, num_flag_blocks, WORLD_SIZE: tl.constexpr, TARGET: tl.constexpr):
-    """One program behind a push whose rows are read where they arrive: waits (acquire) for all flag blocks of all
+    """One program after a push whose rows are read where they arrive: waits (acquire) for all flag blocks of all
     sources.
 
     What follows on the stream reads them plainly.
@@ -378,7 +378,7 @@ class Transfer(Plan[SPContext]):
         m: Local rows.
         dtype: Of everything.
         k: What else the ranks must agree on.
-        flag_block_rows: Rows of one source that ``flags_per_block`` flags stand for.
+        flag_block_rows: Rows of one source that ``flags_per_block`` flags cover.
         block_n: Tile width where each tile has a flag; 0 where a flag block has one.
         packed: Whether calls come with a table of rows.
         copy: How its kernels copy.
@@ -463,8 +463,8 @@ class Transfer(Plan[SPContext]):
 
 
 class Receiver:
-    """``receive_kernel`` of a transfer: beside the kernel that sends, and where that multiplies, once more behind
-    it."""
+    """``receive_kernel`` of a transfer: concurrently with the kernel that sends, and if that multiplies, once more
+    after it."""
 
     def __init__(self, transfer: Transfer, num_programs: int, *, pull: bool = False) -> None:
         self._transfer, layout = transfer, transfer.layout
@@ -491,7 +491,7 @@ class Receiver:
         self._transfer.copy(self._launch, parts, table, self._transfer.flags_per_block, on_side=True)
 
     def finish(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None) -> None:
-        """Pulls what is left on the current stream, behind the sender."""
+        """Pulls what is left on the current stream, after the sender."""
         assert self._behind is not None, "only pulls are shared"
         self._transfer.copy(self._behind, parts, table, self._transfer.flags_per_block)
 

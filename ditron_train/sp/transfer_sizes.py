@@ -1,4 +1,4 @@
-"""How many SMs move data beside a GEMM, and in which blocks; the times behind it: ``docs/measurements/sp.md``."""
+"""How many SMs move data during a GEMM, and in which blocks; the times that led to it: ``docs/measurements/sp.md``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _gemm_us(m: int, n: int, k: int) -> float:
 
 
 def flag_block_rows(m: int, block_m: int, row_bytes: int) -> int:
-    """Rows that one flag stands for in a push of [m, row_bytes] to each rank: row tiles, few enough to start early."""
+    """Rows that one flag covers in a push of [m, row_bytes] to each rank: row tiles, few enough to start early."""
     rows = block_m
     while rows * row_bytes < _FLAG_BLOCK_BYTES and rows < 4 * block_m and 8 * rows < m:
         rows *= 2

@@ -4,10 +4,14 @@
     dist.all_gather_into_tensor(gathered, x, group=group)
     y = gathered @ weight.T
 
-Streams of one rank (its own rows are multiplied first, then those of rank + 1, rank + 2, ... as they arrive):
+Timeline of ``ag_gemm`` on rank r of 4. It multiplies its local shard first, then the rows of the other ranks as they
+arrive:
 
-    communication   start signals | rows to rank - 1 | rows to rank - 2 | ...
-    current         GEMM: own tiles | tiles of rank + 1 | tiles of rank + 2 | ...  then joins the communication stream
+    native   NCCL      | all-gather of x     |
+    native   compute   |                     | GEMM                                                                |
+    fused    copies    | to r-1 | to r-2 | to r-3 |
+    fused    compute   | GEMM: local shard  | rows of r+1       | rows of r+2       | rows of r+3       |
+    fused    waits     |                    | ^ rows of r+1     | ^ rows of r+2     | ^ rows of r+3     |
 
 Who waits for whom: the sends to a peer wait for its start signal of this epoch, since the gathered rows ``[M, K]`` are
 a single buffer of a rank: the signal says that everything the peer's stream had before is done. A tile of the GEMM

@@ -12,8 +12,13 @@ There are three ways to move the partial sums.
 * In chunks of rows: a GEMM for each, sent whole to every peer by copy engines while the next one runs; then the sum,
   which waits for the flag of each (source rank, chunk).
 
-      current         GEMM of chunk 0 | GEMM of chunk 1    | ... | sum
-      communication   start signals   | chunk 0 to all     | ...
+  Timeline of ``gemm_ar`` in one round, on any rank:
+
+      native   compute   | GEMM                                                  |
+      native   NCCL      |                                                       | all-reduce                       |
+      fused    copies    |              | 0 to all    | 1 to all    | 2 to all    | 3 to all  |
+      fused    compute   | GEMM: rows 0 | rows 1      | rows 2      | rows 3      | sum of 0 to 2 | sum of 3 |
+      fused    waits     |                                                        | ^ their flags | ^ flags of 3 |
 
 * In two rounds, for many ranks: a GEMM-RS in chunks (``tp.gemm_rs``), which adds up each row at one rank, in the
 orders

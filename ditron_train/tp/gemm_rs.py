@@ -9,8 +9,13 @@ There are two ways to move the partial sums.
 By copy engines, in chunks: a GEMM for the rows that each rank owns, sent while the next one runs. The rows that this
 rank owns are last, so that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``).
 
-    current         GEMM of rank - 1's rows | GEMM of rank - 2's rows | ... | GEMM of own rows | sum
-    communication   start signals           | rows to rank - 1        | ... | rows to rank + 1
+Timeline of ``gemm_rs`` on rank r of 4, by copy engines:
+
+    native   compute   | GEMM                                                               |
+    native   NCCL      |                                                                    | reduce-scatter      |
+    fused    copies    |                   | to r-1   |      | to r-2   |      | to r-3   |
+    fused    compute   | GEMM: rows of r-1 | rows of r-2     | rows of r-3     | local shard     | sum  |
+    fused    waits     |                                                                         | ^ flags of all |
 
 By the GEMM's epilogue: one persistent kernel that stores each tile into its owner's slots, and at the end adds up the
 rows that this rank owns. It loses some 60 to 80 us whatever the size, since loads queue behind the stores.

@@ -9,6 +9,22 @@ Shapes: s tokens of the sequence (dimension 0 of activations), W ranks, K inputs
     row:    Y [s/W, N] = RS(X [s, K/W] @ Wt^T)        Wt [N, K/W]
             dX = AG(dY) @ Wt                          dWt = AG(dY)^T @ X
 
+Timeline of ``column_linear`` in backward. Both paths overlap, but NCCL's kernels take multiprocessors from the GEMMs:
+
+    native   compute   | dgrad: dY @ Wt                       | wgrad: dY^T @ X                       |
+    native   NCCL      | all-gather of X           |          | reduce-scatter of dX      |
+    fused    copies    | X to all             |      | partial sums of dX to all |
+    fused    compute   | dgrad: dY @ Wt              | wgrad: dY^T @ X              | sum of dX |
+    fused    waits     |                             | ^ all rows of X              | ^ all partial sums |
+
+Timeline of ``row_linear`` in backward, on rank r of 4:
+
+    native   NCCL      | all-gather of dY   |
+    native   compute   |                    | dgrad: dY @ Wt                               | wgrad: dY^T @ X         |
+    fused    copies    | to r-1 | to r-2 | to r-3 |
+    fused    compute   | dgrad: local | of r+1     | of r+2     | of r+3     | wgrad: dY^T @ X         |
+    fused    waits     |              | ^ its rows | ^ its rows | ^ its rows |
+
 Without sequence parallelism every rank holds all s tokens:
 
     row:    Y [s, N] = AR(X [s, K/W] @ Wt^T)          Wt [N, K/W]

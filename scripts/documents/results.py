@@ -23,6 +23,7 @@ from ditron_train.tools.results import (
     read_results,
 )
 from ditron_train.tools.tables import cells_of
+from documents.tables import table
 
 PICTURES = Path("benchmarks") / "pictures"
 RESULTS_PAGE = Path("benchmarks") / "README.md"
@@ -123,8 +124,7 @@ def _ops(root: Path) -> list[_Op]:
 
 def _gains(root: Path) -> str:
     """One line a parallelism; of an op that several machines measured, the rows of the most GPUs."""
-    lines = table_header("`--ditron`", "speedup over stock Megatron (min-max across shapes)", "bits", "measured on")
-    newest = {op.key: op for op in _ops(root)}
+    rows, newest = [], {op.key: op for op in _ops(root)}
     for bench, headlines in _HEADLINES.items():
         feature, _, recipe = bench.partition(" ")
         keys = [(f"{name} {recipe}".strip(), direction) for name, direction in headlines]
@@ -134,13 +134,13 @@ def _gains(root: Path) -> str:
         machines = dict.fromkeys(_machine(op.stamp) for op in ops)
         if ops:
             bits = " and ".join(dict.fromkeys(op.bits for op in ops))
-            lines.append(f"| {name} | {speeds} | {bits} | {', '.join(machines)} |")
-    return "\n".join(lines)
+            rows.append((name, speeds, bits, ", ".join(machines)))
+    return table(("`--ditron`", "speedup over stock Megatron (min-max across shapes)", "bits", "measured on"), rows)
 
 
 def _means(root: Path, kind: str) -> str:
     """Geometric mean and range of each op of a kind, on each machine, for a page in docs/measurements."""
-    lines = table_header("op", "on", "shapes", "over native: geometric mean (range)", "over a peer", "bits")
+    rows, names = [], ("op", "on", "shapes", "over native: geometric mean (range)", "over a peer", "bits")
     ops = [op for op in _ops(root) if kind == ("fp8" if op.rows[0].fp8 else _PAGES.get(op.path.stem, op.path.stem))]
     for op in sorted(ops, key=lambda op: (op.key[0], op.key[1] != "forward")):
         peers = [row.peer_speedup for row in op.rows if row.peer_speedup]
@@ -149,13 +149,8 @@ def _means(root: Path, kind: str) -> str:
         mean = f"{geometric_mean([row.speedup for row in op.rows]):.2f}x"
         speed = f"{mean} ({_span(op.rows)})" if len(op.rows) > 1 else mean
         name = f"`{op.key[0]}` {op.key[1].replace('_', ' + ')}"
-        lines.append(f"| {name} | {where} | {len(op.rows)} | {speed} | {peer} | {op.bits} |")
-    return "\n".join(lines)
-
-
-def table_header(*names: str) -> list[str]:
-    """The first two lines of a table."""
-    return ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+        rows.append((name, where, str(len(op.rows)), speed, peer, op.bits))
+    return table(names, rows)
 
 
 def _steps(root: Path) -> list[tuple[Stamp, Row]]:
@@ -182,12 +177,6 @@ def _typical(steps: Sequence[tuple[Stamp, Row]]) -> str:
     return f"{middle} ({min(gains):.3f}x to {max(gains):.3f}x), on {', '.join(machines)}, one machine each."
 
 
-def _by_feature(steps: Sequence[tuple[Stamp, Row]]) -> list[tuple[str, Stamp, Row]]:
-    order = list(_HEADLINES)
-    named = [(row.op.removeprefix(TRAINING_STEP), stamp, row) for stamp, row in steps]
-    return sorted(named, key=lambda step: (order.index(step[0].split(",")[0]), step[0], step[1].count, step[2].model))
-
-
 def _step_model(row: Row) -> str:
     return row.model if row.fp8 is None else f"{row.model} in FP8 ({row.fp8})"
 
@@ -208,12 +197,14 @@ def _runs_mark(row: Row) -> str:
 
 
 def _step_table(steps: Sequence[tuple[Stamp, Row]]) -> str:
-    lines = table_header("`--ditron`", "trained", "on", "native", "fused", "speedup", "bits")
-    for features, stamp, row in _by_feature(steps):
-        times = f"{row.native_us / 1e3:.0f} ms | {row.ditron_us / 1e3:.0f} ms | {row.speedup:.3f}x{_runs_mark(row)}"
+    rows, order = [], list(_HEADLINES)
+    named = [(row.op.removeprefix(TRAINING_STEP), at.count, row.model, at, row) for at, row in steps]
+    for features, _, _, stamp, row in sorted(named, key=lambda step: (order.index(step[0].split(",")[0]), *step[:3])):
         trained = f"{_step_model(row)}: {model_words(row)}"
-        lines.append(f"| `{features}` | {trained} | {_machine(stamp)} | {times} | {row.bits_words} |")
-    return "\n".join(lines)
+        times = [f"{time_us / 1e3:.0f} ms" for time_us in (row.native_us, row.ditron_us)]
+        speedup = f"{row.speedup:.3f}x{_runs_mark(row)}"
+        rows.append((f"`{features}`", trained, _machine(stamp), *times, speedup, row.bits_words))
+    return table(("`--ditron`", "trained", "on", "native", "fused", "speedup", "bits"), rows)
 
 
 def _machine(stamp: Stamp) -> str:
@@ -230,18 +221,18 @@ def result_pages(root: Path) -> dict[Path, str]:
     """By their paths relative to ``root``: the list of all committed results, and of each machine a page with its
     rows, conditions and pictures."""
     files = [(path, *read_results(path)) for path in measurement_files(root)]
-    index = table_header("machine", "file", "date", "commit", "rows")
+    index: list[tuple[str, ...]] = []
     pages: dict[str, list[str]] = {}
     for path, stamp, rows in files:
         title, page = _title(path), _device_page(path)
         link = f"[`{title}`]({page}#{title.replace(' ', '-').replace('.', '')})"
-        index.append(
-            f"| {stamp.count} x {stamp.device} | {link} | {stamp.date} | `{stamp.commit[:13]}` | {len(rows)} |"
-        )
-        sections = pages.setdefault(page, [f"# {stamp.count} x {stamp.device}\n\n{_MADE}"])
+        machine = f"{stamp.count} x {stamp.device}"
+        index.append((machine, link, stamp.date, f"`{stamp.commit[:13]}`", str(len(rows))))
+        sections = pages.setdefault(page, [f"# {machine}\n\n{_MADE}"])
         sections.append(f"## `{title}`\n\n{_section(path, stamp, rows, root)}")
     texts = {RESULTS_PAGE.parent / page: "\n\n".join(parts) + "\n" for page, parts in pages.items()}
-    marked = "\n".join(["<!-- begin files -->", *index, "<!-- end files -->"])
+    listed = table(("machine", "file", "date", "commit", "rows"), index)
+    marked = f"<!-- begin files -->\n{listed}\n<!-- end files -->"
     return {RESULTS_PAGE: f"# Results\n\n{_MADE} {_HOW}\n\n{marked}\n", **texts}
 
 
@@ -327,5 +318,4 @@ def model_words(row: Row) -> str:
 
 def markdown_table(rows: Sequence[Row]) -> str:
     """Returns the rows as a Markdown table."""
-    header, lines = cells_of(rows)
-    return "\n".join([*table_header(*header), *("| " + " | ".join(line) + " |" for line in lines)])
+    return table(*cells_of(rows))

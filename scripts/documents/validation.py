@@ -14,7 +14,7 @@ from ditron_train.tools.job import read_job
 from ditron_train.tools.predict.estimates import Cluster
 from ditron_train.tools.predict.predictor import Prediction, predict
 from ditron_train.tools.results import TRAINING_STEP, Row, measurement_files, read_results
-from documents.results import table_header
+from documents.tables import table
 
 _PROFILES = {"H200": "h200", "H100-80GB-HBM3": "h100"}
 #: What rows without a command do not say of the models that they name: heads, and groups of them.
@@ -81,11 +81,11 @@ def middle(values: Iterable[float], share: float = 0.9) -> tuple[float, float]:
 
 def document_part(root: Path) -> str:
     """The table of docs/measurements/predict.md."""
-    lines = table_header("step", "trained", "on", "native: measured, rough model", "gain: measured, estimated")
+    rows = []
     for one in check_steps(root):
         row, native_ms = one.row, one.row.native_us / 1e3
         model = row.model if row.fp8 is None else f"{row.model}, FP8 {row.fp8}"
         rough = f"{native_ms:.0f} ms, {one.rough.step_ms:.0f} ms ({100 * one.rough_error:+.0f} %)"
         gains = f"{row.native_us / row.ditron_us:.3f}x, {one.stated.gain:.3f}x"
-        lines.append(f"| `{row.op.removeprefix(TRAINING_STEP)}` | {model} | {one.folder} | {rough} | {gains} |")
-    return "\n".join(lines)
+        rows.append((f"`{row.op.removeprefix(TRAINING_STEP)}`", model, one.folder, rough, gains))
+    return table(("step", "trained", "on", "native: measured, rough model", "gain: measured, estimated"), rows)

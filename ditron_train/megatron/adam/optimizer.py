@@ -9,8 +9,8 @@ coefficient is kept until that step, which `optim.adam` takes together with the 
 Megatron's, and so does the first step, in which the inner optimizer makes its state.
 
 Where a step is fused, gradients stay unscaled in their buffers. Megatron-core reads them between clipping and step to
-count zeros alone (``--log-num-zeros-in-grad``: clipped natively), and after the step zeroes the buffers. So clipping
-is kept for later in those two ``step`` methods alone, not where a framework clips for itself.
+count zeros (``--log-num-zeros-in-grad``: clipped natively), and zeroes the buffers after the step. So clipping
+is deferred in those two ``step`` methods only, not where a framework clips for itself.
 """
 
 from __future__ import annotations

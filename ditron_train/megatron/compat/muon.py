@@ -97,7 +97,7 @@ def unsupported_reason_layer_wise(config: Any, arguments: Mapping[str, Any]) -> 
         return "the parameters are in buffers that data parallelism gathers (use_layer_wise_param_layout)"
     # 0.16 neither asks for the flag here nor takes the model
     if arguments.get("async_allgather") or ("model_chunks" in arguments and config.overlap_param_gather):
-        return "overlap_param_gather gathers the parameters in front of each layer"
+        return "overlap_param_gather gathers the parameters before each layer"
     return None
 
 

@@ -12,7 +12,7 @@ import torch
 
 @cache
 def multiplies_rows_of_frozen() -> bool:
-    """Whether a gradient is made rows in front of its product with a frozen weight: since 0.19."""
+    """Whether a gradient is made rows before its product with a frozen weight: since 0.19."""
     from megatron.core.tensor_parallel import layers
 
     return "reshape" in inspect.unwrap(layers.LinearWithFrozenWeight.backward).__code__.co_names

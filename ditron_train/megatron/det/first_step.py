@@ -45,7 +45,7 @@ _is_awaited = _is_switched_off = False
 
 
 class _CheckError(DitronError):
-    """The check cannot be made, or not be ended; the same on every rank."""
+    """The check cannot be started or finished; the same on every rank."""
 
 
 def _of_all_ranks(value: Any) -> list[Any]:

@@ -1,4 +1,5 @@
-"""What one call of Megatron's schedules changes beside gradients that are zero, so that the same step can run again.
+"""What one call of Megatron's schedules changes in addition to gradients, which are zero, so that the same step can
+run again.
 
 Kept on the host: the batches, random states, tensors and numbers of modules, the bookkeeping of Megatron's DDP, and
 what is gathered for the log. Gradients have to be zero before, and are zeroed again.
@@ -142,8 +143,8 @@ class StepState:
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Inside, Megatron neither counts the step's time nor judges its results: of what has become NaN one rank
-        alone would say so, by an error."""
+        """Inside, Megatron neither counts the step's time nor judges its results: a NaN
+        would otherwise raise an error on one rank alone."""
         validate = RerunStateMachine.validate_result
         RerunStateMachine.validate_result = lambda *args, **kwargs: None
         for config, _ in self._configs:

@@ -131,7 +131,7 @@ def class_map() -> dict[type, type]:
 
 
 def start() -> None:
-    """Language models take their loss from here."""
+    """From now on language models use the fused loss."""
     if get_settings().loss == "off":
         log_once("loss off", "loss: off by DITRON_LOSS")
         return
@@ -139,5 +139,5 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Language models take their loss from Megatron again."""
+    """Language models use Megatron's loss again."""
     LanguageModule.compute_language_model_loss = _native

@@ -1,6 +1,6 @@
 """``--ditron muon``: Megatron's ``--optimizer muon`` and ``dist_muon`` with ``ditron_train.optim.Muon`` inside.
 
-Megatron's own ``get_megatron_muon_optimizer`` goes on choosing parameters, groups and wrappers. Two classes that it
+Megatron's own ``get_megatron_muon_optimizer`` still chooses parameters, groups and wrappers. Two classes that it
 builds are replaced: the optimizer of matrices, and the wrapper that shards them over data-parallel ranks. It also runs
 where ``emerging_optimizers`` is not installed, which native refuses.
 """
@@ -30,7 +30,7 @@ from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
 
-_SMALL_ELEMENTS = 1 << 20  # tensors below travel together: a collective of their own would cost more than their bytes
+_SMALL_ELEMENTS = 1 << 20  # tensors below this are sent together: single collectives would cost more than their bytes
 _NATIVE = compat.muon_module().TensorParallelMuon
 _NATIVE_COEFFICIENTS = ("quintic", "simple")  # of which Muon has the same sets
 _had_emerging_optimizers: list[bool] = []
@@ -99,7 +99,7 @@ class _OrNative(type):
 
 
 def _check_libraries(given: list[Any]) -> None:
-    """Raises NotSupportedError where kernels are not to run beside libraries that nobody has tried."""
+    """Raises NotSupportedError if kernels must not run because a library is of an untried version."""
     listed = (param for one in given for param in (one["params"] if isinstance(one, dict) else [one]))
     first = next((param for param in listed if isinstance(param, torch.Tensor)), None)
     if first is not None and (first.is_cuda or is_interpreter()):

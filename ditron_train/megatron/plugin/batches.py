@@ -1,4 +1,4 @@
-"""Numbers that Megatron-LM's training tells tensor parallel ranks with each microbatch go from host to host.
+"""Sends the numbers that Megatron-LM broadcasts with each microbatch from host to host.
 
 ``get_batch_on_this_tp_rank`` (``megatron.training.utils``) broadcasts how many sequences a microbatch packs, as a
 tensor on the GPU, and reads it: the host waits for all that the GPU has been given and begins the microbatch without a

@@ -1,8 +1,8 @@
-"""Where a job learns of ops that have failed: in front of an optimizer's step, and of a checkpoint.
+"""Where a job learns of ops that have failed: before an optimizer's step, and before a checkpoint.
 
-A wait that ran out of time leaves a record, and the kernels behind it run on with what is there. The host raises at
-its next look: at the next op, or here. In front of a step it looks without waiting for the device, which would take
-the host's lead; Megatron has mostly waited then, for the norm of the gradients. In front of a checkpoint it waits:
+A wait that ran out of time leaves a record, and the kernels after it run on with whatever data are there. The host
+raises at its next check: at the next op, or here. Before a step it checks without waiting for the device, which would
+take the host's lead; Megatron has mostly waited then, for the norm of the gradients. Before a checkpoint it waits:
 what a failed op has made is never saved.
 """
 
@@ -41,8 +41,8 @@ def _checked(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CheckBeforeReplays:
-    """A captured step (``--optimizer-cuda-graph``, since 0.17) is replayed without torch's hooks: the check comes in
-    front of the wrapper's calls."""
+    """A captured step (``--optimizer-cuda-graph``, since 0.17) is replayed without torch's hooks: the check comes
+    before the wrapper's calls."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper, self._native = wrapper, wrapper.__call__
@@ -76,6 +76,6 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Steps are not looked at any more."""
+    """Steps are no longer checked."""
     while _hooks:
         _hooks.pop().remove()

@@ -1,7 +1,7 @@
 """Jobs that are started together and train one after the other.
 
 What a job imports takes longer than some of its steps. So ``compare`` starts all of its jobs at once; each of them
-imports what it needs, and then waits in front of Megatron's set-up, before it touches a GPU, while its folder
+imports what it needs, and then waits before Megatron's set-up, before it touches a GPU, while its folder
 (``--ditron-record``) holds a file.
 """
 

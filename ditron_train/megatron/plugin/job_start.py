@@ -1,7 +1,7 @@
 """What all ranks of a job do together, when Megatron makes its process groups: a point that every rank passes.
 
-They find out whether all were told the same (``agreement``), check libraries that nobody has tried (``self_check``),
-and start NVSHMEM where features will need it. It starts
+They check that all have the same settings (``rank_agreement``), check libraries that nobody has tried
+(``self_check``), and start NVSHMEM where features will need it. It starts
 on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to their
 first layer one after the other, each with what the stage before it has computed.
 """

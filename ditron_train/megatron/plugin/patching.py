@@ -2,13 +2,13 @@
 
 Two kinds of replacement:
 
-- `redirect_construction(native, fused)`: calling the class `native` builds an `fused`, a subclass of it. Every alias
+- `redirect_construction(native, fused)`: calling the class `native` builds a `fused`, a subclass of it. Every alias
   of the class keeps its identity, whenever it was or will be imported, so ``isinstance`` and ``spec.module in (...)``
-  tests inside megatron-core go on working. The right tool wherever the fused path is a subclass.
+  tests inside megatron-core continue to work. The right tool wherever the fused path is a subclass.
 - `replace_symbol(native, fused)`: every name bound to the object `native` in any module of a package is bound to
   `fused` instead. For functions and for classes that cannot be subclassed. Modules imported later are reached only if
   they import the name from a module that was already patched.
-- `replace_entry(namespace, key, the fused path)`: one entry of a dictionary, for classes that a registry names.
+- `replace_entry(namespace, key, fused)`: one entry of a dictionary, for classes that a registry names.
 
 All are idempotent; `undo_all` restores the state before the first of them.
 """
@@ -43,7 +43,7 @@ def redirect_construction(native: type, fused: type) -> None:
 
 
 def _hook_construction(native: type) -> None:
-    """Give `native` a ``__new__`` that looks its class up; it stays for good, since CPython cannot take one away
+    """Give `native` a ``__new__`` that looks its class up; it is never removed, since CPython cannot remove one
     cleanly.
 
     Without arguments, which all of megatron-core's constructors take, a copy or an unpickled object is made: it stays

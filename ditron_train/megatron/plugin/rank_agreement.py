@@ -1,7 +1,8 @@
-"""What every rank of a job has to be told alike: compared when Megatron makes its groups, before any layer is called.
+"""Settings that must be the same on every rank of a job: compared when Megatron makes its groups, before any layer is
+called.
 
-Ranks decide by these settings without talking. Where they differ, most likely from node to node, one of them would
-take part in a collective that another knows nothing of, and the job would stand still at its first layer.
+Ranks decide by these settings without communication. Where they differ, most likely from node to node, one of them
+would take part in a collective that another rank does not call, and the job would hang at its first layer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FEATURES = "--ditron (or DITRON)"
 
 
 def _told(features: Iterable[str]) -> dict[str, str]:
-    """Name of each setting, and of what decides beside them: its value on this rank, in words."""
+    """Name of each setting, and of everything else that decides: its value on this rank, in words."""
     settings, announced = get_settings(), {_FEATURES: ",".join(sorted(features)) or "none"}
     announced["libraries that are other than what was tried"] = ", ".join(newer_libraries()) or "none"
     for name, setting in SETTINGS.items():

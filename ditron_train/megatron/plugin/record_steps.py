@@ -2,7 +2,7 @@
 it).
 
 One file a rank, ``rank<r>.jsonl``: a line with the job's sizes, on rank 0 also with where it runs, then a line a step.
-Floats stand as hexadecimal text, so that equal text is equal bits.
+Floats are written as hexadecimal text, so that equal text is equal bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ditron_train.runtime.logs import decisions, log_once
 from ditron_train.symm.arena import peak_bytes
 
 _LOOP = "megatron.training.training"
-_GRAD_NORM = 5  # of what train_step returns; the losses stand first
+_GRAD_NORM = 5  # of what train_step returns; the losses come first
 _PART = 1 << 22  # elements, which bounds the memory that a digest takes
 
 #: Megatron's arguments that say what was trained.
@@ -45,7 +45,7 @@ def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-#: Of splitmix64: how far bits are moved, and the factor behind.
+#: Of splitmix64: how far bits are moved, and the factor after that.
 _MIXING = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
 
 
@@ -147,7 +147,7 @@ class StepRecorder:
         return (self._steps if iteration is None else iteration) + 1
 
     def begin(self, iteration: int | None) -> None:
-        """In front of a step. Collective where it is traced."""
+        """Before a step. Collective if the step is traced."""
         if self._number(iteration) == self._traced:
             self._tracer.start()
 

@@ -89,7 +89,7 @@ class StepTracer:
         self._profiler: profile | None = None
 
     def start(self) -> None:
-        """In front of the step. Collective."""
+        """Before the step. Collective."""
         if self._path is not None:
             # Of a process that replays CUDA graphs it must not be torn down.
             os.environ.setdefault("TEARDOWN_CUPTI", "0")
@@ -101,7 +101,7 @@ class StepTracer:
             self._profiler.start_trace()
 
     def stop(self) -> None:
-        """Behind the step; what it launched is waited for, and written. Collective."""
+        """After the step; what it launched is waited for, and written. Collective."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if self._profiler is not None:

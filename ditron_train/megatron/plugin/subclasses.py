@@ -1,9 +1,9 @@
 """Frameworks' subclasses of the classes that features replace.
 
 A subclass that only wraps what it inherits (a head that scales its output, a layer with a constructor of its own) is
-built as a subclass of both: ``class Fused(Sub, The fused path)``, in whose order of methods ``super().forward`` of
-``Sub`` is fused. One that replaces a method stays native, and the log names it: the fused path may not call that
-method.
+built as a subclass of both: ``class FusedSub(Sub, Fused)``, in whose method resolution order ``super().forward`` of
+``Sub`` is fused. A subclass that replaces a method stays native, and the log names it: the fused path may not call
+that method.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _defined(cls: type, native: type) -> list[tuple[str, Any]]:
 
 
 def replaced_methods(sub: type, native: type, fused: type) -> list[str]:
-    """What of ``native`` its subclass ``sub`` replaces, or wraps although ``fused`` may not come to it."""
+    """What of ``native`` its subclass ``sub`` replaces, or wraps although ``fused`` may not call it."""
     reached = {"__init__", "forward", *(name for name, _ in _defined(fused, native))}
     found = [
         name
@@ -49,7 +49,7 @@ def replaced_methods(sub: type, native: type, fused: type) -> list[str]:
 
 
 def fused_subclass(sub: type, native: type, fused: type) -> type:
-    """What ``sub(...)`` builds where ``native(...)`` builds an ``fused``: a subclass of both, or ``sub`` itself."""
+    """What ``sub(...)`` builds where ``native(...)`` builds a ``fused``: a subclass of both, or ``sub`` itself."""
     if (sub, fused) in _made:
         return _made[sub, fused]
     name = f"{sub.__module__}.{sub.__qualname__}"

@@ -2,7 +2,7 @@
 
 A feature is a module ``ditron_train.megatron.<name>`` that defines
 
-- ``class_map() -> dict[type, type]``: megatron-core's classes and the subclasses of them that stand in;
+- ``class_map() -> dict[type, type]``: megatron-core's classes and the subclasses that replace them;
 
 and, where it needs them,
 
@@ -81,7 +81,7 @@ def apply(
     (``DITRON_LOSS``), and in deterministic mode ``det`` switches PyTorch's fill of new tensors off (``DITRON_DET``).
 
     Calling it again adds features and changes nothing for those already on. Only where NVSHMEM will be needed (several
-    nodes, or it is asked for) a call behind ``initialize_model_parallel`` is one of all ranks of the job.
+    nodes, or it is asked for) a call after ``initialize_model_parallel`` is a call of all ranks of the job.
 
     Raises:
         SettingError: An unknown feature or setting, names where a spec is expected, a plan that is unreadable, foreign
@@ -168,8 +168,9 @@ def _start(name: str) -> ModuleType:
 
 
 def _classes(module: ModuleType) -> dict[type, type]:
-    """What a feature replaces. The fused ones are called as native's are, since Megatron-FSDP and converters of
-    checkpoints tell layers apart by the names of their classes; pickles find them by ``__qualname__``, which stays."""
+    """What a feature replaces. The fused classes have the names of the native ones, since Megatron-FSDP and
+    converters of checkpoints tell layers apart by the names of their classes; pickles find them by ``__qualname__``,
+    which stays."""
     classes: dict[type, type] = module.class_map()
     for native, fused in classes.items():
         fused.__name__ = native.__name__

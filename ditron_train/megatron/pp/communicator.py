@@ -1,6 +1,6 @@
 """Pipeline parallelism: megatron-core's communicator with the messages moved by copy engines (feature ``pp``).
 
-A subclass of ``P2PCommunicator`` whose ``_communicate``, the one method behind all of its public ones, sends and
+A subclass of ``P2PCommunicator`` whose ``_communicate``, which all of its public methods call, sends and
 receives through ``ditron_train.pp``; signatures, timers and attributes are inherited. What differs for the better:
 
 - A send does not hold up the stream that computes, with or without ``overlap_p2p_comm``: the storage of what is sent
@@ -141,7 +141,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=EqualsBaseClass, native=P
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Natively what is larger than a slot: what is received, and the requests if they are not waited for, by name.
 
-        Message by message, not call by call: at its other end a message may go beside others, or alone.
+        Message by message, not call by call: at the other end a message may be sent together with others, or alone.
         """
         log_native("pp", "messages that are larger than the first ones of their step")
         previous, following, requests = super()._communicate(
@@ -164,7 +164,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=EqualsBaseClass, native=P
         return max(num_bytes, num_bytes // rows * -(-most_rows // shards))
 
     def _num_leases(self) -> int:
-        """As many received activations as the first stage of the schedule holds, one on its way, and one that the
+        """As many received activations as the first stage of the schedule holds, one in transit, and one that the
         model holds on to: what native allocates, too. None where all are copied out into memory of torch's.
         """
         if not self._may_lease:
@@ -185,7 +185,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=EqualsBaseClass, native=P
         return Header(tuple(tensor_shape), self.config.pipeline_dtype)
 
     def _made_context(self) -> PipelineContext:
-        """The group's context (collective at its first call, to which stages come one behind the other: each when its
+        """The group's context (collective at its first call, which stages reach one after another: each when its
         whole first forward is compiled).
 
         Raises:
@@ -203,12 +203,12 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=EqualsBaseClass, native=P
             raise NotSupportedError(reason_all_failed("pp", error, self.pp_group, self._turns)) from error
 
     def _failed_self_check(self) -> str | None:
-        """In front of the context, and whether the gate is asked or not (collective as ``_made_context``)."""
+        """What comes before the context, and whether the gate is asked or not (collective as ``_made_context``)."""
         return self_check(self.pp_group, current_device(), self._turns)
 
     def _begins_step(self) -> bool:
         """Whether a training step is known to be over before this call, or training and evaluation to alternate: of
-        two evaluations one behind the other nobody says where the first ends."""
+        two evaluations in a row nothing tells where the first ends."""
         begins = self._step_is_over or self._with_gradients != torch.is_grad_enabled()
         self._step_is_over, self._with_gradients = False, torch.is_grad_enabled()
         return begins
@@ -282,5 +282,5 @@ def class_map() -> dict[type, type]:
 
 
 def stop() -> None:
-    """Forgets what was refused, so that a later `apply` tries again; what was decided by measuring stands."""
+    """Forgets what was refused, so that a later `apply` tries again; what was decided by measuring is kept."""
     _refused.clear()

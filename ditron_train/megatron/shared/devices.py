@@ -15,7 +15,7 @@ def current_device() -> torch.device:
 
 
 def unsupported_reason_on_device(device: torch.device) -> str | None:
-    """Why our kernels do not run on a device, or None."""
+    """Why the kernels of this package do not run on a device, or None."""
     if device.type == "cpu":
         return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
     try:
@@ -26,7 +26,7 @@ def unsupported_reason_on_device(device: torch.device) -> str | None:
 
 
 def unsupported_reason_fp8_on_device(device: torch.device) -> str | None:
-    """Why those of FP8 operands do not, or None."""
+    """Why the kernels for FP8 operands do not, or None."""
     reason = unsupported_reason_on_device(device)
     if reason is None and device.type != "cpu" and kernel_target(device) != "sm_90":
         return f"products of FP8 are covered on Hopper, not on {kernel_target(device)}"

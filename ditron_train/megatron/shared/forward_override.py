@@ -1,4 +1,4 @@
-"""Standing in for the forward of a module that stays what it is."""
+"""Replaces the forward of a module without changing its class."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[to
 
 
 def unsupported_reason_stand_in(module: torch.nn.Module) -> str | None:
-    """Why nothing may stand in for the forward of ``module``, or None: an adapter, a quantizer or a subclass has put
+    """Why the forward of ``module`` may not be replaced, or None: an adapter, a quantizer or a subclass has put
     one of its own there, which would not be called."""
     methods = (getattr(type(module), name, None) for name in ("forward", "_forward_impl"))
     known = all(getattr(method, "__module__", "").startswith(_KNOWN) for method in methods if method is not None)

@@ -1,4 +1,4 @@
-"""Classes of this package in layer specs, where Megatron asks which class stands there."""
+"""Classes of this package in layer specs, where Megatron asks which class is there."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 
 class EqualsBaseClass(ABCMeta):
-    """Of a class that equals the one it stands for: ``class Fused(Native, metaclass=EqualsBaseClass, native=Native)``.
+    """Metaclass of a class that compares equal to the class it replaces: ``class Fused(Native,
+    metaclass=EqualsBaseClass, native=Native)``.
 
     Megatron compares the classes in a spec with its own, by ``==`` and ``in`` lists, and builds other layers, passes
-    other arguments or refuses the model where they differ. Classes that inherit from the fused path equal themselves
-    alone.
+    other arguments or refuses the model if they differ. Classes that inherit from such a class are equal only to
+    themselves.
 
     Hashes stay apart: what is kept by class in dictionaries, such as the classes that torch's FSDP makes and what
     ``isinstance`` remembers of abstract classes, is never the other's.

@@ -1,7 +1,7 @@
 """What becomes of a library that is built otherwise than its interface says here: native, with one log line.
 
-Versions beside those that were tried may lack a name or take other arguments. Ranks have the same library, so each of
-them finds the same.
+Versions other than those that were tried may lack a name or take other arguments. Ranks have the same library, so
+each of them finds the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def unsupported_reason_otherwise(library: str, error: Exception) -> str:
 
 def computes_in_fp8(states: Any) -> bool:
     """Whether Transformer Engine's layers are called in FP8 here, by its ``FP8GlobalStateManager``. Also where this
-    version does not say: what the paths of FP8 ask next is not there either, and they are Megatron's then."""
+    version does not say: what the paths of FP8 ask next is not there either, so those layers run natively."""
     try:
         return bool(states.is_fp8_enabled())
     except INTERFACE_ERRORS:

@@ -1,5 +1,5 @@
-"""Whether hooks look at what goes into a module and comes out of it: where the fused path stands in for the module,
-that may be something else than natively."""
+"""Whether hooks look at what goes into a module and comes out of it: if the fused path replaces the module,
+they may see other tensors than natively."""
 
 from __future__ import annotations
 

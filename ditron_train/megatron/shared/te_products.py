@@ -1,7 +1,7 @@
 """Whether Transformer Engine's products have the bits of cuBLAS's as torch asks for them.
 
-The fused ones have the latter. Transformer Engine's layers ask cuBLASLt themselves, whose choice (of K splits, say)
-may be another.
+The fused path has the bits of torch's. Transformer Engine's layers ask cuBLASLt themselves, whose choice (of K
+splits, say) may be another.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def product_with_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
-    """What to compare beside native and fused, for ``decide(extra_cases=)``: forward's and dgrad's product of one rank
-    by both libraries, on data that shows the order of sums. Nothing where Transformer Engine is not installed.
+    """What to compare in addition to native and fused, for ``decide(extra_cases=)``: forward's and dgrad's product of
+    one rank by both libraries, on data that shows the order of sums. Nothing where Transformer Engine is not
+    installed.
 
-    wgrad is left out: in Transformer Engine's layers the fused ones compute it by Transformer Engine's own product.
+    wgrad is left out: in Transformer Engine's layers the fused path computes it by Transformer Engine's own product.
 
     Args:
         rows: Tokens that the products have on a rank.

@@ -50,7 +50,7 @@ class TELinearWgrad:
         return False
 
     def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
-        """Whole rows: in front of all products Transformer Engine makes rows of a gradient, and copies those with
+        """Whole rows: before all products Transformer Engine makes rows of a gradient, and copies those with
         strides. Torch takes a dimension of one for whole whatever its stride, and multiplies it otherwise."""
         return grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
 
@@ -97,7 +97,7 @@ class TELinearWgrad:
 
 
 def bias_in_product(layer: Any) -> torch.Tensor | None:
-    """The bias that ``layer`` adds inside its GEMM, in front of the rounding, or None."""
+    """The bias that ``layer`` adds inside its GEMM, before the rounding, or None."""
     return layer.bias if layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add else None
 
 

@@ -32,7 +32,7 @@ def order_probe_like(
 
 def own_or_normal(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """The values of `tensor` to compare on; normal ones where it has none yet: with Megatron-FSDP's fine-grained
-    gathers a weight has no memory until its own module is called, which is behind the decision."""
+    gathers a weight has no memory until its own module is called, which is after the decision."""
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         return normal_values(tuple(tensor.shape), tensor.dtype, tensor.device, seed)
     return tensor.detach()

@@ -1,9 +1,9 @@
 """Ulysses attention: ``--context-parallel-size N --cp-comm-type a2a`` (feature ``sp``).
 
-megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. Where nothing
-stands between a projection and its exchange but norms of heads, the two are fused; RoPE then comes after the exchange,
+megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. If only
+norms of heads come between a projection and its exchange, the two are fused; RoPE then comes after the exchange,
 with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output
-projection is fused with its exchange (``output``), or the exchanges alone are the fused path's. Causal masks are made
+projection is fused with its exchange (``output``), or only the exchanges are fused. Causal masks are made
 by the attention; a mask that is passed with them is not looked at, as Transformer Engine does.
 """
 
@@ -94,7 +94,7 @@ class DitronSelfAttention(SelfAttention, metaclass=EqualsBaseClass, native=SelfA
         return linears.route(group, self._shape(), input_shape, layers, hidden_states, norms)
 
     def _unsupported_reason_fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """What stands between a projection and its exchange, or is not training, in this call."""
+        """What comes between a projection and its exchange in this call, or why it is no training."""
         config, packed = self.config, kwargs.get("packed_seq_params")
         covered = {"rotary_pos_emb", "packed_seq_params"} if self.core_attention.takes_packed else {"rotary_pos_emb"}
         others = {name for name, value in kwargs.items() if value is not None and name not in covered}

@@ -16,7 +16,7 @@ from ditron_train.runtime.errors import NotSupportedError
 
 
 def config_of_one_rank(config: Any, world_size: int) -> Any:
-    """A copy of ``config`` for the attention around which the exchanges stand: whole sequence, own heads.
+    """A copy of ``config`` for the attention between the exchanges: whole sequence, own heads.
 
     Raises:
         NotSupportedError: Heads or query groups of one tensor parallel rank do not divide by the group.
@@ -67,7 +67,7 @@ def exchanged(
 
 
 def unsupported_reason_comm_type(cp_comm_type: str | None) -> str | None:
-    """Why context parallelism of this kind around Transformer Engine's attention is Megatron's, or None."""
+    """Why context parallelism of this kind around Transformer Engine's attention runs natively, or None."""
     if cp_comm_type in ("a2a", "a2a+p2p"):
         return None
     return f"--cp-comm-type is {cp_comm_type or 'p2p'} (a2a, a2a+p2p and all_gather are covered)"

@@ -32,7 +32,7 @@ def linears_of(layer: Any) -> Projections:
 
 @functools.cache
 def _unsupported_reason_te() -> str | None:
-    """Why Transformer Engine's layers are Megatron's, or None; asked once, since an import that fails is tried again
+    """Why Transformer Engine's layers run natively, or None; asked once, since an import that fails is tried again
     each time."""
     try:
         from ditron_train.megatron.sp import te_linears  # noqa: F401

@@ -4,7 +4,7 @@ inside.
 With N nodes of L ranks each, what rank (n, l) owes to rank (n', l') goes to rank (n', l) first, in one all-to-all of
 the rail l (the ranks of one local rank, whose NICs face each other), then inside node n' by ``ditron_train.sp``'s
 exchange: its
-"local rows" are those of the rail's N ranks, one rank behind the other, and a table says where in the sequence they
+"local rows" are those of the rail's N ranks, one rank after another, and a table says where in the sequence they
 are. The way back is the mirror. Data only moves: the bits are those of one all-to-all.
 """
 
@@ -99,8 +99,8 @@ class NodesContext:
         self.node.synchronize()
 
     def _on_all_nodes(self, what: str, step: Callable[[], _Result]) -> _Result:
-        """``step``, which takes memory of this node's group: where there is none its ranks alone hear of it, and would
-        turn to native while the others wait for them in their rails."""
+        """``step``, which takes memory of this node's group: if there is none, only its ranks know, and would
+        run natively while the others wait for them in their rails."""
         return on_all_ranks(self._group, f"{what} on every node", step, (ArenaError, NotSupportedError))
 
     def _reserve(self, layout: HeadsLayout, num_rows: int, dtype: torch.dtype) -> None:
@@ -131,7 +131,8 @@ class NodesContext:
         self._reserved = reserved | {key}
 
     def _table(self, num_rows: int, row_table: torch.Tensor | None) -> torch.Tensor:
-        """Row in the whole of each row that a rank of this node holds behind the rail, int32 [L, N * num_rows]."""
+        """Row in the whole of each row that a rank of this node holds after the exchange along the rail, int32 [L, N
+        * num_rows]."""
         if row_table is None:
             if num_rows not in self._tables:
                 rows = [

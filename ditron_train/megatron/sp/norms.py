@@ -1,4 +1,4 @@
-"""Norms of q and k behind a QKV projection that is fused with its exchange (part of feature ``sp``)."""
+"""Norms of q and k after a QKV projection that is fused with its exchange (part of feature ``sp``)."""
 
 from __future__ import annotations
 

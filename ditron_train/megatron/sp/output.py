@@ -1,8 +1,8 @@
 """The output projection fused with its exchange, in an attention whose QKV projection cannot be (part of feature
 ``sp``).
 
-Multi-latent attention and norms that ``norms`` does not know stand between the QKV projection and its exchange; behind
-the attention nothing does. So the attention leaves its output where it is, all rows of this rank's heads, and the
+Multi-latent attention and norms that ``norms`` does not know come between the QKV projection and its exchange; nothing
+comes after the attention. So the attention leaves its output where it is, all rows of this rank's heads, and the
 output projection, called next, begins with the exchange.
 """
 

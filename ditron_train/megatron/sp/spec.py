@@ -1,7 +1,7 @@
 """The ops around an attention of Ulysses, declared for the policy: the two exchanges, and the
 projections fused with them.
 
-What all ranks see alike decides without talking; the rest is tried once per shape, all ranks together
+What all ranks see alike is decided without communication; the rest is tried once per shape, all ranks together
 (`ditron_train.policy`): whether memory can be had, and on GPUs bits and times.
 """
 
@@ -48,7 +48,7 @@ class UlyssesCall(NamedTuple):
         weights: Of the projections that are fused: none, ``(out,)`` or ``(qkv, out)``.
         values: Inputs of a comparison; empty in a call to be decided.
         grads: Gradients of its results.
-        bias: Of q, k and v, where it is added inside the product, in front of its rounding.
+        bias: Of q, k and v, where it is added inside the product, before its rounding.
         norms: Of q and k, where they are normalised, as ``qkv_projection`` takes them.
     """
 
@@ -202,7 +202,7 @@ class ExchangeOp(_UlyssesOp):
 
 
 class OutputOp(_UlyssesOp):
-    """The output projection fused with its exchange; the exchange in front of the attention runs by itself."""
+    """The output projection fused with its exchange; the exchange before the attention runs by itself."""
 
     name, word = "sp output projection", "output"
 
@@ -224,7 +224,7 @@ class OutputOp(_UlyssesOp):
         return [call._replace(values=values, grads=grads)]
 
     def native(self, call: UlyssesCall) -> Function:
-        """The exchange that would run otherwise, and the projection behind it."""
+        """The exchange that would run otherwise, and the projection after it."""
         query = call.like.new_empty((*call.rows, call.shape.num_heads, call.shape.head_dim))
         exchange = Exchange(call.group, call.shape, route_exchange(call.group, call.shape, query))
 
@@ -349,7 +349,7 @@ def _normal(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tens
 
 def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:
     """The call's own ``like`` where it has ``shape`` and is there, else normal values. A copy: with
-    ``--overlap-param-gather`` a weight is only waited for when its own module is called, which is behind the
+    ``--overlap-param-gather`` a weight is only waited for when its own module is called, which is after the
     decision."""
     if tuple(like.shape) != tuple(shape):
         return _normal(shape, like, seed)

@@ -1,7 +1,7 @@
 """Transformer Engine's ``all_gather`` attention with fused exchanges (part of feature ``sp``).
 
 The reference is Transformer Engine's own autograd function, which its attention calls by name: inside
-``fused_exchanges`` the name stands for a function of this module, which computes by the same attention kernels, called
+``fused_exchanges`` the name means a function of this module, which computes by the same attention kernels, called
 with the same arguments. Masks, windows and ranges of keys are computed by Transformer Engine.
 Imported only where Transformer Engine is installed.
 """

@@ -27,7 +27,7 @@ class LinearCall(NamedTuple):
         is_frozen: Whether the weight needs no gradient: dgrad of ``column``, which nothing hides then, is another
             kernel.
         grad_y: Gradient of the result, for comparisons.
-        bias: What is added inside the product of ``column``, in front of its rounding (Transformer Engine's layers).
+        bias: What is added inside the product of ``column``, before its rounding (Transformer Engine's layers).
         is_forward: Of what is compared: whether it is the forward pass alone.
         instead_of: Of what is compared: the fused path by this context takes the place of Megatron's.
         by_te: Whether the layer's own products are Transformer Engine's.

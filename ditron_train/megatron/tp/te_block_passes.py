@@ -1,6 +1,6 @@
 """The passes of layers whose FP8 operands have a scale for each block of 128 or 128 x 128 values (recipe blockwise).
 
-A tensor's bytes and its scales travel together, by rows for the products with W and by columns for the weight
+A tensor's bytes and its scales are sent together, by rows for the products with W and by columns for the weight
 gradient: neither can be made from the other. All products are Transformer Engine's own, for the rows of one rank or of
 a block of ranks at a time; its bits do not depend on the number of rows. How operands are stored and sent differs from
 version to version (``te_blocks``). Imported only where Transformer Engine is installed.
@@ -66,7 +66,7 @@ def _scales_of_block(context: TPContext, own: torch.Tensor, num_blocks: int) -> 
 
 
 def _total(like: Any, shape: Sequence[int], sides: Sequence[Side], started: PendingParts) -> Any:
-    """A quantized tensor of ``shape`` of what all ranks have sent, as it travels."""
+    """A quantized tensor of ``shape`` of what all ranks have sent, in the layout it is sent in."""
     fields: dict[str, Any] = {}
     for side in (ROWS, COLUMNS):
         fields.update({f"{side}_data": None, f"{side}_scale_inv": None})
@@ -107,7 +107,7 @@ def _multiply_arrivals(
 
 
 class ColumnForward(Pass):
-    """Y = AG(X) @ W^T: rows travel while W is quantized, and are multiplied as they arrive."""
+    """Y = AG(X) @ W^T: rows are sent while W is quantized, and are multiplied as they arrive."""
 
     def __init__(self, context: TPContext) -> None:
         super().__init__(context)
@@ -169,7 +169,7 @@ class RowForward(tensorwise.RowForward):
 
 
 class ColumnBackward(tensorwise.ColumnBackward):
-    """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather, by columns, overlaps with dY @ W."""
+    """dX = RS(dY @ W) during dW = dY^T @ AG(X), whose gather, by columns, overlaps with dY @ W."""
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
         if not is_sendable(inp, (COLUMNS,)):
@@ -196,10 +196,10 @@ class _Finishing:
 
 
 class RowBackward(tensorwise.RowBackward):
-    """dX = AG(dY) @ W for the rows of each rank as they arrive, while dY by columns is on its way for dW."""
+    """dX = AG(dY) @ W for the rows of each rank as they arrive, while dY by columns is sent for dW."""
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """As natively, this rank's rows are quantized as they travel."""
+        """As natively, this rank's rows are quantized in the layout they are sent in."""
         sides = [ROWS, COLUMNS] if quantizer.columnwise_usage else [ROWS]
         if not quantizer.rowwise_usage or (not hasattr(inp, "get_metadata") and not quantizer.is_quantizable(inp)):
             return Pass.gather(self, inp, group, async_op, quantizer)

@@ -3,8 +3,8 @@
 Of a tensor [rows, K] there are bytes and scales by rows, bytes and scales by columns. GEMMs take scales of rows as
 [K / 128, rows], bytes of columns as [K, rows] and their scales as [rows / 128, K].
 
-- Until 2.11 a quantizer is told that what it makes travels. It then is stored as the tensor does (COMPACT), so what
-  comes from the ranks is whole one behind the other, and is transposed for GEMMs.
+- Until 2.11 a quantizer is told that its result will be sent. The result is then stored like the tensor (COMPACT), so
+  the ranks' parts are contiguous one after another, and are transposed for GEMMs.
 - From 2.12 on everything is stored as GEMMs take it. Rows of one rank are an operand as they arrive; bytes of columns
   are put side by side.
 
@@ -35,7 +35,7 @@ _FORM = "data_format"  # the field in which a tensor says how it is, until 2.11
 
 @cache
 def _form(quantizer_class: Any) -> Literal["compact", "ready"] | None:
-    """How what this class quantizes travels; None: otherwise than what is known here."""
+    """How what this class quantizes is sent; None: in no way that is known here."""
     if _TOLD in inspect.signature(quantizer_class.__init__).parameters:
         return "compact"
     rows, columns = 2 * BLOCK, 3 * BLOCK
@@ -55,19 +55,19 @@ def _quantizer_class() -> Any:
 
 
 def unsupported_reason_form() -> str | None:
-    """Why blocks of the Transformer Engine that is installed do not travel by the fused path, or None."""
+    """Why blocks of the Transformer Engine that is installed are not sent by the fused path, or None."""
     if _form(_quantizer_class()) is None:
         return "this version of Transformer Engine sends blocks in another form"
     return None
 
 
 def travel_options(payload: bool) -> dict[str, bool]:
-    """Keywords of ``Float8BlockQuantizer``, of one whose tensors travel or not."""
+    """Keywords of ``Float8BlockQuantizer``, whose tensors are sent, or not."""
     return {_TOLD: payload} if _form(_quantizer_class()) == "compact" else {}
 
 
 def quantized_to_travel(quantizer: Any, values: torch.Tensor) -> Any:
-    """``values`` quantized by a layer's quantizer as they travel."""
+    """``values`` quantized by a layer's quantizer in the layout they are sent in."""
     if not hasattr(quantizer, _TOLD):
         return quantizer(values)
     as_before, quantizer.all_gather_usage = quantizer.all_gather_usage, True
@@ -77,7 +77,7 @@ def quantized_to_travel(quantizer: Any, values: torch.Tensor) -> Any:
 
 
 def is_sendable(operand: Any, sides: Sequence[Side]) -> bool:
-    """Whether an operand holds these sides as they travel."""
+    """Whether an operand holds these sides in the layout they are sent in."""
     fields = operand.get_metadata() if hasattr(operand, "get_metadata") else {}
     if _FORM in fields:
         payload = fields[_FORM].name == "COMPACT"
@@ -87,7 +87,7 @@ def is_sendable(operand: Any, sides: Sequence[Side]) -> bool:
 
 
 def sent(operand: Any, side: Side) -> list[torch.Tensor]:
-    """Bytes and scales of one side as they travel: matrices, those of the ranks one behind the other. Scales of rows
+    """Bytes and scales of one side as they are sent: matrices, one rank after another. Scales of rows
     are stored as GEMMs take them, so that those of each rank are an operand's as they arrive."""
     fields = operand.get_metadata()
     data, scales = fields[f"{side}_data"], fields[f"{side}_scale_inv"]

@@ -1,10 +1,10 @@
 """Transformer Engine's tensor parallel linear layers in FP8 (part of feature ``tp``).
 
 In FP8 a layer is more than its products: quantizers, scales, amax histories, copies of weights that are kept between
-microbatches, who updates what behind which backward. All of that is left to Transformer Engine: the code of its own
-layers runs, in a copy in which its three functions that communicate and multiply are replaced (``te_passes``). From
-2.15 on ``Linear``'s passes are functions of its module, which are copied likewise; from 2.18 on each pass says over
-which ranks a quantizer asks for the largest amax. A version whose code calls others runs natively.
+microbatches, which state is updated after which backward. All of that is left to Transformer Engine: the code of its
+own layers runs, in a copy in which its three functions that communicate and multiply are replaced (``te_passes``).
+From 2.15 on ``Linear``'s passes are functions of its module, which are copied likewise; from 2.18 on each pass says
+over which ranks a quantizer asks for the largest amax. A version whose code calls others runs natively.
 
 Imported only where Transformer Engine is installed.
 """
@@ -226,8 +226,8 @@ def _forward_of(native: type) -> Any:
 
 
 def overlapped_base(layer_class: type) -> type:
-    """What a subclass of megatron-core's ``layer_class`` has behind it among its bases, so that it stands between
-    megatron-core's forward and Transformer Engine's; a class without anything where that is not there."""
+    """What a subclass of megatron-core's ``layer_class`` inherits from last, so that it comes between
+    megatron-core's forward and Transformer Engine's; an empty class if that is not there."""
     native: Any = _native_layer(layer_class)
     if native is None:
         return type("NoTransformerEngine", (), {})

@@ -1,7 +1,7 @@
 """What a pass of a tensor parallel linear layer of Transformer Engine communicates and multiplies, overlapped.
 
 Transformer Engine's linear layers gather, multiply and reduce-scatter by three functions of its own. The functions
-here have their names and arguments, and stand in their place in a copy of its layers' code (``te_fp8``): outside a
+here have their names and arguments, and replace them in a copy of its layers' code (``te_fp8``): outside a
 pass they are the native ones, inside they are those of the pass (``te_tensor_passes``, ``te_block_passes``). So
 everything else (quantizers and their scales, which copies of an operand are kept, main_grad, amax histories) is
 Transformer Engine's own doing. Imported only where Transformer Engine is installed.
@@ -115,7 +115,7 @@ class Sharded:
         self.rows = rows
 
     def clear(self) -> None:
-        """Nothing is held beside this rank's rows, which are another's."""
+        """Nothing to release: only this rank's rows are held, which belong to another tensor."""
 
 
 class Unreduced(NamedTuple):

@@ -92,7 +92,7 @@ class RowForward(Pass):
 
 
 class ColumnBackward(_Gathering):
-    """dX = RS(dY @ W) under dW = dY^T @ AG(X), whose gather overlaps with dY @ W: as natively, but no multiprocessor
+    """dX = RS(dY @ W) during dW = dY^T @ AG(X), whose gather overlaps with dY @ W: as natively, but no multiprocessor
     moves data."""
 
     def __init__(self, context: TPContext) -> None:
@@ -114,7 +114,7 @@ class ColumnBackward(_Gathering):
 
 
 class _StartedScatter:
-    """A reduce-scatter on its way, for which one may wait again."""
+    """A reduce-scatter that was started; it may be waited for more than once."""
 
     def __init__(self, partial: torch.Tensor, context: TPContext) -> None:
         self._started = start_reduce_scatter(partial, context=context)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, parts=_parts())
     text = "instead of workloads.json's: tokens of each rank, experts of all (may be repeated)"
     add_shape_argument(parser, text, "TOKENS HIDDEN FFN EXPERTS TOPK")
-    add_fp8_argument(parser, "the layer with its experts in this recipe, beside the rows in bf16 of the same file")
+    add_fp8_argument(parser, "the layer with its experts in this recipe, next to the bf16 rows of the same file")
 
 
 def _layers(arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:

@@ -1,4 +1,4 @@
-"""Benchmark of pipeline messages: send and receive, a GEMM beside a transfer, and steps of Megatron's schedules.
+"""Benchmark of pipeline messages: send and receive, a GEMM during a transfer, and steps of Megatron's schedules.
 
 Native is ``batch_isend_irecv``, as megatron-core calls it; the peers are the same with NCCL limited to a few blocks.
 """

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, parts=_parts())
     text = "instead of workloads.json's (may be repeated; default without a GPU: 64 16 8 8)"
     add_shape_argument(parser, text, "SEQLEN HEADS GROUPS HEAD_SIZE")
-    add_fp8_argument(parser, "the layer in this recipe, beside the rows in bf16 of the same file")
+    add_fp8_argument(parser, "the layer in this recipe, next to the bf16 rows of the same file")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "global sizes instead of workloads.json's (may be repeated; default without a GPU: 256 256 256)"
     )
     add_fp8_argument(
-        parser, "rows of Transformer Engine's layers in this recipe, beside those in bf16 of the same file"
+        parser, "rows of Transformer Engine's layers in this recipe, in addition to the bf16 rows of the file"
     )
 
 

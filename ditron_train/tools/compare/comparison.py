@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--within",
         type=float,
         metavar="S",
-        help="jobs behind the second are left out where they would not end within so many seconds of all",
+        help="jobs after the second are left out if all jobs together would take more than so many seconds",
     )
     parser.add_argument(
         "--trace-rank", type=int, default=0, metavar="RANK", help="where --trace records (default: %(default)s)"

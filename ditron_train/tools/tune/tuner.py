@@ -1,7 +1,7 @@
 """Times the ways to run ops of tp, sp and ep on this machine and writes the quickest into a table (under torchrun).
 
-For every shape class it first tries ways of moving data, then tile sizes with the two best of them, beside native
-(cuBLAS and NCCL). Candidates whose bits differ from native's are thrown out. Times are medians of the maximum over
+For every shape class it first tries ways of moving data, then tile sizes with the two best of them, and native, too
+(cuBLAS and NCCL). Candidates whose bits differ from native's are dropped. Times are medians of the maximum over
 ranks, so all ranks see the same and choose alike. Point DITRON_TUNING to the file to use it.
 """
 

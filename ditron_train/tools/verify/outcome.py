@@ -21,7 +21,7 @@ class Stress:
     Attributes:
         repeat: Comparisons of each case, of a linear layer each on new data.
         straggler_ms: A random rank comes up to this late to every op.
-        poison: The linear layers' symmetric buffers are filled with NaN in front of every op.
+        poison: The linear layers' symmetric buffers are filled with NaN before every op.
     """
 
     repeat: int = 1

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--straggler-ms", type=float, default=0.0, metavar="MS", help="a random rank is up to this late"
     )
     stress.add_argument(
-        "--poison", action="store_true", help="fill the layers' symmetric buffers with NaN in front of every op"
+        "--poison", action="store_true", help="fill the layers' symmetric buffers with NaN before every op"
     )
     stress.add_argument("--seconds", type=float, metavar="S", help="begin no random shape after S seconds")
     stress.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -25,7 +26,7 @@ from ditron_train.tools.results import (
 )
 from ditron_train.tools.stamp import collect_stamp
 from ditron_train.tools.tables import show_rows
-from documents.drawings import CALLS, draw_speedups, draw_steps, timeline_spans
+from documents.drawings import draw_speedups, draw_steps, draw_timeline, timelines
 from documents.results import (
     RESULTS_PAGE,
     markdown_table,
@@ -228,16 +229,37 @@ def test_pictures() -> None:
     assert "0.990x" in draw_steps([("a", 0.99), ("b", 1.1)])
 
 
-def test_a_timeline_computes_rows_after_they_arrive_and_sends_them_after_they_are_computed() -> None:
-    for op in CALLS:
-        spans = {(lane, words): (begin, end) for lane, words, begin, end, _ in timeline_spans(op)}
-        sent = [time for (lane, _), time in spans.items() if lane == 3]
-        computed = [time for (lane, words), time in spans.items() if lane == 2 and words != "sum"]
-        assert len(sent) == len(computed) - 1
-        if op == "ag_gemm":
-            assert all(rows[0] >= copy[1] for copy, rows in zip(sent, computed[1:]))
-        else:
-            assert all(copy[0] >= rows[1] for copy, rows in zip(sent, computed))
+def test_every_op_has_one_timeline_of_both_paths_and_its_page_shows_it() -> None:
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs/design/ops").glob("*.md")}
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "ditron_train").rglob("*.py")]
+    drawn = timelines(ROOT)
+    assert set(drawn) == set(pages)
+    for op, lanes in drawn.items():
+        assert f"benchmarks/pictures/timeline-{op}.svg)" in pages[op]
+        assert "".join([*pages.values(), *sources]).count(f"Timeline of ``{op}``") == 1
+        assert {path for path, _, _ in lanes} == {"native", "fused"}
+
+
+def test_a_span_that_waits_begins_where_its_wait_is() -> None:
+    for op, lanes in timelines(ROOT).items():
+        for (_, _, above), (_, lane, spans) in zip(lanes, lanes[1:]):
+            if lane == "waits":
+                begins = {match.start() for match in re.finditer(r"\| ?[^| ]", above)}
+                waits = {match.start() for match in re.finditer(r"\| ?\^", spans)}
+                assert waits and waits <= begins, op
+
+
+def test_words_of_a_timeline_are_inside_of_their_boxes_and_every_color_is_in_the_legend() -> None:
+    for op, lanes in timelines(ROOT).items():
+        root = ElementTree.fromstring(draw_timeline(op, lanes))
+        parts = [part for part in root if part.tag.endswith(("rect", "text"))][1:]
+        legend, drawn = parts[:6:2], parts[7:]
+        boxes = [(box, text) for box, text in zip(drawn, drawn[1:]) if box.tag.endswith("rect")]
+        assert len(boxes) == sum(len(re.findall(r"[^| ][^|]*", spans)) for _, _, spans in lanes)
+        for box, text in boxes:
+            if box.get("fill") != "none":
+                assert 6.5 * len(text.text or "") <= float(box.get("width", 0)), (op, text.text)
+                assert box.get("fill") in {entry.get("fill") for entry in legend}
 
 
 def test_readme_names_every_feature() -> None:
