@@ -22,6 +22,11 @@ that the model computes with::
 
 The scaled gradient is not stored: ``grad`` keeps what it was.
 
+Timeline of ``adam``. The native copy to the model's parameters is a pass of its own:
+
+    native   compute   | scale gradients | Adam                            | cast      |
+    fused    compute   | scale, Adam, cast                |
+
 Transformer Engine (as apex) builds its kernels with ``--use_fast_math``: numbers below the normal ones become 0,
 quotients are products by an approximate reciprocal, and roots are approximate. Its compiler chooses which
 multiply-adds are one instruction. So each product and sum here is an instruction of its own that no compiler merges;

@@ -50,3 +50,17 @@ def test_newton_schulz(shape: tuple[int, int]) -> None:
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     plain = bodies.plain_code("muon.md")["plain_newton_schulz"](grad)
     assert torch.equal(newton_schulz(grad, mode="native"), plain)
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_adam(step: int) -> None:
+    from ditron_train.optim.adam import AdamOptions, AdamPlan, Shard, results_of
+
+    generator = torch.Generator().manual_seed(step)
+    values = [torch.randn(5000, generator=generator) for _ in range(4)]
+    shards = [Shard(*(one.clone() for one in values[:3]), values[3].abs(), torch.zeros(5000).bfloat16()) for _ in "12"]
+    numbers = 1e-3, (0.9, 0.95), 1e-8, 0.1, step
+    AdamPlan().run([shards[0]], AdamOptions(*numbers), 0.37, 2)
+    bodies.plain_code("adam.md")["plain_adam"](*shards[1], 0.37, *numbers)
+    for found, wanted in zip(map(results_of, shards[:1]), map(results_of, shards[1:])):
+        torch.testing.assert_close(found, wanted)
