@@ -5,6 +5,7 @@ Checks that compile kernels start a process of their own with ``TRITON_INTERPRET
 
 import os
 import signal
+import sys
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,6 +26,15 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("any_machine", settings.get_profile("search"), derandomize=True)
 settings.load_profile("any_machine")
+
+
+@pytest.fixture
+def warm_python(monkeypatch):
+    """``sys.executable`` is a program that has imported torch, triton and megatron-core already: for tests of commands
+    that are about what comes after that."""
+    from tests.support import warm_python
+
+    monkeypatch.setattr(sys, "executable", warm_python.executable())
 
 
 @pytest.fixture

@@ -153,6 +153,7 @@ def test_the_doctor_says_in_json_what_it_sees_without(module: str) -> None:
     assert facts["interfaces"] == [name for _, name in socket.if_nameindex() if name != "lo"]
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("module", ["rich", "matplotlib"])
 def test_doctor_and_predict_run_without(module: str) -> None:
     pytest.importorskip("megatron.core")

@@ -8,8 +8,8 @@ What is wrong in Triton 3.6 without this module:
 - the smallest numbers of FP8 are other ones in ``tl.dot``; here products are exact, and sums in fp32.
 - with NumPy >= 2.4 a one-element array no longer converts to an index, so ``range()`` over a
   Triton scalar raises.
-- every call of a device function patches ``triton.language`` anew, half a millisecond each, and
-  what a nested call patches first is never taken back.
+- every launch and every call of a device function patches ``triton.language`` anew, half a
+  millisecond each.
 - every integer sum and product is computed again in 64 bits, for an overflow check that is then
   not made (it needs debug mode), and a table of all types is built whenever one is looked up:
   more than half of the time of an integer operation.
@@ -241,41 +241,21 @@ def _repair_scalars(interpreter: Any) -> None:
 
 
 def _repair_patching(interpreter: Any) -> None:
-    """Patches ``triton.language`` once per kernel launch, nested device functions included, and restores all of it."""
+    """Patches ``triton.language`` once per process: its own functions have no use where kernels are interpreted."""
     import triton.language as tl
 
-    native_patch, scope_type = interpreter._patch_lang, interpreter._LangPatchScope
-    languages_of: dict[int, frozenset[int]] = {}  # by id of a module's globals, which live as long as the module
-    active: set[int] = set()
-    nested_scopes: list[Any] = []
-
-    def languages(fn: Any) -> frozenset[int]:
-        key = id(fn.__globals__)
-        if key not in languages_of:
-            visible = {id(value) for value in fn.__globals__.values()}
-            languages_of[key] = frozenset(visible & {id(tl), id(tl.core)})
-        return languages_of[key]
+    native_patch, no_patches = interpreter._patch_lang, interpreter._LangPatchScope
+    visible_in: dict[int, frozenset[int]] = {}  # by id of a module's globals, which live as long as the module
+    patched: set[int] = set()
 
     def patch_lang(fn: Any) -> Any:
-        wanted = languages(fn)
-        if wanted and wanted <= active:
-            return scope_type()
-        is_launch = not active
-        scope = native_patch(fn)
-        active.update(wanted)
-        if not is_launch:
-            nested_scopes.append(scope)
-            return scope_type()
-        restore = scope.restore
-
-        def restore_all() -> None:
-            while nested_scopes:
-                nested_scopes.pop().restore()
-            restore()
-            active.clear()
-
-        scope.restore = restore_all
-        return scope
+        key = id(fn.__globals__)
+        if key not in visible_in:
+            visible_in[key] = frozenset(map(id, fn.__globals__.values())) & {id(tl), id(tl.core)}
+        if not visible_in[key] or not visible_in[key] <= patched:
+            native_patch(fn)
+            patched.update(visible_in[key])
+        return no_patches()
 
     interpreter._patch_lang = patch_lang
 

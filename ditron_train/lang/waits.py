@@ -89,19 +89,19 @@ def _never_compiled(function):
 
 @_never_compiled
 def _wait_on_host(signal_ptr, epoch, control_ptr, peer, chunk):
-    """The interpreter's wait: polls the flag with the interpreter's own acquire, yielding the core between polls."""
+    """The interpreter's wait: polls the flag, yielding the core between polls, and ends with the interpreter's own
+    acquire, which takes as long as a hundred polls: ranks that wait would keep the cores from those that work."""
     control = _int64_words(control_ptr, layout.CONTROL_WORDS)
-    deadline_ns = None
+    flag = ctypes.c_int32.from_address(_scalar(signal_ptr))
+    deadline_ns = time.monotonic_ns() + control[layout.CONTROL_TIMEOUT_NS]
     expected = _scalar(epoch)
     polls = 0
     while True:
-        seen = _scalar(tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys"))
+        seen = flag.value
         if (seen - expected + 2**31) % 2**32 - 2**31 >= 0 or control[layout.CONTROL_ABORT]:
+            tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
             return
-        now_ns = time.monotonic_ns()
-        if deadline_ns is None:
-            deadline_ns = now_ns + control[layout.CONTROL_TIMEOUT_NS]
-        elif now_ns > deadline_ns:
+        if time.monotonic_ns() > deadline_ns:
             break
         polls += 1
         if polls < 20:  # with more ranks than cores a poll takes time from the one that is waited for

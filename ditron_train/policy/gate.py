@@ -135,13 +135,6 @@ class Gate:
             for key in list(filter(is_meant, cache)):
                 del cache[key]
 
-    def swap(self, other: Gate) -> None:
-        """Exchanges the decisions of two gates: to compare policies in one process."""
-        self._answers, other._answers = other._answers, self._answers
-        self._counts, other._counts = other._counts, self._counts
-        mine, others = self.lengths, other.lengths
-        mine.families, others.families = others.families, mine.families
-
     def _ask(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
         group = op.group(call)
         if group is not None and is_destroyed(group):

@@ -31,19 +31,8 @@ _SHORTEST_US = 200.0
 _LONGEST_US = 3000.0  # a first call compiles, and one that waits for the device takes what the hold takes
 _CYCLES_PER_US = 1980  # of an H200; where the clock is slower, the device waits longer
 
-_on_cpu = False
+_on_cpu = False  # on simulated nodes: what runs on the CPU, in the interpreter, is compared and timed, too
 _is_timed_without_fill = False
-
-
-@contextmanager
-def comparing_on_cpu() -> Iterator[None]:
-    """For simulated nodes: also compares and times what runs on the CPU, in the interpreter, by the host's clock."""
-    global _on_cpu
-    before, _on_cpu = _on_cpu, True
-    try:
-        yield
-    finally:
-        _on_cpu = before
 
 
 def compares(device: torch.device) -> bool:

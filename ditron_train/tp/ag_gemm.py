@@ -408,7 +408,7 @@ def ag_gemm(
             epilogue.
 
     Returns:
-        [s, ..., N] ([total rows, N] with ``row_counts``), bf16 of FP8 operands (``gemm.fp8.matmul_fp8`` with fast
+        [s, ..., N] ([total rows, N] with ``row_counts``), bf16 of FP8 operands (``torch._scaled_mm`` with fast
         accumulation), and the gathered rows if requested.
 
     Raises:

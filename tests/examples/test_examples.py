@@ -89,6 +89,7 @@ def _run(*words: str | Path, **variables: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_spec_rewritten_by_one_call() -> None:
     output = _run(
         sys.executable,
@@ -118,6 +119,7 @@ def test_two_agents_as_two_nodes(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "losses.json").exists()
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("versions", _PRETRAIN)
 def test_two_lines_in_a_script_of_ones_own(tmp_path: Path, versions: str) -> None:
     for name, text in _STAND_INS.items():

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditron_train.cpu import interpreter
-from ditron_train.gemm.fp8 import matmul_fp8
 from ditron_train.gemm.operands import FP8_DTYPES, TensorScales
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
+from tests.support.matmul_fp8 import matmul_fp8
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 

@@ -160,6 +160,7 @@ def test_what_is_missing_or_new_is_named_and_comparing_nothing_fails() -> None:
             golden.differences(before, found, before)
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("words", [["--only", "no such case"], ["--only", "no such case", "--part", "kernels"]])
 def test_the_script_fails_where_nothing_is_compared(words: list[str]) -> None:
     script = Path(__file__).parent.parent.parent / "scripts" / "golden.py"

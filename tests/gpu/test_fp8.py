@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_train.gemm.fp8 import matmul_fp8
 from ditron_train.gemm.operands import FP8_DTYPES, TensorScales
 from ditron_train.gemm.order_probe import order_probe_matrix
 from ditron_train.tp import GatherPlan, ag_gemm, gemm_rs, get_tp_context, start_all_gather
+from tests.support.matmul_fp8 import matmul_fp8
 
 pytestmark = [
     pytest.mark.skipif(

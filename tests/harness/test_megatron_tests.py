@@ -131,6 +131,7 @@ def _names(tests):
     return [test.split("::")[1] for test in tests]
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.timeout(580)
 def test_what_passes_natively_and_not_with_fused_is_in_the_table(checkout, tmp_path):
     """Real launches, of which one crashes; interrupted in between."""

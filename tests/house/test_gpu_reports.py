@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 GPU_TESTS = Path(__file__).parent.parent / "gpu"
 TESTS = """
 import os
@@ -27,6 +29,7 @@ def _report(folder: Path, rank: int, good_rank: int) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_one_rank_reports_and_the_others_what_failed(tmp_path: Path) -> None:
     for name in ("conftest.py", "shared_gpus.py"):
         shutil.copy(GPU_TESTS / name, tmp_path)

@@ -35,6 +35,7 @@ def _check(output, folder, features):
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_as_the_script_starts_it(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)

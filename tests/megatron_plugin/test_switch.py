@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.runtime.errors import SettingError
+from tests.support.decisions import swap_decisions
 from tests.support.patience import HANG_S
 from tests.support.processes import run_workers, run_workers_once
 
@@ -269,9 +270,9 @@ def _too_many_shapes():
             # A rank that is in another group, too, counts as those do that are not: what one group decides its ranks
             # know alike.
             fresh._counts["tp column", None, False] = 2
-            gate.swap(fresh)
+            swap_decisions(fresh)
             fused(torch.ones(6, 1, 16))
-            gate.swap(fresh)
+            swap_decisions(fresh)
             assert [answer.context is None for answer in fresh.answers()] == [False]
     finally:
         gate.most_shapes = saved
@@ -291,7 +292,7 @@ def test_decisions_are_of_one_batch_invariant_mode(monkeypatch):
     from ditron_train.megatron.sp.spec import ExchangeOp, route_exchange
     from ditron_train.megatron.tp.routing import route
     from ditron_train.megatron.tp.spec import LinearOp
-    from ditron_train.policy import Gate, gate, switches
+    from ditron_train.policy import Gate, switches
 
     plugin.apply(features="tp")
     plugin.restore()
@@ -299,7 +300,7 @@ def test_decisions_are_of_one_batch_invariant_mode(monkeypatch):
     monkeypatch.setattr(ExchangeOp, "unsupported_reason", lambda self, call: asked.append("sp") or "of this test")
     monkeypatch.setattr(LinearOp, "unsupported_reason", lambda self, call: asked.append("tp") or "of this test")
     fresh, query = Gate(), torch.zeros(2, 1, 4, 8)
-    gate.swap(fresh)
+    swap_decisions(fresh)
     try:
         for is_on in (False, True, False, True):
             monkeypatch.setattr(batch_invariant_kernels, "_batch_invariant_MODE", is_on)
@@ -307,7 +308,7 @@ def test_decisions_are_of_one_batch_invariant_mode(monkeypatch):
             route("row", x, weight, group=None, sequence_parallel=True)
             route_exchange(None, AttentionShape(4, 4, 8, 8), query)
     finally:
-        gate.swap(fresh)
+        swap_decisions(fresh)
     assert asked == ["tp", "sp"] * 2
 
 

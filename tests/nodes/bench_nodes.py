@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy import Op, fused_results, gate, native_results
-from ditron_train.policy.probe import comparing_on_cpu
 from ditron_train.runtime.errors import NotSupportedError, SettingError, user_errors
 from ditron_train.runtime.groups import world_group
 from ditron_train.runtime.settings import under_policy
@@ -29,6 +28,7 @@ from ditron_train.symm.nodes import NodeGroups, node_groups
 from ditron_train.tools.arguments import add_common_arguments
 from ditron_train.tools.cases import Pass, RunEnvironment, Shape
 from ditron_train.tools.session import BenchSession, bench_session
+from tests.support.decisions import comparing_on_cpu
 
 if TYPE_CHECKING:
     from ditron_train.megatron.tp.spec import LinearOp

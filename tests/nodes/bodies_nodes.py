@@ -165,7 +165,7 @@ def moe_layer(rails, link_mbit=None):
     import ep_workers as workers
 
     from ditron_train.policy import gate
-    from ditron_train.policy.probe import comparing_on_cpu
+    from tests.support.decisions import comparing_on_cpu
 
     os.environ["DITRON_EP_RAILS"] = rails
     gate.forget("ep")
@@ -256,9 +256,9 @@ def tp_trials(kind, slower):
     from ditron_train.megatron.tp.spec import COLUMN, ROW
     from ditron_train.policy import Decision, fused_results, gate, native_results
     from ditron_train.policy import op as policy_op
-    from ditron_train.policy.probe import comparing_on_cpu
     from ditron_train.tp import linear
     from ditron_train.tp import nodes as tp_nodes
+    from tests.support.decisions import comparing_on_cpu
 
     tried, found, calls = [], [], []
 
@@ -340,8 +340,8 @@ def tp_answers():
     from ditron_train.megatron.tp.spec import COLUMN, ROW
     from ditron_train.policy import Decision, gate
     from ditron_train.policy import op as policy_op
-    from ditron_train.policy.probe import comparing_on_cpu
     from ditron_train.runtime.settings import under_policy
+    from tests.support.decisions import comparing_on_cpu
 
     def decide(words, native, fused, **_):
         is_slower = words.startswith("tp row") and "forward" in words

@@ -18,6 +18,8 @@ from tests.nodes import bench_nodes as nodes
 from tests.support.nodes import unsupported_reason_nodes
 from tests.support.patience import HANG_S
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 ROOT = Path(__file__).parents[2]
 OPS = {"tp": ["column_linear", "ag_gemm", "column_linear", "row_linear", "gemm_rs", "row_linear"]}
 # Nodes of one rank have no rails to share: no exchange of sp runs fused, so nothing of it is compared.

@@ -16,6 +16,8 @@ import pytest
 from tests.support.nodes import unsupported_reason_nodes
 from tests.support.patience import HANG_S
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, sys

@@ -35,6 +35,7 @@ def test_four_nodes_and_their_links():
         assert pool.values(bodies.rates, (1 << 20,), HANG_S)[0][1] < 2.5 * 1.5
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_command(tmp_path):
     reason = unsupported_reason_nodes()
     if reason is not None:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy import Gate, gate
+from ditron_train.policy import Gate
 from ditron_train.runtime.settings import under_policy
 from ditron_train.tools.session import BenchSession
+from tests.support.decisions import swap_decisions
 
 MODES = ("strict", "force")
 Run = Callable[[int], object]
@@ -46,15 +47,15 @@ def compare_policies(
     gates: dict[str, Gate] = {mode: Gate() for mode in MODES}
     for mode in MODES:
         with under_policy(mode):
-            gate.swap(gates[mode])
+            swap_decisions(gates[mode])
             fused(0)  # every shape of the layer is decided on here
-            gate.swap(gates[mode])
+            swap_decisions(gates[mode])
 
     def under(mode: str) -> Run:
         def decided(index: int) -> None:
-            gate.swap(gates[mode])
+            swap_decisions(gates[mode])
             fused(index)
-            gate.swap(gates[mode])
+            swap_decisions(gates[mode])
 
         return decided
 

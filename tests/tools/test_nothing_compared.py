@@ -156,6 +156,7 @@ def test_a_trace_of_native_beside_native_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("kernels, status", [("kernels a_kernel\n", 0), ("", 1)], ids=["some", "none"])
 def test_a_sanitizer_that_saw_no_kernel_fails(tmp_path: Path, kernels: str, status: int) -> None:
     """The summary of ``scripts/sanitizer.sh``, on logs of runs that are clean."""

@@ -213,7 +213,7 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         setting = SETTINGS[name]
         group.add_argument(
             f"--ditron-{name.replace('_', '-')}",
-            type=_for_argparse(setting.parse, "{!r}: "),
+            type=_for_argparse(setting.parser, "{!r}: "),
             metavar=f"{{{setting.type_name.replace(' ', '')}}}" if "," in setting.type_name else "SECONDS",
             help=f"{setting.help} Overrides {setting.variable}.",
         )

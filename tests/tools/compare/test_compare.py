@@ -105,7 +105,7 @@ def pretrain():
 
 
 @pytest.fixture
-def script(megatron_training):
+def script(megatron_training, warm_python):
     main = "from megatron.training.training import pretrain\nif __name__ == '__main__':\n    pretrain()\n"
     return megatron_training(main, arguments=ARGUMENTS, training=TRAINING)
 

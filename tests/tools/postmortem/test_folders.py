@@ -11,6 +11,8 @@ import pytest
 
 from ditron_train.tools.postmortem.files import read_folder
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 _JOB = """
 from ditron_train.runtime.flight_recorder import records_of
 records_of("0", [0]).record("op")

@@ -347,6 +347,7 @@ def test_a_subpackage_without_a_row_is_named() -> None:
     )
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_exit_status_of_the_command_is_2() -> None:
     command = [sys.executable, "-m", "ditron_train", "verify", "--row", "8", "8", "8"]
     env = dict(os.environ, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
