@@ -35,8 +35,8 @@ from ditron_train.symm import control as control_layout
 
 #: ``ascending_rounded``: by ascending expert, rounded to the rows' type after each addition. ``ascending``: the same
 #: in fp32 with one rounding at the end. ``descending``: by descending expert in fp32, one rounding: Transformer
-#: Engine's fused permutation. ``by_rank_``: so are the rows of each rank's experts, at that rank, which sends their sum
-#: rounded to the rows' type; the sums by ascending rank in fp32 with one rounding at the end: DeepEP's combine.
+#: Engine's fused permutation. ``by_rank_``: each rank adds the rows of its experts up so and sends the sum, rounded to
+#: the rows' type; sums are added up by ascending rank in fp32 with one rounding at the end: DeepEP's combine.
 SumOrder = Literal[
     "ascending_rounded",
     "ascending",
@@ -235,9 +235,9 @@ def _sum_rows(buffer, sums, first, last, hidden, SUM: tl.constexpr):
                         total = total.to(dtype).to(tl.float32)
             else:
                 for step in tl.static_range(SUM.TOPK):
-                    nth: tl.constexpr = SUM.TOPK - 1 - step if SUM.DESCENDING and not SUM.BY_RANK else step
-                    held = _is_sent(sums, tokens, inside, nth, SUM)
-                    source = buffer + (tl.cast(tokens, tl.int64) * SUM.TOPK + nth)[:, None] * hidden + offsets[None, :]
+                    j: tl.constexpr = SUM.TOPK - 1 - step if SUM.DESCENDING and not SUM.BY_RANK else step
+                    held = _is_sent(sums, tokens, inside, j, SUM)
+                    source = buffer + (tl.cast(tokens, tl.int64) * SUM.TOPK + j)[:, None] * hidden + offsets[None, :]
                     total += tl.load(source, mask=held[:, None] & narrow, other=0.0).to(tl.float32)
                     if SUM.ROUND_EACH and not SUM.BY_RANK:
                         total = total.to(dtype).to(tl.float32)
@@ -313,11 +313,11 @@ def return_rows(
     unpermute.
 
     Every (token, expert) row goes back to place ``t * TOPK + j`` at its source: adding the rows of one rank's experts
-    before sending them would change bits. BY_RANK does so, and sends the sum to the first of their places. Senders take (chunk of a source, source) items, consecutive ones to
-    different sources, so that all links are busy; then they set flag [rank, chunk] there. Receivers sum a chunk's
-    tokens once every rank that has rows of it has set its flag. A launch of NUM_SENDERS programs has no receivers:
-    ``sum_returned`` follows it. WITH_GRADS sends one fp32 with each row (the gradient of the probability), which is
-    scattered into ``prob_grads[t, expert]``.
+    before sending them would change bits. BY_RANK does so, and sends the sum to the first of their places. Senders
+    take (chunk of a source, source) items, consecutive ones to different sources, so that all links are busy; then
+    they set flag [rank, chunk] there. Receivers sum a chunk's tokens once every rank that has rows of it has set its
+    flag. A launch of NUM_SENDERS programs has no receivers: ``sum_returned`` follows it. WITH_GRADS sends one fp32
+    with each row (the gradient of the probability), which is scattered into ``prob_grads[t, expert]``.
 
     Waits: senders for all start signals, receivers (acquire) for the flags of ranks that hold rows of the chunk.
     """

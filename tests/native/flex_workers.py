@@ -9,7 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from ep_workers import BASE, assert_equal, build, groups, lines_logged, run_layer, sizes_of
+from ep_workers import BASE, assert_equal, build, groups, run_layer, sizes_of
 
 from ditron_train.tools.cases.ep_moves import deepep_by_torch
 

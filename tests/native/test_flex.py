@@ -1,5 +1,5 @@
-"""Megatron's MoE layer with the flex dispatcher where DeepEP is not installed, against DeepEP's order by torch: forward
-and every gradient, bit for bit."""
+"""Megatron's MoE layer with the flex dispatcher where DeepEP is missing, against DeepEP's order by torch: forward and
+every gradient, bit for bit."""
 
 from __future__ import annotations
 

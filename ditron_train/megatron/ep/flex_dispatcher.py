@@ -122,6 +122,10 @@ class DitronMoEFlexTokenDispatcher(MoEFlexTokenDispatcher, metaclass=EqualsBaseC
         self._go_native(unsupported_reason_flex(self))
         if self._native_because is None:
             _log_start(self._is_missing)
+            if get_settings().ep_capacity is not None:
+                log_once(
+                    "ep flex capacity", "ep: flex has exact sizes with a host sync in spite of DITRON_EP_CAPACITY"
+                )
 
     @property
     def dispatched(self) -> tuple[EPHandle | None, SumOrder | None]:
@@ -138,8 +142,8 @@ class DitronMoEFlexTokenDispatcher(MoEFlexTokenDispatcher, metaclass=EqualsBaseC
             return
         if self._is_missing:
             raise NotSupportedError(
-                f"ep: the flex dispatcher cannot run: {reason}, and DeepEP is missing (not installed, or a release that "
-                "this Megatron-core cannot import)"
+                f"ep: the flex dispatcher cannot run: {reason}, and DeepEP is missing (not installed, or a release "
+                "that this Megatron-core cannot import)"
             )
         if for_good:
             self._native_because = reason
@@ -195,7 +199,7 @@ class DitronMoEFlexTokenDispatcher(MoEFlexTokenDispatcher, metaclass=EqualsBaseC
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.ep_context = self._context_for(hidden_states, probs)
         if self.ep_context is None:
-            return super().dispatch_preprocess(hidden_states, routing_map, probs)  # type: ignore[no-any-return]
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.hidden_shape, self._given = hidden_states.shape, (routing_map, probs)
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
         expanded = self._initialize_metadata(routing_map, probs)[1].view(len(tokens), -1)
@@ -215,7 +219,7 @@ class DitronMoEFlexTokenDispatcher(MoEFlexTokenDispatcher, metaclass=EqualsBaseC
     ) -> tuple[torch.Tensor, torch.Tensor]:
         given = (async_finish, allocate_on_comm_stream)
         if self.ep_context is None:
-            return super().token_dispatch(hidden_states, probs, *given)  # type: ignore[no-any-return]
+            return super().token_dispatch(hidden_states, probs, *given)
         assert self._pending is not None and self._given is not None and self._order is not None, "preprocessed before"
         pending, routing, self._pending, self._given = self._pending, self._given, None, None
         try:
@@ -224,7 +228,7 @@ class DitronMoEFlexTokenDispatcher(MoEFlexTokenDispatcher, metaclass=EqualsBaseC
             self._go_native(str(error))
             self.ep_context = None
             permuted = super().dispatch_preprocess(hidden_states.view(self.hidden_shape), *routing)
-            return super().token_dispatch(*permuted, *given)  # type: ignore[no-any-return]
+            return super().token_dispatch(*permuted, *given)
         if not self.config.gradient_accumulation_fusion:
             hidden_states = awaiting_freed_memory(hidden_states)
         return dispatch_tokens(hidden_states, probs, self._layout, self.ep_context, self._order)
@@ -233,7 +237,7 @@ class DitronMoEFlexTokenDispatcher(MoEFlexTokenDispatcher, metaclass=EqualsBaseC
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.ep_context is None:
-            return super().dispatch_postprocess(hidden_states, probs)  # type: ignore[no-any-return]
+            return super().dispatch_postprocess(hidden_states, probs)
         assert self._layout is not None, "dispatched before"
         probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs
         return hidden_states, self._layout.tokens_per_expert, probs
@@ -245,9 +249,7 @@ class DitronMoEFlexTokenDispatcher(MoEFlexTokenDispatcher, metaclass=EqualsBaseC
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
         if self.ep_context is None:
-            return super().token_combine(  # type: ignore[no-any-return]
-                hidden_states, async_finish, allocate_on_comm_stream
-            )
+            return super().token_combine(hidden_states, async_finish, allocate_on_comm_stream)
         layout, self._layout = self._layout, None
         assert layout is not None and self._order is not None, "dispatched before"
         return combine_rows(hidden_states, layout, self.ep_context, self._order)

@@ -1,6 +1,7 @@
-"""Dispatch and combine as tools measure them: each by itself, against megatron-core's alltoall or flex dispatcher, with
-Transformer Engine's fused permutation where that is installed; else in PyTorch's deterministic mode, whose bits
-repeat. If DeepEP is missing, the native flex dispatcher runs by torch and NCCL, in DeepEP's order (``deepep_by_torch``).
+"""Dispatch and combine as tools measure them: each by itself, against megatron-core's alltoall or flex dispatcher,
+with Transformer Engine's fused permutation where that is installed; else in PyTorch's deterministic mode, whose bits
+repeat. If DeepEP is missing, the native flex dispatcher runs by torch and NCCL, in DeepEP's order
+(``deepep_by_torch``).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe import token_dispatcher as native_module
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
 
 from ditron_train.ep import EPContext, combine
@@ -189,7 +190,7 @@ class DispatcherPair:
         """Tokens to the experts' rows: rows, tokens per expert, probabilities."""
         dispatcher = self[name]
         with self.running(name):
-            return dispatcher.dispatch_postprocess(  # type: ignore[no-any-return]
+            return dispatcher.dispatch_postprocess(
                 *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routed, probs))
             )
 
@@ -197,9 +198,7 @@ class DispatcherPair:
         """The experts' rows back to tokens."""
         dispatcher = self[name]
         with self.running(name):
-            return dispatcher.combine_postprocess(  # type: ignore[no-any-return]
-                dispatcher.token_combine(dispatcher.combine_preprocess(rows))
-            )
+            return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
 
 
 def busiest_link(amounts: torch.Tensor) -> float:
@@ -313,7 +312,7 @@ class MoveCase(MoeCase[TokensCall, EPContext]):
         """Tokens, or the rows that Megatron's dispatcher makes of them."""
         sizes, is_deterministic = shape.sizes, shape.options["deterministic"]
         names = ("hidden", "ffn_hidden", "num_experts", "topk")
-        others = {"moe_token_dispatcher_type": "flex"} if self.op.is_flex else {}
+        others: dict[str, Any] = {"moe_token_dispatcher_type": "flex"} if self.op.is_flex else {}
         config = moe_config(
             **{name: sizes[name] for name in names},
             dtype=environment.dtype,
