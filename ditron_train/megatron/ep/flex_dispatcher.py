@@ -59,13 +59,13 @@ _BY_RANK: dict[SumOrder, SumOrder] = {
 }
 
 
-def has_deepep() -> bool:
-    """Whether Megatron-core could import DeepEP: releases from 2.0 on lack a name that it asks for."""
-    return native_module.fused_dispatch is not None
-
-
 def _refuse(*_: Any, **__: Any) -> Any:
     raise NotSupportedError("ep: DeepEP is missing, and the flex dispatcher was called without --ditron ep")
+
+
+def has_deepep() -> bool:
+    """Whether Megatron-core could import DeepEP: releases from 2.0 on lack a name that it asks for."""
+    return native_module.fused_dispatch not in (None, _refuse)
 
 
 @contextlib.contextmanager
@@ -202,7 +202,7 @@ class DitronMoEFlexTokenDispatcher(MoEFlexTokenDispatcher, metaclass=EqualsBaseC
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.hidden_shape, self._given = hidden_states.shape, (routing_map, probs)
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
-        expanded = self._initialize_metadata(routing_map, probs)[1].view(len(tokens), -1)
+        expanded = self._initialize_metadata(routing_map, probs)[1].flatten(1)
         chosen = torch.topk(expanded.detach(), self._comm_manager.router_topk, dim=-1).indices
         routed = torch.zeros(expanded.shape, dtype=torch.bool, device=tokens.device).scatter_(1, chosen, True)
         weights = expanded.float()  # DeepEP takes no others
