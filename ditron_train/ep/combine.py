@@ -158,43 +158,40 @@ def _send_sums(sent, begin, end, target, grad_target, hidden, num_rows, place_ca
     """target[place of a token's first entry] = ((0 + r_0) + r_1) + ..., r_j the token's rows here by expert, ascending
     or descending, for entries ``begin .. end - 1``, all of one source rank; those of a token are consecutive.
 
-    In fp32 with one rounding at the end, or (ROUND_EACH) one after every addition. The lane of a token's first entry
-    adds its rows up, the other lanes are idle.
+    In fp32 with one rounding at the end, or (ROUND_EACH) one after every addition. One token at a time: all of its
+    rows are loaded before the first addition.
     """
     dtype = sent.rows.dtype.element_ty
-    most: tl.constexpr = min(SUM.TOPK, SUM.EXPERTS_PER_RANK)
+    most: tl.constexpr = SUM.TOPK if SUM.TOPK < SUM.EXPERTS_PER_RANK else SUM.EXPERTS_PER_RANK
+    lanes = tl.arange(0, SUM.TOPK_LANES)
     end = tl.minimum(end, num_rows)
-    for first_entry in range(begin, end, SUM.ROWS):
-        index = first_entry + tl.arange(0, SUM.ROWS)
-        entry = sent.entries + tl.cast(index, tl.int64) * 4
-        place = tl.load(entry + 2, mask=index < end, other=-1)
-        held = (place >= 0) & (place < place_capacity)
+    index = begin
+    while index < end:
+        entries = sent.entries + tl.cast(index, tl.int64) * 4
+        first = tl.load(entries + 2)
+        place = tl.load(entries + lanes * 4 + 2, mask=index + lanes < end, other=-1)
+        is_same = (index + lanes < end) & (place // SUM.TOPK == first // SUM.TOPK)
+        count = tl.sum(is_same.to(tl.int32), axis=0)
+        held = (first >= 0) & (first < place_capacity)
         if SUM.WITH_GRADS:
-            row = tl.load(entry, mask=held, other=-1)
-            valid = held & (row >= 0) & (row < num_rows)
-            grad = tl.load(sent.grads + row, mask=valid, other=0.0)
+            source = tl.load(entries + lanes * 4, mask=is_same, other=-1)
+            valid = is_same & (source >= 0) & (source < num_rows) & (place >= 0) & (place < place_capacity)
+            grad = tl.load(sent.grads + source, mask=valid, other=0.0)
             tl.store(grad_target + place, grad.to(tl.float32) + 0.0, mask=valid)  # a sum from 0 has no -0
-        token = place // SUM.TOPK
-        before = tl.load(entry - 2, mask=held & (index > begin), other=-SUM.TOPK)
-        held = held & (before // SUM.TOPK != token)
-        count = held.to(tl.int32)
-        for step in tl.static_range(1, most):
-            after = tl.load(entry + step * 4 + 2, mask=held & (index + step < end), other=-SUM.TOPK)
-            count += (after // SUM.TOPK == token).to(tl.int32)
         for column in range(0, hidden, SUM.BLOCK_H):
             offsets = column + tl.arange(0, SUM.BLOCK_H)
-            narrow = (offsets < hidden)[None, :]
-            total = tl.zeros((SUM.ROWS, SUM.BLOCK_H), tl.float32)
+            total = tl.zeros((SUM.BLOCK_H,), tl.float32)
             for step in tl.static_range(most):
-                nth = count - 1 - step if SUM.DESCENDING else tl.zeros_like(count) + step
-                row = tl.load(entry + nth * 4, mask=step < count, other=-1)
-                valid = ((row >= 0) & (row < num_rows))[:, None] & narrow
-                source = sent.rows + tl.cast(row, tl.int64)[:, None] * hidden + offsets[None, :]
-                total += tl.load(source, mask=valid, other=0.0).to(tl.float32)
+                nth = count - 1 - step if SUM.DESCENDING else step
+                row = tl.load(entries + nth * 4, mask=step < count, other=-1)
+                inside = (row >= 0) & (row < num_rows) & (offsets < hidden)
+                tile = tl.load(sent.rows + tl.cast(row, tl.int64) * hidden + offsets, mask=inside, other=0.0)
+                total += tile.to(tl.float32)
                 if SUM.ROUND_EACH:
                     total = total.to(dtype).to(tl.float32)
-            line = target + tl.cast(place, tl.int64)[:, None] * hidden + offsets[None, :]
-            tl.store(line, total.to(dtype), mask=held[:, None] & narrow)
+            line = target + tl.cast(first, tl.int64) * hidden + offsets
+            tl.store(line, total.to(dtype), mask=held & (offsets < hidden))
+        index += count
 
 
 @triton.jit
@@ -235,9 +232,9 @@ def _sum_rows(buffer, sums, first, last, hidden, SUM: tl.constexpr):
                         total = total.to(dtype).to(tl.float32)
             else:
                 for step in tl.static_range(SUM.TOPK):
-                    j: tl.constexpr = SUM.TOPK - 1 - step if SUM.DESCENDING and not SUM.BY_RANK else step
-                    held = _is_sent(sums, tokens, inside, j, SUM)
-                    source = buffer + (tl.cast(tokens, tl.int64) * SUM.TOPK + j)[:, None] * hidden + offsets[None, :]
+                    nth = SUM.TOPK - 1 - step if SUM.DESCENDING and not SUM.BY_RANK else step
+                    held = _is_sent(sums, tokens, inside, nth, SUM)
+                    source = buffer + (tl.cast(tokens, tl.int64) * SUM.TOPK + nth)[:, None] * hidden + offsets[None, :]
                     total += tl.load(source, mask=held[:, None] & narrow, other=0.0).to(tl.float32)
                     if SUM.ROUND_EACH and not SUM.BY_RANK:
                         total = total.to(dtype).to(tl.float32)
@@ -419,8 +416,7 @@ class PendingCombine:
         self._sizes_of_call = (handle.num_tokens, handle.chunk_tokens, hidden, shape.num_experts)
         tables = handle.tables
         self._sums = Sums(self._out, self._prob_grads, tables.chunk_entries, handle.expert_ids, handle.token_places)
-        elements = move.push_elements if self._by_rank else move.return_elements
-        sizes = sum_sizes(context, handle, order, hidden, elements, with_grads=with_grads)
+        sizes = sum_sizes(context, handle, order, hidden, move.return_elements, with_grads=with_grads)
         self._sizes = sizes._replace(ITEM_TOKENS=min(handle.chunk_tokens & -handle.chunk_tokens, move.item_tokens))
 
     def send(self, *, beside: bool) -> None:
