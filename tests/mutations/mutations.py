@@ -440,6 +440,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "nth = count - 1 - step if SUM.DESCENDING else step",
         "nth = step",
         (f"{MOVEMENT}::test_two_ranks[random-(12, 9)-e12k8-by_rank_descending1]",),
+        index=0,
     ),
     Mutation(
         "sums-of-ranks-in-descending-order",

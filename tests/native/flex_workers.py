@@ -102,12 +102,13 @@ def route_to(layer, kind):
         logits = (
             router.weight.sum(1).float() + hidden_states.view(num_tokens, hidden_states.shape[-1]).float()[:, :experts]
         )
-        probs = torch.sigmoid(logits) * routed
-        if kind == "zeros":  # every other token has one probability that is not 0: the others are as good as any
-            probs = probs * (torch.arange(experts) == scores.argmax(1)[:, None]).logical_or(
-                (torch.arange(num_tokens) % 2 == 1)[:, None]
+        probs = torch.sigmoid(logits)
+        if kind == "zeros":  # every other token has one probability that is not 0: all other experts are as good
+            kept = routed & (
+                (torch.arange(experts) == scores.argmax(1)[:, None]) | (torch.arange(num_tokens) % 2 == 1)[:, None]
             )
-        return probs, routed
+            return torch.where(kept, probs, probs - probs.detach()), routed  # gradients show which were taken
+        return probs * routed, routed
 
     layer.route = route
 
