@@ -47,6 +47,8 @@ def in_schedule_node() -> bool:
 
 #: Of a dispatcher that the policy compares with the fused path.
 COMPARED = "it is what the fused path is compared with"
+#: Of the GEMMs of a layer with the flex dispatcher.
+APART = "rows are added up at each rank before they return"
 #: Options that are native in groups that span nodes.
 _NOT_OVER_NODES = (
     "moe_pad_expert_input_to_capacity",
