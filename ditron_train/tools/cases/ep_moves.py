@@ -22,6 +22,7 @@ from ditron_train.ep import EPContext, combine
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
 from ditron_train.megatron.ep.flex_dispatcher import DitronMoEFlexTokenDispatcher, has_deepep
 from ditron_train.policy import Function, Op
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.settings import under_policy
 from ditron_train.tools.cases.case import BenchCase, Cost, RunEnvironment, Shape
 from ditron_train.tools.cases.ep_layers import MoeCase, routing_of
@@ -114,8 +115,8 @@ class _DispatchByTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any, grad_probs: torch.Tensor, *__: Any) -> Any:
-        sums = (ctx.handle.sum_back(one, ctx.group) for one in (grad, grad_probs.float()))
-        grad_x, grad_weights = sums
+        refuse_second_derivatives("dispatch_by_torch")
+        grad_x, grad_weights = (ctx.handle.sum_back(one, ctx.group) for one in (grad, grad_probs.float()))
         return grad_x, None, grad_weights, None, None
 
 
@@ -127,6 +128,7 @@ class _CombineByTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        refuse_second_derivatives("combine_by_torch")
         return ctx.handle.send(grad, ctx.group), None, None
 
 
