@@ -106,8 +106,12 @@ def unsupported_reason_flex(dispatcher: Any) -> str | None:
     config = dispatcher.config
     if config.moe_flex_dispatcher_backend != "deepep":
         return f"moe_flex_dispatcher_backend is {config.moe_flex_dispatcher_backend!r} (deepep is covered)"
-    for name in ("moe_expert_capacity_factor", "moe_router_padding_for_quantization", "moe_shared_expert_overlap"):
-        if getattr(config, name):
+    # The last two came later: the permutation pads each expert's rows for Transformer Engine's fused products.
+    for name in (
+        *("moe_expert_capacity_factor", "moe_router_padding_for_quantization", "moe_shared_expert_overlap"),
+        *("use_transformer_engine_op_fuser", "moe_use_grouped_tensor"),
+    ):
+        if getattr(config, name, False):
             return f"{name} is {getattr(config, name)} with the flex dispatcher"
     if config.overlap_moe_expert_parallel_comm:
         return "overlap_moe_expert_parallel_comm runs the flex dispatcher beside another microbatch"
