@@ -199,8 +199,13 @@ class DispatcherPair:
     def combine(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """The experts' rows back to tokens."""
         dispatcher = self[name]
+        manager: Any = getattr(dispatcher, "_comm_manager", None)
+        kept = getattr(manager, "handle", None)  # of flex, whose combine releases it; it is measured several times
         with self.running(name):
-            return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
+            out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
+        if kept is not None:
+            manager.handle = kept
+        return out
 
 
 def busiest_link(amounts: torch.Tensor) -> float:
