@@ -39,7 +39,7 @@ class Budget:
 
 BUDGETS = {
     "logical lines of ditron_train/, scripts/ and benchmarks/*.py": Budget(
-        34873,  # 352 of them are of the flex dispatcher without DeepEP, of whose allowance of 900 they are
+        34878,  # 357 of them are of the flex dispatcher without DeepEP, of whose allowance of 900 they are
         250,
         31000,
         "Delete what nobody uses, share what is written twice, or turn tables into data. Blank lines, comments, "

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ep_workers import BASE, assert_equal, build, groups, lines_logged, run_layer, sizes_of
+from ep_workers import BASE, assert_equal, build, groups, lines_logged, run_layer, sizes_of, two_nodes
 
 from ditron_train.tools.cases.ep_moves import deepep_by_torch
 
@@ -175,6 +175,12 @@ def error_of(options=None, tokens=8, stub=None):
         finally:
             mock.patch.stopall()
     return None, "", lines
+
+
+def error_over_two_nodes(options):
+    """``error_of`` where half of the ranks pose as another node."""
+    with two_nodes():
+        return error_of(options)
 
 
 def native_where_deepep_is(options, tokens=8, arena_bytes=None):

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from flex_workers import (  # noqa: E402
     both_paths_of_the_trial,
     error_of,
+    error_over_two_nodes,
     layers_agree,
     megatron_with_newer_deepep,
     native_where_deepep_is,
@@ -126,6 +127,12 @@ def test_too_little_memory_is_the_same_sentence_on_all_ranks(room):
     first, second = run_workers(2, error_of, {}, 400, env={"DITRON_ARENA_BYTES": room})
     assert first[:2] == second[:2] and first[0] == "NotSupportedError"
     assert "DITRON_ARENA_BYTES" in first[1] and "DeepEP is missing" in first[1]
+
+
+def test_groups_over_nodes_are_one_sentence_on_all_ranks():
+    """There DeepEP rounds once more, at each node."""
+    for kind, text, _ in run_workers(4, error_over_two_nodes, {"num_moe_experts": 8}):
+        assert kind == "NotSupportedError" and "the group spans nodes" in text and "DeepEP is missing" in text
 
 
 def test_too_little_memory_is_native_where_deepep_is():

@@ -49,8 +49,10 @@ from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.settings import get_settings
+from ditron_train.symm.nodes import spans_nodes
 
 _FUNCTIONS = ("fused_dispatch", "fused_combine", "set_deepep_num_sms")
+_MOST_RANKS = 8  # whose rows DeepEP's kernels inside a node add up
 #: Native order of a rank's own sum -> order of the whole sum.
 _BY_RANK: dict[SumOrder, SumOrder] = {
     "ascending_rounded": "by_rank_ascending_rounded",
@@ -164,6 +166,10 @@ class DitronMoEFlexTokenDispatcher(MoEFlexTokenDispatcher, metaclass=EqualsBaseC
             return None
         try:
             reason = unsupported_reason_tensors(hidden_states, probs.new_empty(0, dtype=torch.float32), None)
+            if reason is None and (spans_nodes(self.tp_ep_group) or self.tp_ep_group.size() > _MOST_RANKS):
+                reason = (
+                    f"the group spans nodes, or has more than {_MOST_RANKS} ranks: DeepEP then rounds by node, too"
+                )
             if reason is None and self._order is None:
                 order = (
                     "descending" if self.config.moe_permute_fusion else index_add_order(hidden_states.dtype, device)
