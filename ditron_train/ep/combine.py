@@ -35,8 +35,16 @@ from ditron_train.symm import control as control_layout
 
 #: ``ascending_rounded``: by ascending expert, rounded to the rows' type after each addition. ``ascending``: the same
 #: in fp32 with one rounding at the end. ``descending``: by descending expert in fp32, one rounding: Transformer
-#: Engine's fused permutation.
-SumOrder = Literal["ascending_rounded", "ascending", "descending"]
+#: Engine's fused permutation. ``by_rank_``: each rank adds the rows of its experts up so and sends the sum, rounded to
+#: the rows' type; sums are added up by ascending rank in fp32 with one rounding at the end: DeepEP's combine.
+SumOrder = Literal[
+    "ascending_rounded",
+    "ascending",
+    "descending",
+    "by_rank_ascending_rounded",
+    "by_rank_ascending",
+    "by_rank_descending",
+]
 
 
 @contextmanager
@@ -118,6 +126,8 @@ class SumSizes(NamedTuple):
     NUM_SENDERS: int = 0
     SHARED: bool = False
     TILE_COUNT: int = 1
+    BY_RANK: bool = False
+    EXPERTS_PER_RANK: int = 1
 
 
 TICKET_UNIT_LOG2 = tl.constexpr(control_layout.TICKET_UNIT_LOG2)
@@ -144,11 +154,64 @@ def _send_rows(sent, begin, end, target, grad_target, hidden, num_rows, place_ca
 
 
 @triton.jit
-def _sum_rows(buffer, sums, first, last, hidden, SUM: tl.constexpr):
-    """out[t] = ((0 + r_0) + r_1) + ..., r_j token t's rows by expert, ascending or descending.
+def _send_sums(sent, begin, end, target, grad_target, hidden, num_rows, place_capacity, SUM: tl.constexpr):
+    """target[place of a token's first entry] = ((0 + r_0) + r_1) + ..., r_j the token's rows here by expert, ascending
+    or descending, for entries ``begin .. end - 1``, all of one source rank; those of a token are consecutive.
 
-    In fp32 with one rounding at the end, or (ROUND_EACH) rounded to the rows' type after every addition. RAGGED: a
-    token has as many rows as are between its ``token_places`` and the next one's.
+    In fp32 with one rounding at the end, or (ROUND_EACH) one after every addition. One token at a time: all of its
+    rows are loaded before the first addition.
+    """
+    dtype = sent.rows.dtype.element_ty
+    most: tl.constexpr = SUM.TOPK if SUM.TOPK < SUM.EXPERTS_PER_RANK else SUM.EXPERTS_PER_RANK
+    lanes = tl.arange(0, SUM.TOPK_LANES)
+    end = tl.minimum(end, num_rows)
+    index = begin
+    while index < end:
+        entries = sent.entries + tl.cast(index, tl.int64) * 4
+        first = tl.load(entries + 2)
+        place = tl.load(entries + lanes * 4 + 2, mask=index + lanes < end, other=-1)
+        is_same = (index + lanes < end) & (place // SUM.TOPK == first // SUM.TOPK)
+        count = tl.sum(is_same.to(tl.int32), axis=0)
+        held = (first >= 0) & (first < place_capacity)
+        if SUM.WITH_GRADS:
+            source = tl.load(entries + lanes * 4, mask=is_same, other=-1)
+            valid = is_same & (source >= 0) & (source < num_rows) & (place >= 0) & (place < place_capacity)
+            grad = tl.load(sent.grads + source, mask=valid, other=0.0)
+            tl.store(grad_target + place, grad.to(tl.float32) + 0.0, mask=valid)  # a sum from 0 has no -0
+        for column in range(0, hidden, SUM.BLOCK_H):
+            offsets = column + tl.arange(0, SUM.BLOCK_H)
+            total = tl.zeros((SUM.BLOCK_H,), tl.float32)
+            for step in tl.static_range(most):
+                nth = count - 1 - step if SUM.DESCENDING else step
+                row = tl.load(entries + nth * 4, mask=step < count, other=-1)
+                inside = (row >= 0) & (row < num_rows) & (offsets < hidden)
+                tile = tl.load(sent.rows + tl.cast(row, tl.int64) * hidden + offsets, mask=inside, other=0.0)
+                total += tile.to(tl.float32)
+                if SUM.ROUND_EACH:
+                    total = total.to(dtype).to(tl.float32)
+            line = target + tl.cast(first, tl.int64) * hidden + offsets
+            tl.store(line, total.to(dtype), mask=held & (offsets < hidden))
+        index += count
+
+
+@triton.jit
+def _is_sent(sums, tokens, inside, nth: tl.constexpr, SUM: tl.constexpr):
+    """Which of the tokens have an ``nth`` expert; BY_RANK: one that is the first at its rank."""
+    expert = tl.load(sums.expert_ids + tokens * SUM.TOPK_LANES + nth, mask=inside, other=-1)
+    is_sent = expert >= 0
+    if SUM.BY_RANK and nth > 0:
+        before = tl.load(sums.expert_ids + tokens * SUM.TOPK_LANES + nth - 1, mask=inside, other=-1)
+        is_sent = is_sent & (before // SUM.EXPERTS_PER_RANK != expert // SUM.EXPERTS_PER_RANK)
+    return is_sent
+
+
+@triton.jit
+def _sum_rows(buffer, sums, first, last, hidden, SUM: tl.constexpr):
+    """out[t] = ((0 + r_0) + r_1) + ..., r_j token t's rows by expert, ascending or descending; BY_RANK: the sums of
+    ranks, ascending.
+
+    In fp32 with one rounding at the end, or (ROUND_EACH, but not of ranks' sums) rounded to the rows' type after every
+    addition. RAGGED: a token has as many rows as are between its ``token_places`` and the next one's.
     """
     dtype = sums.out.dtype.element_ty
     for first_token in range(first, last, SUM.SUM_ROWS):
@@ -169,11 +232,11 @@ def _sum_rows(buffer, sums, first, last, hidden, SUM: tl.constexpr):
                         total = total.to(dtype).to(tl.float32)
             else:
                 for step in tl.static_range(SUM.TOPK):
-                    nth = SUM.TOPK - 1 - step if SUM.DESCENDING else step
-                    held = tl.load(sums.expert_ids + tokens * SUM.TOPK_LANES + nth, mask=inside, other=-1) >= 0
+                    nth = SUM.TOPK - 1 - step if SUM.DESCENDING and not SUM.BY_RANK else step
+                    held = _is_sent(sums, tokens, inside, nth, SUM)
                     source = buffer + (tl.cast(tokens, tl.int64) * SUM.TOPK + nth)[:, None] * hidden + offsets[None, :]
                     total += tl.load(source, mask=held[:, None] & narrow, other=0.0).to(tl.float32)
-                    if SUM.ROUND_EACH:
+                    if SUM.ROUND_EACH and not SUM.BY_RANK:
                         total = total.to(dtype).to(tl.float32)
             target = sums.out + tl.cast(tokens, tl.int64)[:, None] * hidden + offsets[None, :]
             tl.store(target, total.to(dtype), mask=inside[:, None] & narrow)
@@ -247,11 +310,11 @@ def return_rows(
     unpermute.
 
     Every (token, expert) row goes back to place ``t * TOPK + j`` at its source: adding the rows of one rank's experts
-    before sending them would change bits. Senders take (chunk of a source, source) items, consecutive ones to
-    different sources, so that all links are busy; then they set flag [rank, chunk] there. Receivers sum a chunk's
-    tokens once every rank that has rows of it has set its flag. A launch of NUM_SENDERS programs has no receivers:
-    ``sum_returned`` follows it. WITH_GRADS sends one fp32 with each row (the gradient of the probability), which is
-    scattered into ``prob_grads[t, expert]``.
+    before sending them would change bits. BY_RANK does so, and sends the sum to the first of their places. Senders
+    take (chunk of a source, source) items, consecutive ones to different sources, so that all links are busy; then
+    they set flag [rank, chunk] there. Receivers sum a chunk's tokens once every rank that has rows of it has set its
+    flag. A launch of NUM_SENDERS programs has no receivers: ``sum_returned`` follows it. WITH_GRADS sends one fp32
+    with each row (the gradient of the probability), which is scattered into ``prob_grads[t, expert]``.
 
     Waits: senders for all start signals, receivers (acquire) for the flags of ranks that hold rows of the chunk.
     """
@@ -270,7 +333,10 @@ def return_rows(
             if end > begin:
                 target = dl.symm_at(buffers.row_addresses, source, sent.rows.dtype.element_ty)
                 grad_target = dl.symm_at(buffers.grad_addresses, source, tl.float32)
-                _send_rows(sent, begin, end, target, grad_target, hidden, num_rows, place_capacity, SUM)
+                if SUM.BY_RANK:
+                    _send_sums(sent, begin, end, target, grad_target, hidden, num_rows, place_capacity, SUM)
+                else:
+                    _send_rows(sent, begin, end, target, grad_target, hidden, num_rows, place_capacity, SUM)
                 flag = dl.symm_at(channel.signals_addresses, source, tl.int32) + rank * SUM.NUM_CHUNKS + chunk
                 dl.notify(flag, epoch, SUM.TARGET)
     if SUM.SHARED or program >= SUM.NUM_SENDERS:
@@ -301,14 +367,15 @@ def sum_sizes(
     context: EPContext, handle: EPHandle, order: SumOrder, hidden: int, elements: int, *, with_grads: bool
 ) -> SumSizes:
     """Constants of a kernel that returns rows of ``hidden`` elements, about ``elements`` at a time."""
-    shape, (rows, columns) = handle.shape, move_tile(hidden, elements)
+    shape, (rows, columns), by_rank = handle.shape, move_tile(hidden, elements), order.startswith("by_rank_")
+    assert not (by_rank and handle.ragged), "padded maps are combined row by row"
     return SumSizes(
         WITH_GRADS=with_grads,
         RAGGED=handle.ragged,
         TOPK=shape.topk,
         TOPK_LANES=shape.topk_lanes,
-        ROUND_EACH=order == "ascending_rounded",
-        DESCENDING=order == "descending",
+        ROUND_EACH=order.endswith("ascending_rounded"),
+        DESCENDING=order.endswith("descending"),
         WORLD_SIZE=shape.world_size,
         NUM_CHUNKS=shape.num_chunks,
         ROWS=rows,
@@ -316,6 +383,8 @@ def sum_sizes(
         BLOCK_H=columns,
         ITEM_TOKENS=context.move.item_tokens,
         TARGET=context.target,
+        BY_RANK=by_rank,
+        EXPERTS_PER_RANK=shape.experts_per_rank if by_rank else 1,
     )
 
 
@@ -343,6 +412,7 @@ class PendingCombine:
             handle.num_tokens if with_grads else 0, shape.num_experts, dtype=probs_dtype, device=y.device
         )
         self._buffers = context.buffers.row_buffers(handle.place_capacity, hidden, y.dtype)
+        self._by_rank = order.startswith("by_rank_")
         self._sizes_of_call = (handle.num_tokens, handle.chunk_tokens, hidden, shape.num_experts)
         tables = handle.tables
         self._sums = Sums(self._out, self._prob_grads, tables.chunk_entries, handle.expert_ids, handle.token_places)
@@ -354,9 +424,12 @@ class PendingCombine:
         other programs add up what arrives."""
         handle, context, channel, y = self._handle, self._context, self._context.combine_channel, self._y
         move, tables, kind = context.move, handle.tables, Kind.COMBINE_GRAD if self._with_grads else Kind.COMBINE
+        if self._by_rank:
+            kind = Kind.COMBINE_BY_RANK_GRAD if self._with_grads else Kind.COMBINE_BY_RANK
         num_programs, num_senders = (context.senders_beside,) * 2
-        if not beside:
-            num_programs, num_senders = move.num_programs, context.senders("combine", y.shape[1])
+        if not beside:  # by rank, senders read every row, receivers one sum a rank
+            num_programs, by_rank = move.num_programs, max(move.num_programs * 3 // 4, 1)
+            num_senders = by_rank if self._by_rank else context.senders("combine", y.shape[1])
         shared = context.target == "interpreter" and not beside
         sizes = self._sizes._replace(NUM_SENDERS=num_senders, SHARED=shared)
         dtypes = (y.dtype, self._row_grads.dtype, self._prob_grads.dtype)

@@ -367,6 +367,8 @@ class Kind(IntEnum):
     COMBINE = 3
     COMBINE_GRAD = 4
     GEMM_COMBINE = 5
+    COMBINE_BY_RANK = 6
+    COMBINE_BY_RANK_GRAD = 7
 
 
 def pointers(

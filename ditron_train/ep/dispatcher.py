@@ -111,7 +111,7 @@ class _Dispatch(torch.autograd.Function):
     ):
         ctx.handle, ctx.dispatcher, ctx.order = handle, token_dispatcher(context), order
         ctx.probs_dtype = probs.dtype
-        return ctx.dispatcher.dispatch(x, handle, probs_dtype=probs.dtype, zero_probs=order == "descending")
+        return ctx.dispatcher.dispatch(x, handle, probs_dtype=probs.dtype, zero_probs=order.endswith("descending"))
 
     @staticmethod
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor):

@@ -72,6 +72,8 @@ class Row:
             everything is decided, ``fixed_gain`` at a fixed length and ``gain_share`` of it, ``proof_us`` of a new
             length, ``host_ratio`` of a new length to a known one, ``excess_gib`` of GPU memory in
             addition to ``symmetric_gib``.
+        dispatcher: Megatron's token dispatcher of a MoE layer, unless alltoall; ``flex by torch`` if DeepEP is missing
+            and torch runs the native path in its order.
     """
 
     op: str
@@ -109,6 +111,7 @@ class Row:
     fused_share: float | None = None
     distinct_lengths: int | None = None
     lengths: dict[str, float] | None = None
+    dispatcher: str | None = None
 
     @property
     def tells_all(self) -> bool:
@@ -129,8 +132,10 @@ class Row:
 
     @property
     def title(self) -> str:
-        """What rows that belong together have in common beside the pass: the op, and the recipe of an FP8 row."""
-        return self.op if self.fp8 is None else f"{self.op} {self.dtype}"
+        """What rows that belong together have in common beside the pass: the op, a dispatcher, the recipe of an FP8
+        row."""
+        op = self.op if self.dispatcher is None else f"{self.op} {self.dispatcher}"
+        return op if self.fp8 is None else f"{op} {self.dtype}"
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -39,7 +39,9 @@ def move_sizes(rows: int, with_entries: bool) -> dict[str, object]:
     }
 
 
-def sum_sizes(with_grads: bool, round_each: bool, ragged: bool, tile_count: int = 1) -> dict[str, object]:
+def sum_sizes(
+    with_grads: bool, round_each: bool, ragged: bool, tile_count: int = 1, by_rank: bool = False
+) -> dict[str, object]:
     """``SumSizes`` of rows of 8192 elements."""
     return {
         "WITH_GRADS": with_grads,
@@ -55,9 +57,11 @@ def sum_sizes(with_grads: bool, round_each: bool, ragged: bool, tile_count: int 
         "BLOCK_H": 8192,
         "ITEM_TOKENS": 8,
         "TARGET": None,
-        "NUM_SENDERS": 16,
+        "NUM_SENDERS": 99 if by_rank else 16,
         "SHARED": False,
         "TILE_COUNT": tile_count,
+        "BY_RANK": by_rank,
+        "EXPERTS_PER_RANK": 16 if by_rank else 1,
     }
 
 
@@ -182,14 +186,16 @@ SPECS = [
                 "channel": CHANNEL,
                 **fields(("limits", _INT), ("num_tokens chunk_tokens hidden num_experts", "i32")),
             },
-            constexprs={"SUM": sum_sizes(with_grads, round_each, ragged)},
+            constexprs={"SUM": sum_sizes(with_grads, round_each, ragged, by_rank=by_rank)},
             num_warps=16,
             signals=True,
         )
-        for name, with_grads, round_each, ragged in (
-            ("index_add", False, True, False),
-            ("fused_with_grads", True, False, False),
-            ("padded_with_grads", True, True, True),
+        for name, with_grads, round_each, ragged, by_rank in (
+            ("index_add", False, True, False, False),
+            ("fused_with_grads", True, False, False, False),
+            ("padded_with_grads", True, True, True, False),
+            ("by_rank", False, False, False, True),
+            ("by_rank_with_grads", True, False, False, True),
         )
     ),
     KernelSpec(

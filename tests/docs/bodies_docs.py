@@ -104,14 +104,17 @@ def experts() -> None:
     layout = begin_layout(routed, torch.rand(tokens, num_experts) * routed, hidden, x.dtype, context).finish()
     rows, _ = dispatch(x, layout, context)
     assert torch.equal(rows, plain_code("dispatch.md")["plain_dispatch"](x, routed, group))
-    plain_sum = plain_code("combine.md")["plain_sum"]
+    plain = plain_code("combine.md")
     scaled = rows * (1 + rank)  # so that the rows of a token differ by the rank of their experts
     for order in ("ascending_rounded", "ascending", "descending"):
         out, _ = combine(scaled, layout, context, order=order)
+        by_rank, _ = combine(scaled, layout, context, order=f"by_rank_{order}")
         for token in range(tokens):
             owners = routed[token].nonzero().flatten() // (num_experts // world)
             back = torch.stack([x[token] * (1 + owner) for owner in owners.tolist()])
-            assert torch.equal(out[token], plain_sum(back, order)), order
+            assert torch.equal(out[token], plain["plain_sum"](back, order)), order
+            of_ranks = [back[owners == owner] for owner in owners.unique()]
+            assert torch.equal(by_rank[token], plain["plain_sum_by_rank"](of_ranks, order)), order
 
 
 def pipeline() -> None:

@@ -116,7 +116,7 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
     assert rows.shape == (len(expected), hidden) and int(layout.tokens_per_expert.sum()) == len(expected)
     if expected:
         wanted = torch.stack([e[0] for e in expected])
-        if order == "descending":
+        if order.endswith("descending"):
             wanted = torch.where(torch.stack([e[1] for e in expected])[:, None] == 0, 0.0, wanted.float()).to(dtype)
         assert torch.equal(rows, wanted)
         assert torch.equal(row_probs, torch.stack([e[1] for e in expected]))
@@ -134,7 +134,15 @@ def layout_and_movement(kind, tokens_by_rank, num_experts, topk, hidden, dtype, 
             experts = maps[rank][token].nonzero()[:, 0].tolist()
             if experts:
                 picked = [by_rank[e // local][row_of[e // local][rank, token, e]] for e in experts]
-                result[token] = _sum(torch.stack(picked), order)
+                if order.startswith("by_rank_"):
+                    owners = sorted({e // local for e in experts})
+                    of_each = [[row for e, row in zip(experts, picked) if e // local == owner] for owner in owners]
+                    within = order.removeprefix("by_rank_")
+                    result[token] = _sum(
+                        torch.stack([_sum(torch.stack(rows), within) for rows in of_each]), "ascending"
+                    )
+                else:
+                    result[token] = _sum(torch.stack(picked), order)
         return result
 
     assert torch.equal(out, sums(ys, out.detach()))

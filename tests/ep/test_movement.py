@@ -35,6 +35,15 @@ CASES = [
     ("random", (9, 6), 8, 5, 16, torch.float32, "descending"),  # as many rows a token that their order shows
     ("padded", (20, 20), 6, 2, 24, torch.bfloat16, "ascending_rounded"),
     ("padded", (7, 7), 10, 1, 40, torch.bfloat16, "descending"),
+    ("random", (12, 9), 12, 8, 40, torch.bfloat16, "by_rank_descending"),  # shows the roundings
+    ("random", (12, 9), 12, 8, 40, torch.float32, "by_rank_descending"),  # shows the order
+    ("random", (12, 9), 12, 8, 40, torch.float32, "by_rank_ascending"),
+    ("random", (9, 6), 12, 8, 33, torch.float16, "by_rank_ascending_rounded"),
+    ("one_expert", (10, 5), 4, 1, 16, torch.bfloat16, "by_rank_descending"),
+    ("one_expert", (10, 0), 8, 5, 16, torch.bfloat16, "by_rank_descending"),
+    ("empty_experts", (6, 11), 12, 3, 48, torch.bfloat16, "by_rank_descending"),
+    ("dropped", (16, 13), 10, 6, 33, torch.bfloat16, "by_rank_descending"),
+    ("random", (0, 0), 4, 2, 16, torch.bfloat16, "by_rank_descending"),
     *(("random", (6, 3), 8, topk, 16, torch.bfloat16, "ascending_rounded") for topk in (5, 6, 7, 8)),
 ]
 
@@ -50,6 +59,8 @@ def test_two_ranks(case):
         ("random", (9, 4, 0, 17), 8, 3, 24, torch.bfloat16, "ascending_rounded"),
         ("one_expert", (3, 8, 5, 2), 8, 2, 16, torch.float32, "descending"),
         ("padded", (12, 12, 12, 12), 8, 3, 16, torch.bfloat16, "ascending"),
+        ("dropped", (9, 4, 0, 17), 8, 6, 24, torch.bfloat16, "by_rank_descending"),
+        ("random", (9, 4, 1, 17), 8, 6, 24, torch.float32, "by_rank_descending"),
     ],
     ids=lambda case: f"{case[0]}-{case[1]}",
 )

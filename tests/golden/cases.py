@@ -333,7 +333,7 @@ def _spec_cases() -> Iterator[Case]:
         for world in (2, 4) if name.startswith("to_") else (2,):
             yield case(f"sp {name}", world, attention)
     layer = {"tokens_per_rank": 12, "hidden": 32, "ffn_hidden": 16, "num_experts": 8, "topk": 2}
-    for name in ("dispatch", "combine", "gathered_experts"):
+    for name in ("dispatch", "combine", "flex_dispatch", "flex_combine", "gathered_experts"):
         for what, zipf, deterministic in (("", 1.0, False), ("deterministic", 0.0, True)):
             for world in (2, 4) if name != "gathered_experts" and not what else (2,):
                 yield case(f"ep {name}", world, layer, what, zipf=zipf, deterministic=deterministic)

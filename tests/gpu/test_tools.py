@@ -24,7 +24,10 @@ OPS = {
     "pp": {"send_recv", "pipeline_step"},
     "sp": {"gemm_a2a", "a2a_gemm", "qkv_projection", "output_projection", "to_heads", "to_sequence"},
     "muon": {"muon_step"},
-    "ep": {"dispatch", "combine", "group_gemm", "group_dgrad", "group_wgrad", "gathered_experts", "moe_layer"},
+    "ep": {
+        *("dispatch", "combine", "flex_dispatch", "flex_combine", "group_gemm", "group_dgrad", "group_wgrad"),
+        *("gathered_experts", "moe_layer"),
+    },
 }
 
 

@@ -84,12 +84,12 @@ def build(options, fused, through_spec=False):
     import ditron_train.megatron as plugin
 
     megatron_cpu.seed(1)
-    options = dict(options)
-    padding = options.pop("moe_router_padding_for_quantization", False)  # refused without FP8, which needs a GPU
+    options = dict(options)  # the last two are refused without FP8, which needs a GPU, and Transformer Engine
+    late = {name: options.pop(name, False) for name in ("moe_router_padding_for_quantization", "moe_permute_fusion")}
     config = TransformerConfig(
         **{**megatron_cpu.CPU_CONFIG, **BASE, "expert_model_parallel_size": dist.get_world_size(), **options}
     )
-    config.moe_router_padding_for_quantization = padding
+    vars(config).update(late)
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     if not fused:
         return build_of(spec, config=config, layer_number=1)

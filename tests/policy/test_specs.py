@@ -38,7 +38,15 @@ from tests.support.processes import run_workers, run_workers_once  # noqa: E402
 
 SPECS = ["tp doubled_gather", *names_of_cases()]
 #: Bytes of a message; gradients that their parameters have; what Megatron's dispatchers are called with.
-ANY_SHAPE = ("pp send_recv", "muon step", "adam whole step", "ep dispatch", "ep combine")
+ANY_SHAPE = (
+    "pp send_recv",
+    "muon step",
+    "adam whole step",
+    "ep dispatch",
+    "ep combine",
+    "ep flex_dispatch",
+    "ep flex_combine",
+)
 TABLES_BYTES = 1 << 14  # what ops need whatever their sizes
 QUICK = ("--repetitions", "1")
 IN_A_JOB = {"DITRON_TEST_RAISES": ""}

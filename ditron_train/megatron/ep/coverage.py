@@ -47,6 +47,8 @@ def in_schedule_node() -> bool:
 
 #: Of a dispatcher that the policy compares with the fused path.
 COMPARED = "it is what the fused path is compared with"
+#: Of the GEMMs of a layer with the flex dispatcher.
+APART = "rows are added up at each rank before they return"
 #: Options that are native in groups that span nodes.
 _NOT_OVER_NODES = (
     "moe_pad_expert_input_to_capacity",
@@ -87,15 +89,34 @@ def unsupported_reason_fp8_rows(dtype: torch.dtype) -> str | None:
 
 def unsupported_reason_kind(kind: str) -> str | None:
     """Why a ``moe_token_dispatcher_type`` is Megatron's, or None."""
-    if kind in ("alltoall", "allgather"):
+    if kind in ("alltoall", "allgather", "flex"):
         return None
-    return f"moe_token_dispatcher_type is {kind!r} (alltoall and allgather are covered)"
+    return f"moe_token_dispatcher_type is {kind!r} (alltoall, allgather and flex are covered)"
 
 
 def unsupported_reason_gathered(dispatcher: Any) -> str | None:
     """Why a configuration of the allgather dispatcher runs natively, or None."""
     if dispatcher.tp_size * dispatcher.ep_size == 1:
         return "one rank holds all experts"
+    return unsupported_reason_dispatcher(dispatcher)
+
+
+def unsupported_reason_flex(dispatcher: Any) -> str | None:
+    """Why a configuration of the flex dispatcher runs natively, or None."""
+    config = dispatcher.config
+    if config.moe_flex_dispatcher_backend != "deepep":
+        return f"moe_flex_dispatcher_backend is {config.moe_flex_dispatcher_backend!r} (deepep is covered)"
+    # The last two came later: the permutation pads each expert's rows for Transformer Engine's fused products.
+    for name in (
+        *("moe_expert_capacity_factor", "moe_router_padding_for_quantization", "moe_shared_expert_overlap"),
+        *("use_transformer_engine_op_fuser", "moe_use_grouped_tensor"),
+    ):
+        if getattr(config, name, False):
+            return f"{name} is {getattr(config, name)} with the flex dispatcher"
+    if config.overlap_moe_expert_parallel_comm:
+        return "overlap_moe_expert_parallel_comm runs the flex dispatcher beside another microbatch"
+    if captures_dispatch(config):
+        return "the layer is captured in a CUDA graph, which its host sync does not allow"
     return unsupported_reason_dispatcher(dispatcher)
 
 

@@ -201,5 +201,5 @@ def _without_inference(call: ExpertsCall) -> ExpertsCall:
     return call._replace(x=x, firsts=firsts, seconds=seconds, local_map=local_map, grad=grad)
 
 
-GATHERED, GATHERED_EXPERTS = MovementOp(is_gathered=True), GatheredExpertsOp()
+GATHERED, GATHERED_EXPERTS = MovementOp("ep gather_scatter", is_gathered=True), GatheredExpertsOp()
 OPS: Sequence[Op[Any, Any]] = (GATHERED, GATHERED_EXPERTS)

@@ -7,10 +7,15 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+)
 
 from ditron_train.megatron.ep.coverage import unsupported_reason_kind
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
+from ditron_train.megatron.ep.flex_dispatcher import DitronMoEFlexTokenDispatcher, deepep_optional
 from ditron_train.megatron.ep.gathered_dispatcher import DitronMoEAllGatherTokenDispatcher
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.interfaces import classes_of_te
@@ -19,6 +24,7 @@ from ditron_train.policy import gate, log_native
 _DISPATCHERS: dict[type, Any] = {
     MoEAlltoAllTokenDispatcher: DitronMoEAlltoAllTokenDispatcher,
     MoEAllGatherTokenDispatcher: DitronMoEAllGatherTokenDispatcher,
+    MoEFlexTokenDispatcher: DitronMoEFlexTokenDispatcher,
 }
 
 
@@ -37,7 +43,8 @@ class DitronMoELayer(MoELayer, metaclass=EqualsBaseClass, native=MoELayer):
         **kwargs: Any,  # of newer versions: is_mtp_layer, name
     ) -> None:
         pg_collection = pg_collection if pg_collection is not None else get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
+        with deepep_optional():  # our dispatcher comes in the place of the native one, or raises
+            super().__init__(config, submodules, layer_number, pg_collection, **kwargs)
         fused = _DISPATCHERS.get(type(self.token_dispatcher))
         if fused is not None:
             self.token_dispatcher = fused(
@@ -45,9 +52,9 @@ class DitronMoELayer(MoELayer, metaclass=EqualsBaseClass, native=MoELayer):
             )
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
-        if hasattr(self.token_dispatcher, "meet_experts"):  # one of this package
+        if hasattr(self.token_dispatcher, "meet_experts"):  # of this package, with GEMMs that it can be fused with
             self.token_dispatcher.meet_experts(self._modules)
-        else:
+        elif not isinstance(self.token_dispatcher, DitronMoEFlexTokenDispatcher):
             log_native(
                 "ep", unsupported_reason_kind(config.moe_token_dispatcher_type) or "the dispatcher is another's"
             )

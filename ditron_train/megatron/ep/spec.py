@@ -117,12 +117,12 @@ class MovementOp(Op[MovementCall, None]):
     kind of layer, so there is no context: dispatchers have their own, from their first call.
 
     Args:
+        name: The subpackage, then the movement.
         is_gathered: Tokens are gathered and results scattered, instead of sent to the ranks of their experts.
     """
 
-    def __init__(self, *, is_gathered: bool = False) -> None:
-        self.is_gathered = is_gathered
-        self.name, self.log_name = "ep gather_scatter" if is_gathered else "ep movement", "ep"
+    def __init__(self, name: str = "ep movement", *, is_gathered: bool = False) -> None:
+        self.name, self.log_name, self.is_gathered = name, "ep", is_gathered
 
     def device(self, call: MovementCall) -> torch.device:
         return call.hidden_states.device
@@ -183,8 +183,8 @@ class MovementOp(Op[MovementCall, None]):
         return functools.partial(_rows_and_results, call.make(False))
 
 
-MOVEMENT = MovementOp()
-OPS: Sequence[Op[Any, Any]] = (MOVEMENT,)
+MOVEMENT, FLEX = MovementOp(), MovementOp("ep flex")
+OPS: Sequence[Op[Any, Any]] = (MOVEMENT, FLEX)
 
 
 def warns_of_min_rows(context: EPContext, needed: int) -> bool:

@@ -20,6 +20,7 @@ _DECISIONS = (
     ("ditron_train.megatron.sp.output", "route_output", "sp"),
     ("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._context_for", "ep"),
     ("ditron_train.megatron.ep.gathered_dispatcher", "DitronMoEAllGatherTokenDispatcher._context_for", "ep"),
+    ("ditron_train.megatron.ep.flex_dispatcher", "DitronMoEFlexTokenDispatcher._context_for", "ep"),
     ("ditron_train.megatron.pp.communicator", "DitronP2PCommunicator._context", "pp"),
     ("ditron_train.megatron.muon.optimizer", "DitronTensorParallelMuon._direction", "muon"),
     ("ditron_train.megatron.adam.optimizer", "route_step", "adam"),
@@ -36,6 +37,7 @@ _TE_DECISIONS = (
 _PROBES = (
     ("ditron_train.megatron.ep.dispatcher", "DitronMoEAlltoAllTokenDispatcher._ask_policy", "ep"),
     ("ditron_train.megatron.ep.gathered_dispatcher", "DitronMoEAllGatherTokenDispatcher._ask_policy", "ep"),
+    ("ditron_train.megatron.ep.flex_dispatcher", "DitronMoEFlexTokenDispatcher._ask_policy", "ep"),
 )
 
 

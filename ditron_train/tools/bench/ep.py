@@ -1,8 +1,9 @@
 """Benchmark of expert parallelism: dispatch, combine, the experts' GEMMs and the whole MoE layer, balanced and skewed.
 
-Native is megatron-core's alltoall dispatcher (of gathered experts: its allgather dispatcher's steps), with Transformer
-Engine's fused permutation and grouped GEMM where TE is installed; without it PyTorch's deterministic mode, whose bits
-repeat. Both run in one process on the same inputs.
+Native is megatron-core's alltoall dispatcher (of gathered experts: its allgather dispatcher's steps; of flex: its flex
+dispatcher with DeepEP, or by torch in DeepEP's order if that is missing), with Transformer Engine's fused permutation
+and grouped GEMM where TE is installed; without it PyTorch's deterministic mode, whose bits repeat. Both run in one
+process on the same inputs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, parts=_parts())
     text = "instead of workloads.json's: tokens of each rank, experts of all (may be repeated)"
     add_shape_argument(parser, text, "TOKENS HIDDEN FFN EXPERTS TOPK")
+    parser.add_argument("--dispatcher", choices=("alltoall", "flex"), default="alltoall", help="the layer's")
     add_fp8_argument(parser, "the layer with its experts in this recipe, next to the bf16 rows of the same file")
 
 
@@ -83,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         for layer in _layers(arguments, session):
             for case, shape in _of_layer(cases, layer):
                 add_row(session, case, shape)
-            for row in layer_rows(session, layer, arguments.fp8) if "layer" in parts else ():
+            for row in layer_rows(session, layer, arguments.fp8, arguments.dispatcher) if "layer" in parts else ():
                 session.add(row)
             session.save()
             if session.device.type == "cuda":

@@ -1,9 +1,10 @@
-"""The native side of ``bench ep``: megatron-core's alltoall dispatcher and MoE layer, beside the same with ``ep``."""
+"""The native side of ``bench ep``: megatron-core's alltoall or flex dispatcher and MoE layer, beside the same with
+``ep``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.megatron import apply
+from ditron_train.megatron.ep.flex_dispatcher import has_deepep
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import under_policy
 from ditron_train.tools.bench.layer_passes import LayerPasses, contenders
 from ditron_train.tools.cases import RunEnvironment, Shape
 from ditron_train.tools.cases.ep_layers import moe_layer, routing_of, unsupported_layer
-from ditron_train.tools.cases.ep_moves import moe_config, repeating
+from ditron_train.tools.cases.ep_moves import deepep_by_torch, moe_config, repeating
 from ditron_train.tools.fp8.recipes import fp8_options
 from ditron_train.tools.results import FP8_PREFIX, Row
 from ditron_train.tools.session import BenchSession
@@ -42,16 +44,20 @@ def expert_parallel_world() -> Iterator[None]:
 def layer_pair(config: TransformerConfig, device: torch.device) -> dict[str, torch.nn.Module]:
     """The MoE layer, native and with ``ep``, with equal weights."""
     spec = get_moe_module_spec(use_te=HAVE_TE, num_experts=config.num_moe_experts, moe_grouped_gemm=HAVE_TE)
-    layers = {}
+    layers: dict[str, Any] = {}
+    is_flex = config.moe_token_dispatcher_type == "flex"
     for name, tree in (("native", spec), ("fused", apply(spec, ("ep",)))):
         megatron_cpu.seed(1234)
-        layers[name] = build_module(tree, config=config, layer_number=1).to(device)
+        with deepep_by_torch() if is_flex and name == "native" else nullcontext():
+            layers[name] = build_module(tree, config=config, layer_number=1).to(device)
+    if is_flex:
+        layers["native"].forward = deepep_by_torch()(layers["native"].forward)
     layers["fused"].load_state_dict(layers["native"].state_dict())
     return layers
 
 
 def _moe_layers(
-    session: BenchSession, layer: Shape, fp8: str | None = None
+    session: BenchSession, layer: Shape, fp8: str | None = None, dispatcher: str = "alltoall"
 ) -> tuple[LayerPasses, dict[str, torch.nn.Module]]:
     """A MoE layer, native and with ``ep``, and their passes."""
     sizes = layer.sizes
@@ -61,6 +67,7 @@ def _moe_layers(
         **{name: sizes[name] for name in names},
         dtype=session.dtype,
         fused=False if layer.options["deterministic"] else None,
+        moe_token_dispatcher_type=dispatcher,
         **recipe,
     )
     layers = layer_pair(config, session.device)
@@ -93,15 +100,19 @@ def moe_contenders(
         yield contenders(passes.forward_backward, layers)
 
 
-def layer_rows(session: BenchSession, layer: Shape, fp8: str | None = None) -> Iterator[Row]:
+def layer_rows(
+    session: BenchSession, layer: Shape, fp8: str | None = None, dispatcher: str = "alltoall"
+) -> Iterator[Row]:
     """The whole layer, forward, and forward and backward, as a user gets it."""
+    named = None if dispatcher == "alltoall" else dispatcher if has_deepep() else f"{dispatcher} by torch"
     with repeating(layer), under_policy("strict"):
-        (passes, layers), dtype = _moe_layers(session, layer, fp8), None if fp8 is None else FP8_PREFIX + fp8
+        passes, layers = _moe_layers(session, layer, fp8, dispatcher)
+        dtype = None if fp8 is None else FP8_PREFIX + fp8
         for direction, run in passes.both():
             timed = contenders(run, layers)
             equal = session.equal_layer("ep", timed["fused"], timed["native"])
             timings = session.measure(timed)
-            options: dict[str, Any] = dict(comm_sms=_comm_sms(layers["fused"]), dtype=dtype)
+            options: dict[str, Any] = dict(comm_sms=_comm_sms(layers["fused"]), dtype=dtype, dispatcher=named)
             yield session.row("moe_layer", direction, layer.model, dict(layer.sizes), timings, equal, **options)
 
 

@@ -1,6 +1,8 @@
-"""Dispatch and combine as tools measure them: each by itself, against megatron-core's alltoall dispatcher, with
-Transformer Engine's fused permutation where that is installed; else in PyTorch's deterministic mode, whose bits
-repeat."""
+"""Dispatch and combine as tools measure them: each by itself, against megatron-core's alltoall or flex dispatcher,
+with Transformer Engine's fused permutation where that is installed; else in PyTorch's deterministic mode, whose bits
+repeat. If DeepEP is missing, the native flex dispatcher runs by torch and NCCL, in DeepEP's order
+(``deepep_by_torch``).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import token_dispatcher as native_module
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
 
 from ditron_train.ep import EPContext, combine
 from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
+from ditron_train.megatron.ep.flex_dispatcher import DitronMoEFlexTokenDispatcher, has_deepep
 from ditron_train.policy import Function, Op
+from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.settings import under_policy
 from ditron_train.tools.cases.case import BenchCase, Cost, RunEnvironment, Shape
 from ditron_train.tools.cases.ep_layers import MoeCase, routing_of
@@ -58,6 +63,104 @@ def moe_config(
     return layer_config(dtype, **{**sizes, **router, **swiglu, **fields, **others})
 
 
+class SentTokens(NamedTuple):
+    """Which tokens went to which rank, the handle of ``dispatch_by_torch``.
+
+    Attributes:
+        tokens: int64 [rows sent], by destination rank, then token.
+        sent, received: Rows to and from each rank.
+        num_tokens: Tokens of this rank.
+    """
+
+    tokens: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    num_tokens: int
+
+    def send(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """The rows of ``x``, one a token, that this rank receives, by source rank, then token."""
+        received = x.new_empty(sum(self.received), *x.shape[1:])
+        dist.all_to_all_single(received, x[self.tokens].contiguous(), self.received, self.sent, group=group)
+        return received
+
+    def sum_back(self, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Received rows back to their tokens, added up by ascending rank, from 0 in fp32 with one rounding."""
+        returned = rows.new_empty(sum(self.sent), *rows.shape[1:])
+        dist.all_to_all_single(returned, rows.contiguous(), self.sent, self.received, group=group)
+        total = torch.zeros(self.num_tokens, *rows.shape[1:], device=rows.device)
+        for tokens, of_rank in zip(self.tokens.split(self.sent), returned.split(self.sent)):
+            total[tokens] += of_rank.float()
+        return total.to(rows.dtype)
+
+
+class _DispatchByTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, indices: torch.Tensor, probs: torch.Tensor, num_experts: int, group: Any
+    ) -> Any:
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        local = num_experts // world
+        is_sent = torch.zeros(len(x), world + 1, dtype=torch.bool, device=x.device)
+        is_sent.scatter_(1, torch.where(indices < 0, world, indices // local), True)
+        by_rank = is_sent[:, :world].T.contiguous()
+        sent, received = by_rank.sum(1), x.new_empty(world, dtype=torch.int64)
+        dist.all_to_all_single(received, sent, group=group)
+        handle = SentTokens(by_rank.nonzero()[:, 1], sent.tolist(), received.tolist(), len(x))
+        got, weights = handle.send(indices, group), handle.send(probs, group)
+        is_here = (got >= 0) & (got // local == rank)
+        got = torch.where(is_here, got - rank * local, -1)
+        counts = torch.bincount(got[is_here], minlength=local).cpu()
+        ctx.group, ctx.handle = group, handle
+        return handle.send(x, group), got, torch.where(is_here, weights, 0.0), counts, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any, grad_probs: torch.Tensor, *__: Any) -> Any:
+        refuse_second_derivatives("dispatch_by_torch")
+        grad_x, grad_weights = (ctx.handle.sum_back(one, ctx.group) for one in (grad, grad_probs.float()))
+        return grad_x, None, grad_weights, None, None
+
+
+class _CombineByTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any, handle: SentTokens) -> torch.Tensor:
+        ctx.group, ctx.handle = group, handle
+        return handle.sum_back(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        refuse_second_derivatives("combine_by_torch")
+        return ctx.handle.send(grad, ctx.group), None, None
+
+
+def dispatch_by_torch(
+    x: torch.Tensor, indices: torch.Tensor, probs: torch.Tensor, num_experts: int, group: Any, **_: Any
+) -> Any:
+    """What ``fused_dispatch`` of megatron-core returns with DeepEP, on any device."""
+    return _DispatchByTorch.apply(x, indices, probs, num_experts, group)
+
+
+def combine_by_torch(x: torch.Tensor, group: Any, handle: SentTokens, **_: Any) -> tuple[torch.Tensor, None]:
+    """What ``fused_combine`` of megatron-core returns with DeepEP, on any device."""
+    return _CombineByTorch.apply(x, group, handle), None
+
+
+@contextlib.contextmanager
+def deepep_by_torch() -> Iterator[None]:
+    """If DeepEP is missing, megatron-core's flex dispatcher runs by torch and torch.distributed, in DeepEP's order."""
+    if has_deepep():
+        yield
+        return
+    functions: dict[str, Any] = dict(
+        fused_dispatch=dispatch_by_torch, fused_combine=combine_by_torch, set_deepep_num_sms=lambda num_sms: None
+    )
+    before = {name: getattr(native_module, name) for name in functions}
+    vars(native_module).update(functions)
+    try:
+        yield
+    finally:
+        vars(native_module).update(before)
+
+
 class DispatcherPair:
     """A native and one of our dispatchers for the same configuration, driven method by method as ``MoELayer`` does."""
 
@@ -65,26 +168,44 @@ class DispatcherPair:
         local = config.num_moe_experts // dist.get_world_size()
         first = dist.get_rank() * local
         arguments = (local, list(range(first, first + local)))
-        keywords = dict(config=config, pg_collection=get_default_pg_collection())
-        self.native = MoEAlltoAllTokenDispatcher(*arguments, **keywords)
-        self.fused = DitronMoEAlltoAllTokenDispatcher(*arguments, **keywords)
+        keywords: dict[str, Any] = dict(config=config, pg_collection=get_default_pg_collection())
+        self.is_flex = config.moe_token_dispatcher_type == "flex"
+        native, fused = (
+            (MoEFlexTokenDispatcher, DitronMoEFlexTokenDispatcher)
+            if self.is_flex
+            else (MoEAlltoAllTokenDispatcher, DitronMoEAlltoAllTokenDispatcher)
+        )
+        self.fused = fused(*arguments, **keywords)
+        with self.running("native"):
+            self.native = native(*arguments, **keywords)
 
-    def __getitem__(self, name: str) -> MoEAlltoAllTokenDispatcher:
+    def __getitem__(self, name: str) -> Any:
         return {"native": self.native, "fused": self.fused}[name]
+
+    def running(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """In which a path runs."""
+        return deepep_by_torch() if self.is_flex and name == "native" else contextlib.nullcontext()
 
     def dispatch(
         self, name: str, x: torch.Tensor, routed: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens to the experts' rows: rows, tokens per expert, probabilities."""
         dispatcher = self[name]
-        return dispatcher.dispatch_postprocess(
-            *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routed, probs))
-        )
+        with self.running(name):
+            return dispatcher.dispatch_postprocess(
+                *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routed, probs))
+            )
 
     def combine(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """The experts' rows back to tokens."""
         dispatcher = self[name]
-        return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
+        manager: Any = getattr(dispatcher, "_comm_manager", None)
+        kept = getattr(manager, "handle", None)  # of flex, whose combine releases it; it is measured several times
+        with self.running(name):
+            out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
+        if kept is not None:
+            manager.handle = kept
+        return out
 
 
 def busiest_link(amounts: torch.Tensor) -> float:
@@ -131,6 +252,12 @@ class TokensCall(NamedTuple):
 
 
 class _MoveOp(Op[TokensCall, EPContext]):
+    kind: str
+
+    def __init__(self, *, is_flex: bool = False) -> None:
+        self.is_flex = is_flex
+        self.name = f"ep flex_{self.kind}" if is_flex else f"ep {self.kind}"
+
     def make_context(self, call: TokensCall) -> EPContext:
         """The dispatcher's own, which it has from its first call."""
         tokens = call.tokens if call.dispatched is None else call.dispatched
@@ -143,7 +270,7 @@ class _MoveOp(Op[TokensCall, EPContext]):
 class DispatchOp(_MoveOp):
     """Tokens to the experts' rows: rows, tokens per expert, probabilities."""
 
-    name = "ep dispatch"
+    kind = "dispatch"
 
     def inputs(self, call: TokensCall) -> Sequence[torch.Tensor]:
         return call.tokens, call.routed, call.probs
@@ -158,7 +285,7 @@ class DispatchOp(_MoveOp):
 class CombineOp(_MoveOp):
     """The experts' rows back to tokens."""
 
-    name = "ep combine"
+    kind = "combine"
 
     def inputs(self, call: TokensCall) -> Sequence[torch.Tensor]:
         return (call.tokens,)
@@ -173,8 +300,9 @@ class CombineOp(_MoveOp):
 
 
 class MoveCase(MoeCase[TokensCall, EPContext]):
-    """Against megatron-core's alltoall dispatcher."""
+    """Against megatron-core's alltoall or flex dispatcher."""
 
+    op: DispatchOp | CombineOp
     groups = "expert"
 
     def __init__(self, op: DispatchOp | CombineOp) -> None:
@@ -191,8 +319,12 @@ class MoveCase(MoeCase[TokensCall, EPContext]):
         """Tokens, or the rows that Megatron's dispatcher makes of them."""
         sizes, is_deterministic = shape.sizes, shape.options["deterministic"]
         names = ("hidden", "ffn_hidden", "num_experts", "topk")
+        others: dict[str, Any] = {"moe_token_dispatcher_type": "flex"} if self.op.is_flex else {}
         config = moe_config(
-            **{name: sizes[name] for name in names}, dtype=environment.dtype, fused=False if is_deterministic else None
+            **{name: sizes[name] for name in names},
+            dtype=environment.dtype,
+            fused=False if is_deterministic else None,
+            **others,
         )
         routed, probs = routing_of(shape, environment, seed)
         generator = torch.Generator(environment.device).manual_seed(1000 * seed + environment.rank)
@@ -206,11 +338,13 @@ class MoveCase(MoeCase[TokensCall, EPContext]):
         return TokensCall(pair, rows, routed, probs, tokens, environment.group)
 
     def comm_sms(self, call: TokensCall, context: EPContext) -> int:
-        return 0 if context.target == "interpreter" else context.senders(self.row, call.tokens.shape[1])
+        return 0 if context.target == "interpreter" else context.senders(self.op.kind, call.tokens.shape[1])
 
     def cost(self, call: TokensCall, context: EPContext) -> Cost:
         link, most, copies = _moved_bytes(call, call.tokens.shape[1])
-        return Cost(link, 0.0, most) if isinstance(self.op, DispatchOp) else Cost(copies, 0.0)
+        if isinstance(self.op, DispatchOp):
+            return Cost(link, 0.0, most)
+        return Cost(link if self.op.is_flex else copies, 0.0)
 
 
 def _moved_bytes(call: TokensCall, hidden: int) -> tuple[float, float, float]:
@@ -228,4 +362,5 @@ def _moved_bytes(call: TokensCall, hidden: int) -> tuple[float, float, float]:
 
 
 DISPATCH, COMBINE = MoveCase(DispatchOp()), MoveCase(CombineOp())
-CASES: Sequence[BenchCase[Any, Any]] = (DISPATCH, COMBINE)
+FLEX_DISPATCH, FLEX_COMBINE = MoveCase(DispatchOp(is_flex=True)), MoveCase(CombineOp(is_flex=True))
+CASES: Sequence[BenchCase[Any, Any]] = (DISPATCH, COMBINE, FLEX_DISPATCH, FLEX_COMBINE)

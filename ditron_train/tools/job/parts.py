@@ -19,8 +19,10 @@ from megatron.core.transformer.torch_norm import L2Norm
 
 from ditron_train.megatron.compat.config import captured_parts, unsupported_reason_weight
 from ditron_train.megatron.ep.coverage import (
+    APART,
     unsupported_reason_beside,
     unsupported_reason_config,
+    unsupported_reason_flex,
     unsupported_reason_fp8_options,
     unsupported_reason_fp8_recipe,
     unsupported_reason_fp8_rows,
@@ -381,17 +383,15 @@ def _experts(job: Job, config: Any) -> _Found:
     hidden = _tensor(tokens, config.hidden_size, dtype=config.params_dtype)
     dtype = _PROBS_DTYPES.get(config.moe_router_dtype or "", config.params_dtype)
     gathered = kind == "allgather"
-    reason = unsupported_reason_kind(kind) or (unsupported_reason_gathered if gathered else unsupported_reason_config)(
-        dispatcher
-    )
+    of_kind = {"allgather": unsupported_reason_gathered, "flex": unsupported_reason_flex}
+    reason = unsupported_reason_kind(kind) or of_kind.get(kind, unsupported_reason_config)(dispatcher)
+    dtype = torch.float32 if kind == "flex" else dtype
     probs = _tensor(tokens, config.num_moe_experts, dtype=dtype)
     reason = reason or unsupported_reason_tensors(hidden, probs, None, gathered=gathered)
     yield "experts: dispatch and combine", reason
     if reason is None:
-        yield (
-            "experts: GEMMs in one kernel with them",
-            (None if gathered else unsupported_reason_beside(slices)) or _unsupported_reason_fused(config),
-        )
+        apart = APART if kind == "flex" else None if gathered else unsupported_reason_beside(slices)
+        yield "experts: GEMMs in one kernel with them", apart or _unsupported_reason_fused(config)
         if _recipe_of(config) is not None and _is_te(config) and config.moe_grouped_gemm:
             yield "experts: grouped quantization to FP8", _unsupported_reason_quantised(config)
 

@@ -36,6 +36,16 @@ def test_rows_of_parts_and_routings(tmp_path: Path) -> None:
     assert all(row.bitwise_equal and row.native_us > 0 for row in rows)
 
 
+def test_rows_of_the_flex_dispatcher(tmp_path: Path) -> None:
+    parts = ("--part", "flex_dispatch", "--part", "flex_combine", "--part", "layer", "--dispatcher", "flex")
+    assert run_workers(2, _run, *parts, "--output", str(tmp_path)) == [0, 0]
+    (path,) = tmp_path.glob("*/ep.json")
+    rows = read_results(path)[1]
+    assert {row.op for row in rows} == {"flex_dispatch", "flex_combine", "moe_layer"}
+    assert {row.dispatcher for row in rows if row.op == "moe_layer"} == {"flex by torch"}
+    assert len(rows) == 12 and all(row.bitwise_equal and row.native_us > 0 for row in rows)
+
+
 def _run_as_with_rows(min_rows: int, *words: str) -> int:
     ep_gemm._min_rows = lambda counts, device: min_rows
     ep_gemm.min_rows_here = lambda product, *_: 257  # nothing is measured in the interpreter

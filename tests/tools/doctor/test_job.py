@@ -21,6 +21,7 @@ EP = (
     f"{DENSE} --disable-bias-linear --expert-model-parallel-size 4 --num-experts 8 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --ditron ep"
 )
+FLEX = "--moe-token-dispatcher-type flex"
 LORA = "--q-lora-rank 1536 --kv-lora-rank 512"
 QKV, PROJ = "attention: linear_qkv", "attention: linear_proj"
 QKV_A2A, OUT_A2A = "attention: QKV projection with its exchange", "attention: output projection with its exchange"
@@ -89,7 +90,9 @@ def test_a_job_of_usual_flags_is_fast_all_over(base: str) -> None:
         (f"{SP} --cp-comm-type all_gather --attention-dropout 0.1", GATHERS, "attention dropout is on"),
         (f"{SP} --cp-comm-type all_gather --transformer-impl local", GATHERS, "local attention has no all_gather"),
         (f"{SP} --num-attention-heads 31 --kv-channels 128", "attention: exchanges", "divisible by CP size"),
-        (f"{EP} --moe-token-dispatcher-type flex", MOVED, "moe_token_dispatcher_type is 'flex'"),
+        (f"{EP} {FLEX} --moe-expert-capacity-factor 1.0", MOVED, "moe_expert_capacity_factor is 1.0 with the flex"),
+        (f"{EP} {FLEX} --moe-flex-dispatcher-backend hybridep", MOVED, "moe_flex_dispatcher_backend is 'hybridep'"),
+        (f"{EP} {FLEX} --moe-enable-deepep", FUSED, "rows are added up at each rank"),
         (f"{EP} --moe-router-dtype fp64", MOVED, "torch.float64 is not covered"),
         (
             f"{EP} --moe-router-padding-for-fp8 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",

@@ -90,7 +90,11 @@ def test_the_gain_is_out_of_the_step_that_the_user_states() -> None:
             {"MLP: linear_fc1", "MLP: linear_fc2"},
         ),
         (f"{EP} --moe-router-dtype fp64", {"experts: dispatch and combine"}),
-        (f"{EP} --moe-token-dispatcher-type flex", {"experts: dispatch and combine"}),
+        (
+            f"{EP} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+            {"experts: dispatch and combine"},
+        ),
+        (f"{EP} --moe-token-dispatcher-type flex", {"experts: GEMMs in one kernel with them"}),
         (f"{EP} --cuda-graph-impl local", {"experts: dispatch and combine"}),
         (f"{EP} --overlap-moe-expert-parallel-comm", {"experts: dispatch and combine"}),
         (f"{SP} --attention-dropout 0.1", {"attention: exchanges"}),

@@ -250,6 +250,8 @@ def test_every_room(tmp_path: Path) -> None:
         "output_projection",
         "dispatch",
         "combine",
+        "flex_dispatch",
+        "flex_combine",
         "group_gemm",
         "group_dgrad",
         "group_wgrad",
