@@ -16,8 +16,8 @@ The cost model estimates an op's time, native and fused, from the rates of a mac
     GEMM-AR  = as its choice says: cuBLAS's GEMM and the stores of one kernel; or the GEMMs of its chunks, each chunk's
                bytes to every peer behind it, and the sum of all; or GEMM-RS in chunks, then a gather and a copy
 
-A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``bench tp --model`` shows the error
-at every shape (``docs/measurements/tp.md``).
+A GEMM is counted in waves of tiles, and a long one is slowed down by its power. ``tests/tools/tune``
+compares it with committed rows.
 """
 
 from __future__ import annotations

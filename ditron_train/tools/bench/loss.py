@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench loss``."""
     add_common_arguments(parser)
     parser.add_argument(
-        "--shape", nargs=2, type=int, action="append", metavar=("TOKENS", "WORDS"), help="instead of the table's"
+        "--shape", nargs=2, type=int, action="append", metavar=("TOKENS", "VOCABULARY"), help="instead of the table's"
     )
 
 

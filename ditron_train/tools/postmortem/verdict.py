@@ -1,4 +1,4 @@
-"""Merges the last calls of all ranks, as they stand in a folder, and names the first rank that went another way."""
+"""Merges the last calls of all ranks, as they stand in a folder, and names the first rank that diverged."""
 
 from __future__ import annotations
 

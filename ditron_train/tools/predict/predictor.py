@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-ms", type=float, metavar="MS", help="how long a step of your job takes without --ditron"
     )
-    parser.add_argument(
-        "--device", default="h200", metavar="NAME", help=f"{names}, or a JSON file like theirs (default %(default)s)"
-    )
+    parser.add_argument("--device", default="h200", metavar="NAME", help=f"{names} (default %(default)s)")
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="machines (default: as the launcher in the command says)"
     )
