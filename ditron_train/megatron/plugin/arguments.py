@@ -27,7 +27,7 @@ FEATURES: dict[str, str] = {
     "muon": "the Muon optimizer",
     "adam": "Adam of bf16 parameters: clipping, step and cast in one pass",
     "loss": "the cross entropy of language models, unless Megatron fuses it",
-    "det": "Megatron's deterministic mode, without PyTorch's fill of new tensors",
+    "det": "Megatron's deterministic mode, without PyTorch's fill of uninitialized memory",
     "wgrad": "gradient accumulation fusion without apex",
 }
 
