@@ -78,7 +78,7 @@ def test_signals_reach_the_command(tmp_path: Path, sent: signal.Signals) -> None
 
 
 def test_forks_share_no_random_numbers() -> None:
-    code = "import numpy, os, random; print(numpy.random.rand(), random.random(), os.urandom(8))"
+    code = "import numpy, os, random; print(numpy.random.rand(), random.random(), os.urandom(8).hex())"
     assert len({number for _ in range(2) for number in _run(warm_python.executable(), "-c", code).stdout.split()}) == 6
 
 
