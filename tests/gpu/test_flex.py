@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPU
 pytest.importorskip("megatron.core")
 
 from test_ep import FUSED, NEEDS_TE, assert_equal_passes, config, deterministic, normals, world  # noqa: E402, F401
+from test_gathered import run_layer  # noqa: E402
 
 from ditron_train.megatron.ep.flex_dispatcher import has_deepep  # noqa: E402
 from ditron_train.policy import gate  # noqa: E402
@@ -23,15 +24,6 @@ from ditron_train.tools.cases.ep_layers import zipf_routing  # noqa: E402
 from ditron_train.tools.cases.ep_moves import DispatcherPair  # noqa: E402
 
 FLEX = {"moe_token_dispatcher_type": "flex"}
-
-
-def run_layer(layer, x, grad):
-    leaf = x.detach().requires_grad_()
-    out, _ = layer(leaf)
-    named = dict(layer.named_parameters())
-    return {"out": out.detach()} | dict(
-        zip(["x", *named], torch.autograd.grad(out, [leaf, *named.values()], grad, allow_unused=True))
-    )
 
 
 # DeepEP takes whole 512 bytes of bf16.
