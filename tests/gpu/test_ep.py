@@ -82,6 +82,15 @@ def pass_through(pair, name, x, routed, probs, grad):
     return [rows.detach(), row_probs.detach(), tokens_per_expert.cpu(), out.detach(), x.grad, probs.grad]
 
 
+def run_layer(layer, x, grad):
+    leaf = x.detach().requires_grad_()
+    out, _ = layer(leaf)
+    named = dict(layer.named_parameters())
+    return {"out": out.detach()} | dict(
+        zip(["x", *named], torch.autograd.grad(out, [leaf, *named.values()], grad, allow_unused=True))
+    )
+
+
 def assert_equal_passes(pair, x, routed, probs, grad):
     native = pass_through(pair, "native", x, routed, probs, grad)
     fused = pass_through(pair, "fused", x, routed, probs, grad)

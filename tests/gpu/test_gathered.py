@@ -13,7 +13,7 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 pytest.importorskip("megatron.core")
 
-from test_ep import FUSED, HAVE_TE, NEEDS_TE, deterministic, normals, world  # noqa: E402, F401
+from test_ep import FUSED, HAVE_TE, NEEDS_TE, deterministic, normals, run_layer, world  # noqa: E402, F401
 
 from ditron_train.megatron.ep import gather  # noqa: E402
 from ditron_train.megatron.ep.gathered_spec import GATHERED_EXPERTS, GatheredExpertsOp  # noqa: E402
@@ -40,15 +40,6 @@ def parts(monkeypatch):
 
     monkeypatch.setattr(gather, "groups_in_sequence", drawn)
     return found
-
-
-def run_layer(layer, x, grad):
-    leaf = x.detach().requires_grad_()
-    out, _ = layer(leaf)
-    named = dict(layer.named_parameters())
-    return {"out": out.detach()} | dict(
-        zip(["x", *named], torch.autograd.grad(out, [leaf, *named.values()], grad, allow_unused=True))
-    )
 
 
 @pytest.mark.parametrize("fused", FUSED)
