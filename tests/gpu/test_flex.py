@@ -14,16 +14,7 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 pytest.importorskip("megatron.core")
 
-from test_ep import (  # noqa: E402, F401
-    FUSED,
-    NEEDS_TE,
-    assert_equal_passes,
-    config,
-    deterministic,
-    normals,
-    run_layer,
-    world,
-)
+from test_ep import FUSED, NEEDS_TE, assert_equal_passes, config, deterministic, normals, run_layer, world  # noqa: E402, F401
 
 from ditron_train.megatron.ep.flex_dispatcher import has_deepep  # noqa: E402
 from ditron_train.policy import gate  # noqa: E402
