@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,23 @@ def run_layer(layer, x, grad):
     return {"out": out.detach()} | dict(
         zip(["x", *named], torch.autograd.grad(out, [leaf, *named.values()], grad, allow_unused=True))
     )
+
+
+def steps_of_equal_layers(layers, tokens, hidden):
+    """Runs both layers of a pair four times, ranks one after the other, and compares them; yields the fused one's
+    context after each, when nothing runs."""
+    draw = random.Random(dist.get_rank())
+    for step in range(4):
+        seed = 100 * step + dist.get_rank()
+        x, grad = (normals(tokens, 1, hidden, dtype=torch.bfloat16, seed=seed + i) for i in range(2))
+        time.sleep(0.02 * draw.random())
+        native, found = (run_layer(layers[name], x, grad) for name in ("native", "fused"))
+        dispatcher = layers["fused"].token_dispatcher
+        assert dispatcher.ep_context is not None, dispatcher._native_because
+        dispatcher.ep_context.synchronize()
+        for name, value in native.items():
+            assert (value is None and found[name] is None) or torch.equal(value, found[name]), (step, name)
+        yield dispatcher.ep_context
 
 
 def assert_equal_passes(pair, x, routed, probs, grad):

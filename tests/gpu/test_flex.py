@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 
 import pytest
 import torch
@@ -14,7 +13,17 @@ import torch.distributed as dist
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 pytest.importorskip("megatron.core")
 
-from test_ep import FUSED, NEEDS_TE, assert_equal_passes, config, deterministic, normals, run_layer, world  # noqa: E402, F401
+from test_ep import (  # noqa: E402, F401
+    FUSED,
+    NEEDS_TE,
+    assert_equal_passes,
+    config,
+    deterministic,
+    normals,
+    run_layer,
+    steps_of_equal_layers,
+    world,
+)
 
 from ditron_train.megatron.ep.flex_dispatcher import has_deepep  # noqa: E402
 from ditron_train.policy import gate  # noqa: E402
@@ -52,18 +61,8 @@ def test_probabilities_of_zero_pick_the_same_experts():
 @pytest.mark.parametrize("local, topk, hidden, tokens", [(4, 2, 512, 1024), (16, 6, 2048, 700)])
 def test_layers_have_the_bits_of_deepeps_order(device, local, topk, hidden, tokens, fused):
     layers = layer_pair(config(local * dist.get_world_size(), topk, hidden, fused=fused, **FLEX), device)
-    draw = random.Random(dist.get_rank())
-    for step in range(4):
-        seed = 100 * step + dist.get_rank()
-        x, grad = (normals(tokens, 1, hidden, dtype=torch.bfloat16, seed=seed + i) for i in range(2))
-        time.sleep(0.02 * draw.random())  # ranks come one after the other
-        native, found = (run_layer(layers[name], x, grad) for name in ("native", "fused"))
-        dispatcher = layers["fused"].token_dispatcher
-        assert dispatcher.ep_context is not None, dispatcher._native_because
-        dispatcher.ep_context.synchronize()
-        dispatcher.ep_context.buffers.rows(1, 1, hidden, torch.bfloat16).local.fill_(float("nan"))
-        for name, value in native.items():
-            assert (value is None and found[name] is None) or torch.equal(value, found[name]), (step, name)
+    for context in steps_of_equal_layers(layers, tokens, hidden):
+        context.buffers.rows(1, 1, hidden, torch.bfloat16).local.fill_(float("nan"))
 
 
 @NEEDS_TE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,3 +58,19 @@ def test_what_adamw_steps_beside_muon(layer_wise, clip_grad, features, fresh_wor
 
 def test_a_checkpoint_is_loaded_natively(tmp_path):
     assert run_workers(2, workers.loaded, tmp_path) == [[], []]
+
+
+def test_only_contiguous_parameters_and_gradients_are_stepped_in_one_pass():
+    from ditron_train.megatron.adam.optimizer import _is_ready
+
+    def is_ready(param, grad):
+        param = torch.nn.Parameter(param)
+        param.grad = grad
+        inner = SimpleNamespace(
+            state={param: {"exp_avg": 0}}, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={}
+        )
+        return _is_ready(SimpleNamespace(optimizer=inner, get_parameters=lambda: [param]))
+
+    plain, transposed = torch.zeros(3, 4), torch.zeros(4, 3).t()
+    assert is_ready(plain, plain.clone())
+    assert not (is_ready(plain, transposed) or is_ready(transposed, plain) or is_ready(plain, None))

@@ -202,11 +202,13 @@ def route_step(owner: Any) -> Answer:
 
 
 def _is_ready(owner: Any) -> bool:
-    """Whether this step can be fused on this rank: there are states and gradients, and nobody has wrapped it."""
+    """Whether this step can be fused on this rank: there are states and gradients, all contiguous, and nobody has
+    wrapped it."""
     inner = owner.optimizer
     is_wrapped = "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-    params = owner.get_parameters()
-    return not is_wrapped and all(p.grad is not None and p.is_contiguous() and inner.state.get(p) for p in params)
+    if is_wrapped or not all(p.grad is not None and inner.state.get(p) for p in owner.get_parameters()):
+        return False
+    return all(p.is_contiguous() and p.grad.is_contiguous() for p in owner.get_parameters())
 
 
 def _step_fused(owner: Any, scale: float | None, form: int) -> None:
