@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -18,10 +19,14 @@ from ditron_train.runtime.files import read_regular
 _EVALUATION_S = 20
 _NO_PATH = "/dev/null/none"  # an empty one is the current folder
 # bash evaluates a launch script's variables, arrays and conditions, but starts nothing: no program can be found, the
-# shell is restricted, and this function notes the words of every command that is therefore not found.
+# shell is restricted, and this function notes the words of every command that is therefore not found. A training command
+# may run in the background: behind the script, bash notes that it is through and waits (the script's own waits do nothing).
 _NOTE_COMMANDS = r"""
-command_not_found_handle() { printf '%s\0' "$@" >&NOTES; printf '\1\0' >&NOTES; }
+command_not_found_handle() { printf '%s\0' "$@" $'\1' >&NOTES; }
 exit() { :; }; set() { :; }; exec() { "$@"; }; wait() { :; }; kill() { :; }; trap() { :; }; source() { :; }
+"""
+_THROUGH = r"""
+printf '\2\0\1\0' >&NOTES; builtin wait
 """
 _REDIRECTION = re.compile(r"\s[12&]?>>?\s*(?:\"[^\"\n]*\"|[\w./${}-]+)(?=\s*(?:2>&1)?\s*&?\s*$)", re.MULTILINE)
 _PATH = re.compile(r"^\s*(?:export\s+)?PATH=.*$", re.MULTILINE)
@@ -117,17 +122,21 @@ def _evaluated(text: str, name: str, given: Sequence[str]) -> list[str]:
     if bash is None:
         raise SettingError(f"{name} is a shell script, and there is no bash to read it: paste the command instead")
     with tempfile.TemporaryFile() as notes:
-        text = _NOTE_COMMANDS.replace("NOTES", str(notes.fileno())) + _PATH.sub("", _REDIRECTION.sub("", text))
+        before, behind = (part.replace("NOTES", str(notes.fileno())) for part in (_NOTE_COMMANDS, _THROUGH))
+        text = before + _PATH.sub("", _REDIRECTION.sub("", text)) + behind
+        process = subprocess.Popen(
+            [bash, "--restricted", "-s", "--", *given], env={**os.environ, "PATH": _NO_PATH}, stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(notes.fileno(),), start_new_session=True,
+        )  # fmt: skip
         try:
-            subprocess.run(
-                [bash, "--restricted", "-s", "--", *given], input=text.encode(), env={**os.environ, "PATH": _NO_PATH},
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(notes.fileno(),),
-                timeout=_EVALUATION_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise SettingError(f"{name} does not end when bash reads it: paste the command instead") from None
+            process.communicate(text.encode(), timeout=_EVALUATION_S)
+        except subprocess.TimeoutExpired:  # a loop, of which one in the background (a monitor) is no reason to refuse
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
         notes.seek(0)
         found = notes.read().decode("utf-8", errors="replace").split("\1\0")
+    if process.returncode == -signal.SIGKILL and "\2\0" not in found:
+        raise SettingError(f"{name} does not end when bash reads it: paste the command instead")
     commands = [command.split("\0")[:-1] for command in found]
     training = [words for words in commands if ".py" in " ".join(words) and "--" in " ".join(words)]
     if not training:

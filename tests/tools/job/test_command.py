@@ -94,6 +94,14 @@ def test_a_launch_script_is_evaluated_and_runs_nothing(tmp_path: Path, monkeypat
     assert read_command(["train.sh"]).arguments[:4] == ["--num-layers", "80", "--hidden-size", "8192"]
 
 
+@pytest.mark.parametrize("monitor", ["", "while true; do nvidia-smi; done &\n"])
+def test_a_command_in_the_background_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, monitor: str) -> None:
+    monkeypatch.setattr("ditron_train.tools.job.command._EVALUATION_S", 2 if monitor else 20)
+    prepare = "for i in {1..20000}; do X=$i; done; "  # bash is long through when this comes to its command
+    (tmp_path / "train.sh").write_text(f"{monitor}( {prepare} python train.py --bf16 ) &\nwait $!\n")
+    assert read_command([str(tmp_path / "train.sh")]).arguments == ["--bf16"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
