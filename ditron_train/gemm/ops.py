@@ -307,3 +307,21 @@ def matmul_tn(
     """
     name = "matmul_tn"
     return _product(name, _rows(name, "grad", grad), _rows(name, "x", x), out, config, transpose_a=True)
+
+
+def library_product(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, transpose_b: bool, bias: torch.Tensor | None = None
+) -> None:
+    """out = x @ weight (``transpose_b``: weight.T), with the bias added before the one rounding: by cuBLAS.
+
+    Args:
+        x: [rows, K], 16 bits (on CPU any type); detached: this is not differentiable by itself.
+        weight: [K, N], or [N, K] if transposed.
+        out: [rows, N].
+        bias: [N].
+    """
+    factors = x.detach(), (weight.t() if transpose_b else weight).detach()
+    if bias is None:
+        torch.mm(*factors, out=out)
+    else:
+        torch.addmm(bias.detach(), *factors, out=out)
