@@ -310,18 +310,27 @@ def matmul_tn(
 
 
 def library_product(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, transpose_b: bool, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    transpose_b: bool,
+    scales: TensorScales | None = None,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """out = x @ weight (``transpose_b``: weight.T), with the bias added before the one rounding: by cuBLAS.
 
     Args:
-        x: [rows, K], 16 bits (on CPU any type); detached: this is not differentiable by itself.
+        x: [rows, K], 16 bits or FP8 (on CPU any type); this is not differentiable by itself.
         weight: [K, N], or [N, K] if transposed.
         out: [rows, N].
+        scales: Of FP8 operands, whose sums are fast accumulation's; K and N are whole sixteens then.
         bias: [N].
     """
-    factors = x.detach(), (weight.t() if transpose_b else weight).detach()
-    if bias is None:
-        torch.mm(*factors, out=out)
+    a, b = x.detach(), (weight.t() if transpose_b else weight).detach()
+    if scales is not None:
+        torch._scaled_mm(a, b, *scales, bias=bias, out_dtype=out.dtype, use_fast_accum=True, out=out)
+    elif bias is None:
+        torch.mm(a, b, out=out)
     else:
-        torch.addmm(bias.detach(), *factors, out=out)
+        torch.addmm(bias.detach(), a, b, out=out)

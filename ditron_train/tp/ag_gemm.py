@@ -387,15 +387,14 @@ class LibraryAgGemmPlan(Plan[TPContext]):
         scales: TensorScales | None = None,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As of ``AgGemmPlan``, of operands of 16 bits."""
-        assert scales is None, "chosen for operands of 16 bits"
-        out = x.new_empty(self.m, self.n)
+        """As of ``AgGemmPlan``."""
+        out = x.new_empty(self.m, self.n, dtype=result_dtype(x.dtype))
 
         def multiply(ranks: Sequence[int]) -> None:
             (rank,) = ranks
             is_local, rows = rank == self.context.rank, self._rows[rank]
             given = x[:, : self.gathered.shape[1]] if is_local else self.gathered[rows]
-            library_product(given, weight, out[rows], transpose_b=self._transpose_b, bias=bias)
+            library_product(given, weight, out[rows], transpose_b=self._transpose_b, scales=scales, bias=bias)
             if is_local and self._keeps_gathered:
                 self.gather.copy_own(x)
 

@@ -395,7 +395,7 @@ def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[
     """``base`` with other ways to move its data: copy engines or SMs, their number, chunks, rows of a ring-order
     reduction; and with products by cuBLAS."""
     by_library = []
-    if machine.target != "interpreter" and problem.world_size > 1 and not problem.is_fp8:
+    if machine.target != "interpreter" and problem.world_size > 1:
         by_library = [replace(base, gather=GatherPlan("copy"), scatter="copy", by_library=True)]
     if problem.op == "gemm_ar":
         variants = [replace(base, gather=plan) for plan in _ar_plans(problem)[1:]]

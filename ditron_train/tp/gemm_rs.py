@@ -522,7 +522,8 @@ class ChunkedGemmPlan(Plan[TPContext]):
         with self.aborting:
             for chunk in self._chunks:
                 if self._by_library:
-                    library_product(x[chunk.rows], weight, partial[chunk.rows], transpose_b=self._transpose_b)
+                    rows, transpose_b = chunk.rows, self._transpose_b
+                    library_product(x[rows], weight, partial[rows], transpose_b=transpose_b, scales=scales)
                 elif chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
                     a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
                     is_as_given = a is x and b is weight and not context.varies

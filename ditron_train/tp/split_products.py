@@ -22,7 +22,7 @@ def have_bits_of_whole(problem: Problem, group: dist.ProcessGroup, device: torch
     that; True where nothing is compared (interpreter).
 
     Args:
-        problem: An AG-GEMM or a GEMM-RS of 16 bits, whose rows divide by the ranks.
+        problem: An AG-GEMM or a GEMM-RS of 16 bits (of FP8 it is known), whose rows divide by the ranks.
         group, device: Of the context.
     """
     if not compares(device):

@@ -205,6 +205,18 @@ def check_fp8_products(rows: int, n: int, k: int) -> None:
             found = gemm_rs(total, weight, context=context, scales=scales, scatter=scatter)
             assert torch.equal(found, expected), (repeat, scatter)
 
+        other = get_tp_context(dist.new_group(), CPU)
+        powers = TensorScales(torch.tensor([0.5]), torch.tensor(2.0**rank))  # multiplied in any order
+        factors = powers.a * powers.b
+        with _by_library():
+            y = ag_gemm(x, weight, context=other, scales=powers, bias=bias)
+            found = gemm_rs(total, weight, context=other, scales=powers)
+        exact = total.float() @ weight.float().t()
+        assert torch.equal(y, (exact * factors + bias.float()).bfloat16())
+        dist.all_gather(partials, (exact * factors).bfloat16())
+        assert torch.equal(found, ring_reduce([partial.chunk(world)[rank] for partial in partials], rank))
+        assert "LibraryAgGemmPlan" in {type(plan).__name__ for plan in other.prepared.values()}
+
 
 def refused_fp8_calls() -> list[str]:
     """What is raised, alike on every rank, for FP8 operands that do not fit."""
@@ -316,14 +328,18 @@ def check_library_products(layout: str, n: int, k: int, repeats: int) -> None:
 
 
 def check_library_layers(shape: tuple[int, int], n: int, k: int) -> None:
-    prepared = get_tp_context(None, CPU).prepared
+    prepared, runs, run = get_tp_context(None, CPU).prepared, [], ag_gemm_module.LibraryAgGemmPlan.run
+
+    def counted(self, *given: object, **options: object) -> torch.Tensor:
+        runs.append(self)
+        return run(self, *given, **options)
+
     prepared.clear()
-    with _by_library():
+    with _by_library(), mock.patch.object(ag_gemm_module.LibraryAgGemmPlan, "run", counted):
         check_linear_layers(shape, n, k)
-    plans = [type(plan).__name__ for plan in prepared.values()]
+    assert len(runs) == 2  # a column layer's forward, and a row layer's data gradient
+    assert "AgGemmPlan" not in {type(plan).__name__ for plan in prepared.values()}
     prepared.clear()
-    assert plans.count("LibraryAgGemmPlan") == 2  # a column layer's forward, and a row layer's data gradient
-    assert "AgGemmPlan" not in plans
 
 
 def check_tiles_instead_of_the_library() -> list[str]:
