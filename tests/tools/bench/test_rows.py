@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ditron_train.megatron.plugin.arguments import available_features
+from ditron_train.megatron.plugin.arguments import FEATURES
 from ditron_train.tools.results import (
     MEGATRON_TESTS,
     RESULTS,
@@ -264,7 +264,7 @@ def test_words_of_a_timeline_are_inside_of_their_boxes_and_every_color_is_in_the
 
 def test_readme_names_every_feature() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in available_features() if f"| `{name}` |" not in text] == []
+    assert [name for name in FEATURES if f"| `{name}` |" not in text] == []
 
 
 def test_every_result_file_reads_and_has_equal_bits() -> None:
