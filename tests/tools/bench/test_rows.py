@@ -25,11 +25,10 @@ from ditron_train.tools.results import (
     write_results,
 )
 from ditron_train.tools.stamp import collect_stamp
-from ditron_train.tools.tables import show_rows
+from ditron_train.tools.tables import cells_of, show_rows
 from documents.drawings import draw_speedups, draw_steps, draw_timeline, timelines
 from documents.results import (
     RESULTS_PAGE,
-    markdown_table,
     model_words,
     picture_path,
     render,
@@ -37,6 +36,7 @@ from documents.results import (
     result_parts,
     step_speedups,
 )
+from documents.tables import table
 
 ROOT = Path(__file__).parents[3]
 FULL = Row(
@@ -213,7 +213,7 @@ def test_the_page_says_what_older_rows_were_measured_under(tmp_path: Path) -> No
 
 
 def test_tables() -> None:
-    lines = markdown_table([FULL, SHORT]).splitlines()
+    lines = table(*cells_of([FULL, SHORT])).splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     assert "1.70x" in lines[2] and "80 %" in lines[2] and "DIFFER" in lines[3]
     console = Console(record=True, width=240)
@@ -323,7 +323,7 @@ def test_documents_show_results(tmp_path: Path) -> None:
     write_results(tmp_path / RESULTS, "verify", stamp(device="NVIDIA H200"), [SHORT])
     text = render(text, parts)
     assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x H200 |" in text
-    assert markdown_table([FULL, SHORT]) in page
+    assert table(*cells_of([FULL, SHORT])) in page
     assert render(text, parts) == text
     shape = {
         "num_layers": 6,
