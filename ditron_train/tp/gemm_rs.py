@@ -481,7 +481,7 @@ class ChunkedGemmPlan(Plan[TPContext]):
         self.m, self.n, self.k = problem.m, problem.n, problem.k
         self._exchange = exchange
         self._chunks: list[_Chunk] = []
-        tiles = (choice.config, False, self._transpose_b, context.num_sms)
+        tiles = (choice.config, self._transpose_b, context.num_sms)
         self._options = (*tiles, (problem.dtype, problem.dtype), context.device.index)
 
     def _add_chunk(self, first: int, last: int, position: int | None, *, is_last: bool) -> None:
