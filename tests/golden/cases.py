@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -96,20 +97,37 @@ def _context(stack: contextlib.ExitStack, group: dist.ProcessGroup) -> Prepared:
     return {}, lambda: [torch.zeros(1)] if get_tp_context(group, CPU) else []
 
 
+def _by_library(stack: contextlib.ExitStack) -> None:
+    """As a tuning table may choose."""
+    from ditron_train.tp import GatherPlan, choices
+    from ditron_train.tp import context as tp_context
+
+    def chosen(problem, machine):
+        given = choices.choose(problem, machine)
+        return replace(given, gather=GatherPlan("copy"), scatter="copy", by_library=True)
+
+    stack.enter_context(mock.patch.object(tp_context, "choose", chosen))
+
+
 def _ag_gemm(counts, n, k, layout, mode, dtype, stack, group) -> Prepared:
     from ditron_train.tp import GatherPlan, ag_gemm, get_tp_context
 
+    if mode == "library":
+        _by_library(stack)
     x = integers(counts[dist.get_rank()], k, seed=1, dtype=dtype)
     weight = integers(*((n, k) if layout == "nt" else (k, n)), seed=2, dtype=dtype)
     options: dict[str, Any] = dict(context=get_tp_context(group, CPU), layout=layout)
     options["row_counts"] = None if len({*counts}) == 1 else counts
-    options["plan"] = None if mode is None else GatherPlan(mode, push_programs=1, num_chunks=2)
+    options["plan"] = None if mode in (None, "library") else GatherPlan(mode, push_programs=1, num_chunks=2)
     return dict(x=x, w=weight), lambda: ag_gemm(x, weight, return_gathered=True, **options)
 
 
 def _gemm_rs(counts, n, k, layout, scatter, dtype, stack, group) -> Prepared:
     from ditron_train.tp import gemm_rs, get_tp_context
 
+    if scatter == "library":
+        _by_library(stack)
+        scatter = None
     x = integers(sum(counts), k, seed=3, dtype=dtype)
     weight = integers(*((n, k) if layout == "nt" else (k, n)), seed=4, dtype=dtype)
     options = dict(context=get_tp_context(group, CPU), layout=layout, scatter=scatter)
@@ -229,6 +247,11 @@ def _simulated_cases() -> Iterator[Case]:
             yield Case(f"h200 gemm_rs {words}", world, partial(_gemm_rs, even, n, k, "nt", None, bf16), **options)
             yield Case(f"h200 gemm_ar {words}", world, partial(_gemm_ar, rows, n, k, "nt", None, bf16), **options)
     yield Case("h200 gemm_ar rows of a decode", 2, partial(_gemm_ar, 8, 256, 128, "nt", None, bf16), **options)
+    for world in (2, 4):
+        words, sizes = f"by the library 1024, {world} ranks", (1024, 1024)
+        even = (1024 // world,) * world
+        yield Case(f"h200 ag_gemm {words}", world, partial(_ag_gemm, even, *sizes, "nt", "library", bf16), **options)
+        yield Case(f"h200 gemm_rs {words}", world, partial(_gemm_rs, even, *sizes, "nt", "library", bf16), **options)
     for mode, scatter in (("push", "store"), ("copy", "copy")):
         uneven = (160, 96)
         yield Case(f"h200 ag_gemm {mode} 160+96", 2, partial(_ag_gemm, uneven, 256, 128, "nn", mode, bf16), **options)
@@ -256,6 +279,10 @@ def _tp_cases() -> Iterator[Case]:
             yield Case(f"tp gemm_rs {scatter} {shape}", 2, partial(_gemm_rs, counts, n, k, layout, scatter, dtype))
     yield Case("tp ag_gemm by itself", 2, partial(_ag_gemm, (32, 32), 48, 32, "nt", None, bf16))
     yield Case("tp gemm_rs by itself", 2, partial(_gemm_rs, (32, 32), 48, 32, "nt", None, bf16))
+    for world in (2, 4):
+        words = f"by the library 40 32, {world} ranks"
+        yield Case(f"tp ag_gemm {words}", world, partial(_ag_gemm, (16,) * world, 40, 32, "nn", "library", bf16))
+        yield Case(f"tp gemm_rs {words}", world, partial(_gemm_rs, (16,) * world, 40, 32, "nt", "library", bf16))
     for world, counts in ((4, (16, 5, 0, 30)), (4, (16,) * 4)):
         shape = "+".join(map(str, counts))
         for mode, scatter in (("push", "store"), ("copy", "copy")):
