@@ -116,7 +116,6 @@ class Settings:
     transport: str
     timeout_s: float
     arena_bytes: int | None
-    keep_gathered_mib: int
     pp_slots: int
     pp_leases: int | None
     pp_path: str

@@ -227,7 +227,6 @@ class AgGemmPlan(Plan[TPContext]):
         problem: The op at its shape.
         choice: Tiles and the way to move rows.
         keeps_gathered: Whether ``gathered`` must hold all rows after a call, not only the peers'.
-        buffer: As of ``TPContext.gathered``.
     """
 
     def __init__(
@@ -237,14 +236,13 @@ class AgGemmPlan(Plan[TPContext]):
         problem: Problem,
         choice: Choice,
         keeps_gathered: bool = False,
-        buffer: str | None = None,
     ) -> None:
         (n, k), dtype = (problem.n, problem.k), problem.dtype
         self.m, self.n, self.k, self._out_dtype = problem.m, n, k, result_dtype(dtype)
         self.config = config = choice.config
         self._a_block, transpose_b = (config.block_m, config.block_k), problem.layout == "nt"
         self.gather = gather = Gather(
-            context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m, buffer=buffer
+            context, partition, padded_columns(k, dtype), dtype, choice.gather, config.block_m
         )
         is_recorded = (
             context.is_cuda
@@ -360,16 +358,11 @@ class LibraryAgGemmPlan(Plan[TPContext]):
     """As ``AgGemmPlan``, by cuBLAS; constructed collectively. All ranks have as many rows, sent by copy engines."""
 
     def __init__(
-        self,
-        context: TPContext,
-        partition: RowPartition,
-        problem: Problem,
-        keeps_gathered: bool = False,
-        buffer: str | None = None,
+        self, context: TPContext, partition: RowPartition, problem: Problem, keeps_gathered: bool = False
     ) -> None:
         k, dtype, self.m, self.n = problem.k, problem.dtype, problem.m, problem.n
         columns = padded_columns(k, dtype)
-        self.gather = Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1, buffer=buffer)
+        self.gather = Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1)
         super().__init__(context, self.gather.channel)
         self.gathered = self.gather.buffer.local[:, :k]
         self._rows = [slice(*ends) for ends in zip(partition.starts, partition.starts[1:])]
@@ -407,17 +400,12 @@ class LibraryAgGemmPlan(Plan[TPContext]):
 
 
 def ag_gemm_by(
-    context: TPContext,
-    partition: RowPartition,
-    problem: Problem,
-    choice: Choice,
-    keeps_gathered: bool = False,
-    buffer: str | None = None,
+    context: TPContext, partition: RowPartition, problem: Problem, choice: Choice, keeps_gathered: bool = False
 ) -> AgGemmPlan | LibraryAgGemmPlan:
     """The plan of an AG-GEMM as ``choice`` says (collective)."""
     if choice.by_library and partition.is_even(1) and can_copy(context):
-        return LibraryAgGemmPlan(context, partition, problem, keeps_gathered, buffer)
-    return AgGemmPlan(context, partition, problem, choice, keeps_gathered, buffer)
+        return LibraryAgGemmPlan(context, partition, problem, keeps_gathered)
+    return AgGemmPlan(context, partition, problem, choice, keeps_gathered)
 
 
 def plan_ag_gemm(
@@ -427,7 +415,6 @@ def plan_ag_gemm(
     counts: tuple[int, ...] | None,
     gather: GatherPlan | None,
     keeps_gathered: bool,
-    buffer: str | None,
 ) -> AgGemmPlan | LibraryAgGemmPlan | None:
     """The plan of ``ag_gemm`` for these ``Operands`` (collective); None if no rank has rows."""
     shapes = Operands(*operands)
@@ -441,7 +428,7 @@ def plan_ag_gemm(
     choice = context.choose(problem)
     if gather is not None:
         choice = replace(choice, gather=gather, by_library=False)
-    return ag_gemm_by(context, partition, problem, choice, keeps_gathered, buffer)
+    return ag_gemm_by(context, partition, problem, choice, keeps_gathered)
 
 
 @outside_compile
@@ -453,7 +440,6 @@ def ag_gemm(
     layout: Layout = "nt",
     row_counts: Sequence[int] | None = None,
     return_gathered: bool = False,
-    gathered_in: str | None = None,
     plan: GatherPlan | None = None,
     scales: TensorScales | None = None,
     bias: torch.Tensor | None = None,
@@ -468,8 +454,6 @@ def ag_gemm(
         row_counts: Rows (all leading dimensions multiplied) of each rank, if they differ.
         return_gathered: Also return the gathered rows [total rows, K]: a view that the next gather of this context
             overwrites.
-        gathered_in: Name of the symmetric buffer that all rows are gathered into, where they stay until the next call
-            with this name; the same on all ranks. None: the buffer that all gathers share.
         plan: How to move the rows; None: by the shape (``tp.choices``).
         scales: Scales of FP8 operands; the scale of ``x`` is the same on all ranks.
         bias: [N], of the result's type: added in fp32 to the (scaled) product before that is rounded, as in cuBLAS's
@@ -490,8 +474,7 @@ def ag_gemm(
         check_bias("ag_gemm", x, bias, weight.shape[0 if layout == "nt" else -1] if weight.dim() else 0)
     context.enter("ag_gemm", x.shape if counts is None else counts, weight.shape, x.dtype)
     operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
-    keeps = return_gathered or gathered_in is not None
-    made = context.plan(plan_ag_gemm, operands, layout, counts, plan, keeps, gathered_in)
+    made = context.plan(plan_ag_gemm, operands, layout, counts, plan, return_gathered)
     if made is None:
         n, k = weight.shape if layout == "nt" else weight.shape[::-1]
         shape = (0,) if counts is not None else (x.shape[0] * context.world_size, *x.shape[1:-1])

@@ -20,7 +20,6 @@ from ditron_train.gemm.operands import FP8_DTYPES, Operand
 from ditron_train.gemm.ops import check_operands
 from ditron_train.runtime.device import device_name
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.settings import get_settings
 from ditron_train.runtime.sizes import top_of_range
 from ditron_train.runtime.values import to_device
 from ditron_train.runtime.versions import pip_command
@@ -29,7 +28,6 @@ from ditron_train.stream.driver import has_driver
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.tp.choices import PUSH_BYTES, Choice, Layout, Problem, choose, choose_without_copies
-from ditron_train.tp.kept import KeptInputs
 from ditron_train.tp.split_products import have_bits_of_whole
 
 _Found = TypeVar("_Found")
@@ -106,7 +104,7 @@ class TPContext(OpContext):
         super().__init__(group, device, first_epoch=first_epoch)
         fields = ("total_rows", "row_partition", "columns", "dtype")
         self.gather_channel = self.add_channel(
-            "tp.gather", self.world_size * FLAGS_PER_RANK, (*fields, "flag_block_rows", "buffer")
+            "tp.gather", self.world_size * FLAGS_PER_RANK, (*fields, "flag_block_rows")
         )
         self.scatter_channel = self.add_channel("tp.gemm_rs", self.world_size * 4096, (*fields, "block_m", "block_n"))
         self.reduce_channel = self.add_channel("tp.reduce_scatter", self.world_size, fields)
@@ -119,8 +117,6 @@ class TPContext(OpContext):
         self.machine = Machine(device_name(self.device), self.target, self.num_sms)
         self._tables: dict[object, torch.Tensor] = {}
         self._choices: dict[tuple[Any, ...], Any] = {}
-        kept_bytes = get_settings().keep_gathered_mib << 20
-        self.kept = KeptInputs(self.arena, kept_bytes) if kept_bytes else None
 
     def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A small int32 table on the device, made once for ``key``."""
@@ -178,12 +174,9 @@ class TPContext(OpContext):
         self._tables.clear()
         self._choices.clear()
 
-    def gathered(
-        self, num_rows: int, num_columns: int, dtype: torch.dtype, buffer: str | None = None
-    ) -> SymmetricTensor:
-        """The gathered activation, as ``[num_rows, num_columns]``; valid until the next gather of this context into
-        this ``buffer`` (None: the one that gathers share)."""
-        return self.roomy(buffer or GATHERED, num_rows, num_columns, dtype)
+    def gathered(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> SymmetricTensor:
+        """The gathered activation, as ``[num_rows, num_columns]``; valid until the next gather of this context."""
+        return self.roomy(GATHERED, num_rows, num_columns, dtype)
 
     def pushed(self, dtype: torch.dtype) -> SymmetricTensor:
         """Where peers store the partial sums of small all-reduces, [2, world_size, elements]: by the epoch's

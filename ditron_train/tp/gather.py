@@ -25,7 +25,6 @@ after the other begins early, and the others arrive meanwhile.
 Sizes that change no code are not specialised on (``do_not_specialize``): a new shape needs no compilation.
 """
 
-import zlib
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 
@@ -181,8 +180,6 @@ class BaseGather(CopyExchange[TPContext]):
     Args:
         context: Whose buffers and streams are used.
         values: Of the signature: what must be equal on all ranks (collective).
-        buffer: As of ``TPContext.gathered``. It is part of the signature, since peers write into the buffer of that
-            name.
         num_bytes: Bytes that are gathered, if a call that fits into the buffer needs no agreement of its own.
 
     Attributes:
@@ -193,12 +190,9 @@ class BaseGather(CopyExchange[TPContext]):
     row_starts: torch.Tensor  #: First row of each rank, and the end of the last; of parts, a row stands for a flag.
     flag_block_rows: int  #: Rows that one flag stands for.
 
-    def __init__(
-        self, context: TPContext, values: tuple[int | torch.dtype, ...], buffer: str | None = None, num_bytes: int = 0
-    ) -> None:
+    def __init__(self, context: TPContext, values: tuple[int | torch.dtype, ...], num_bytes: int = 0) -> None:
         channel = context.gather_channel
-        values = (*values, 0 if buffer is None else zlib.crc32(buffer.encode()) & 0x7FFFFFFF)
-        pointers = channel.pointers(agree(context, channel, values, buffer=(buffer or GATHERED, num_bytes)))
+        pointers = channel.pointers(agree(context, channel, values, buffer=(GATHERED, num_bytes)))
         super().__init__(context, channel, pointers, context.gather_epochs)
         self.arrival_order: list[int] = arrival_order(context.rank, context.world_size).tolist()
         world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
@@ -268,7 +262,6 @@ class Gather(BaseGather):
         block_m: Row tile of the consumer: chunks of copy engines are whole tiles.
         is_awaited: Whether rows are consumed only when all have arrived (``wait``). Flags are then one command after
             all rows, if peers' memory can be mapped contiguously.
-        buffer: As of ``TPContext.gathered``.
     """
 
     def __init__(
@@ -281,7 +274,6 @@ class Gather(BaseGather):
         block_m: int,
         *,
         is_awaited: bool = False,
-        buffer: str | None = None,
     ) -> None:
         self.partition = partition
         self.num_columns = num_columns
@@ -292,8 +284,8 @@ class Gather(BaseGather):
             num_chunks = _num_chunks(partition, plan.num_chunks, block_m)
             self.flag_block_rows = -(-partition.max_count // (block_m * num_chunks)) * block_m
         values = (partition.num_rows, partition.fingerprint, num_columns, dtype, self.flag_block_rows)
-        super().__init__(context, values, buffer, partition.num_rows * num_columns * dtype.itemsize)
-        self.buffer = context.gathered(partition.num_rows, num_columns, dtype, buffer)
+        super().__init__(context, values, partition.num_rows * num_columns * dtype.itemsize)
+        self.buffer = context.gathered(partition.num_rows, num_columns, dtype)
         self.row_starts = context.table(partition, partition.starts)
         self.row_bytes = num_columns * dtype.itemsize
         world = {"WORLD_SIZE": context.world_size}

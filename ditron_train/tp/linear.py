@@ -61,7 +61,6 @@ from ditron_train.tp.context import TPContext, can_copy
 from ditron_train.tp.gather import start_all_gather
 from ditron_train.tp.gemm_ar import gemm_ar
 from ditron_train.tp.gemm_rs import gemm_rs
-from ditron_train.tp.kept import KeptInput
 from ditron_train.tp.nodes import NodesTPContext, ag_gemm_over_nodes, gemm_rs_over_nodes
 from ditron_train.tp.reduce_scatter import start_reduce_scatter
 
@@ -159,12 +158,11 @@ def _like_input(rows: torch.Tensor, x: torch.Tensor, context: TPContext | NodesT
 @outside_compile
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, context, wgrad, rounds_once, kept):
+    def forward(ctx, x, weight, bias, context, wgrad, rounds_once):
         save_operands(ctx, x, weight)
         ctx.has_bias = bias is not None
-        ctx.context, ctx.wgrad, ctx.kept = context, wgrad, kept
-        inside = bias if rounds_once else None
-        y = ag_gemm(as_rows(x), weight, context=context, bias=inside, gathered_in=kept.buffer if kept else None)
+        ctx.context, ctx.wgrad = context, wgrad
+        y = ag_gemm(as_rows(x), weight, context=context, bias=bias if rounds_once else None)
         y = y if bias is None or rounds_once else y + bias
         # The result of a Function must not be a view: Megatron's cross entropy edits the logits in place.
         return torch.ops.aten._unsafe_view(y, _shape_of_result(y, x, context))
@@ -179,8 +177,6 @@ class _ColumnLinear(torch.autograd.Function):
             grad_output = as_rows(grad_output)
         deferred = needs_weight and ctx.wgrad.defer(_like_input(grad_output, x, ctx.context))
         grad_output = ctx.wgrad.operand(grad_output)
-        kept: KeptInput | None = ctx.kept
-        total_x = kept.rows() if kept is not None and not deferred else None
         grad_x = grad_weight = None
         if x.numel() == 0:  # on every rank: nothing to move
             grad_x = torch.empty_like(x, device=weight.device) if needs_x else None
@@ -189,25 +185,20 @@ class _ColumnLinear(torch.autograd.Function):
                     ctx.wgrad.result_without_gemm(x.dtype) if deferred else ctx.wgrad(grad_output, as_rows(x))
                 )
         elif needs_x and needs_weight and can_copy(ctx.context):
-            grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred, total_x)
+            grad_x, grad_weight = _column_gradients(ctx, x, weight, grad_output, deferred)
         else:
-            if total_x is not None and not needs_x:
-                ctx.context.resume(None)  # no op follows here: the place's next user, on another stream, has to wait
-            is_gathered = needs_weight and not deferred and total_x is None
-            gather = start_all_gather(x, context=ctx.context) if is_gathered else None
+            gather = start_all_gather(x, context=ctx.context) if needs_weight and not deferred else None
             try:
                 if needs_x:
                     grad_x = _scattered_dgrad(grad_output, weight, ctx.context, is_frozen).view_as(x)
             finally:
-                total_x = gather.wait() if gather is not None else total_x
+                total_x = None if gather is None else gather.wait()
             if total_x is not None:
                 grad_weight = ctx.wgrad(grad_output, total_x)
             elif deferred:
                 grad_weight = ctx.wgrad.result_without_gemm(x.dtype)
         grad_bias = ctx.wgrad.bias_gradient(as_rows(grad_output)) if ctx.has_bias and needs_bias else None
-        if kept is not None:
-            kept.release()
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _scattered_dgrad(
@@ -219,26 +210,20 @@ def _scattered_dgrad(
 
 
 def _column_gradients(
-    ctx: Any,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    grad_output: torch.Tensor,
-    deferred: bool = False,
-    total_x: torch.Tensor | None = None,
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor, deferred: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dX and dWt. The gather of X, unless ``total_x`` was kept, overlaps with the dgrad GEMM, and the reduce-scatter
-    of dX with the wgrad GEMM.
+    """dX and dWt. The gather of X overlaps with the dgrad GEMM, and the reduce-scatter of dX with the wgrad GEMM.
 
     If dWt is ``deferred``, dX is computed by the same kernels, so what the policy has compared is what runs.
 
     Whatever is raised meanwhile, what was started is waited for: starts and waits are counted, and what the
     communication stream reads must not be freed before."""
-    gather = None if deferred or total_x is not None else start_all_gather(x, context=ctx.context)
+    gather = None if deferred else start_all_gather(x, context=ctx.context)
     try:
         partial = grad_output.matmul(weight)
     finally:
         # before the scatter starts: the wait also makes this stream wait for the communication stream
-        total_x = total_x if gather is None else gather.wait()
+        total_x = None if gather is None else gather.wait()
     scatter = start_reduce_scatter(partial, context=ctx.context)
     try:
         grad_weight = ctx.wgrad.result_without_gemm(x.dtype) if total_x is None else ctx.wgrad(grad_output, total_x)
@@ -300,8 +285,7 @@ def column_linear(
     """
     options = (x, weight, bias, context, wgrad or PlainWgrad())
     if not isinstance(context, NodesTPContext):
-        kept = None if context.kept is None else context.kept.reserve(x, weight)
-        return _ColumnLinear.apply(*options, rounds_once, kept)
+        return _ColumnLinear.apply(*options, rounds_once)
     if rounds_once and bias is not None:
         raise NotSupportedError("column_linear: over nodes a bias is not added inside the GEMM")
     return ColumnOverNodes.apply(*options)

@@ -188,7 +188,7 @@ def ag_gemm_over_nodes(
     with context.nodes.naming("ag_gemm over nodes"):
         if context.inner is not None:  # before rows are sent: a node that cannot gather them would not wait for them
             operands = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device)
-            context.plan(plan_ag_gemm, operands, layout, None, None, True, None)
+            context.plan(plan_ag_gemm, operands, layout, None, None, True)
         for node, part in _parts(x, context.nodes):
             if context.inner is None:
                 products[node], gathered[node] = part.matmul(weight.t() if layout == "nt" else weight), part

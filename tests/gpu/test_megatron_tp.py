@@ -361,45 +361,6 @@ def test_recomputation_and_several_forwards_before_backward(tensor_parallel, all
     _assert_same(all_equal, *found, "recompute")
 
 
-@pytest.mark.parametrize("shape", [(2048, 4096, 1024), (8192, 14336, 4096)], ids=["small", "large"])
-@pytest.mark.parametrize("kind", ["column", "te_column", "te_norm_column"])
-def test_gathered_inputs_kept_for_backward(tensor_parallel, all_equal, monkeypatch, kind, shape):
-    """Four microbatches as under 1F1B with places for two of them, three steps; another layer's gather in between."""
-    from megatron.core.parallel_state import get_tensor_model_parallel_group
-
-    from ditron_train.tp import get_tp_context, linear, start_all_gather
-    from ditron_train.tp.kept import KeptInputs
-
-    m, n, k = shape
-    context = get_tp_context(get_tensor_model_parallel_group())
-    monkeypatch.setattr(context, "kept", KeptInputs(context.arena, 2 * m * k * 2))
-    found, gathers = [], []
-    for index in (0, 1):
-        layer, results = _build(kind, index, n, k, _config(k), False, False), {}
-        if index == 1:
-            _forward_backward(kind, layer, m, k, torch.bfloat16, 0)  # decides
-            layer.zero_grad()
-            counted = lambda *a, **o: (gathers.append(1), start_all_gather(*a, **o))[1]  # noqa: E731
-            monkeypatch.setattr(linear, "start_all_gather", counted)
-        for step in range(3):
-            waiting = []
-            for microbatch in range(4):
-                x = _normals(m // tensor_parallel, 1, k, seed=10 * step + microbatch).requires_grad_()
-                waiting.append((x, layer(x)[0]))
-                if microbatch:
-                    x, y = waiting.pop(0)
-                    start_all_gather(_normals(m // tensor_parallel, k, seed=99), context=context).wait()
-                    y.backward(_normals(*y.shape, seed=90 + step))
-                    results[f"dx{step}{microbatch}"] = x.grad
-            waiting[0][1].backward(_normals(*y.shape, seed=95))
-            results |= {f"dx{step}": waiting[0][0].grad, f"y{step}": waiting[0][1].detach()}
-        results |= {f"d{name}": parameter.grad for name, parameter in layer.named_parameters()}
-        torch.cuda.synchronize()
-        found.append(results)
-    _assert_same(all_equal, *found, (kind, shape))
-    assert not gathers and [place.is_free for place in context.kept._places] == [True] * 2
-
-
 @pytest.mark.parametrize("kinds", [("column", "row"), ("te_column", "te_row")], ids=["local", "te"])
 def test_shared_experts_beside_the_dispatcher(tensor_parallel, all_equal, kinds):
     """--moe-shared-expert-overlap: rows are gathered and sums are scattered by the dispatcher's calls, not by these

@@ -221,14 +221,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{TP_OPS}::test_a_bias_inside_the_product_is_rounded_with_it[24]",),
     ),
     Mutation(
-        "kept-input-of-another-layer",
-        "wgrad of a wrong chunk",
-        "ditron_train/tp/kept.py",
-        "if self.place is None or self.place.holder is not self:",
-        "if self.place is None:",
-        ("tests/tp/test_kept.py::test_dropped_graphs_second_backwards_and_failures",),
-    ),
-    Mutation(
         "row-wgrad-transposed",
         "swapped operand",
         "ditron_train/tp/linear.py",

@@ -365,13 +365,11 @@ def test_several_forwards_before_backward():
     run_workers(2, _pipelined_microbatches)
 
 
-def _kept_over_microbatches():
+def _microbatches_on_their_way():
     """Two steps of three microbatches added up in ``main_grad``, then one recomputed and one evaluation."""
     from megatron.core import tensor_parallel
-    from megatron.core.parallel_state import get_tensor_model_parallel_group
 
     import ditron_train.megatron as plugin
-    from ditron_train.tp import get_tp_context
     from tests.support.model_parallel import model_parallel
 
     plugin.apply(features="wgrad")
@@ -396,14 +394,10 @@ def _kept_over_microbatches():
             found.append({**result, "dx": inputs[0].grad, "y": y.detach()})
         _assert_equal(*found)
         _assert_ran_as_ops()
-        places = get_tp_context(get_tensor_model_parallel_group(), torch.device("cpu")).kept._places
-        return [place.is_free for place in places]
 
 
-def test_gathered_inputs_kept_over_microbatches():
-    """Three are on their way in the second step; of the first call nothing is kept."""
-    env = {"DITRON_KEEP_GATHERED": "1"}
-    assert run_workers(2, _kept_over_microbatches, env=env) == [[True] * 3] * 2
+def test_several_microbatches_on_their_way():
+    run_workers(2, _microbatches_on_their_way)
 
 
 def _made_in_inference_mode():
