@@ -13,8 +13,8 @@ arrive:
     fused    compute   | GEMM: local shard  | rows of r+1       | rows of r+2       | rows of r+3       |
     fused    waits     |                    | ^ rows of r+1     | ^ rows of r+2     | ^ rows of r+3     |
 
-If a table of ``tune`` says so, cuBLAS multiplies instead of one kernel's tiles: a product of the local shard, then one
-of each rank's rows, before which the stream waits for them. At large sizes its tiles are a few percent faster.
+If a table of ``tune`` says so, or if the policy finds tiles no faster than native, cuBLAS multiplies instead of one
+kernel's tiles: a product of the local shard, then one of each rank's rows, before which the stream waits for them.
 
 Who waits for whom: the sends to a peer wait for its start signal of this epoch, since the gathered rows ``[M, K]`` are
 a single buffer of a rank: the signal says that everything the peer's stream had before is done. A tile of the GEMM

@@ -6,7 +6,8 @@ All layers of a group share the memory: one gathered activation and one set of p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -27,7 +28,7 @@ from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.choices import PUSH_BYTES, Choice, Layout, Problem, choose, choose_without_copies
+from ditron_train.tp.choices import PUSH_BYTES, Choice, GatherPlan, Layout, Problem, choose, choose_without_copies
 from ditron_train.tp.split_products import have_bits_of_whole
 
 _Found = TypeVar("_Found")
@@ -98,6 +99,9 @@ class TPContext(OpContext):
         group: The tensor-parallel process group (``None``: WORLD).
         device: The device of the activations.
         first_epoch: For tests of the epoch's wrap.
+
+    Attributes:
+        by_library: What cuBLAS multiplies rank by rank, whatever ``choices`` says.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, first_epoch: int = 0) -> None:
@@ -117,6 +121,8 @@ class TPContext(OpContext):
         self.machine = Machine(device_name(self.device), self.target, self.num_sms)
         self._tables: dict[object, torch.Tensor] = {}
         self._choices: dict[tuple[Any, ...], Any] = {}
+        self.by_library: set[Problem] = set()
+        self._tried: set[Problem] | None = None
 
     def table(self, key: object, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A small int32 table on the device, made once for ``key``."""
@@ -153,12 +159,35 @@ class TPContext(OpContext):
         """``choices.choose``, ``modelled``; where copies would take multiprocessors, without copies. By cuBLAS only if
         the library's bits do not depend on how many rows it multiplies at once (collective where that is new)."""
         choice = self.modelled(choose if self.arena.copies_by_engine else choose_without_copies, problem)
-        if choice.by_library and not self._splits_by_rank(problem):
+        if not choice.by_library and self._tried is None and problem not in self.by_library:
+            return choice
+        if problem.op == "gemm_ar" or not self._splits_by_rank(problem):
             return replace(choice, by_library=False)
-        return choice
+        if self._tried is not None:
+            self._tried.add(problem)
+        return replace(choice, gather=GatherPlan("copy"), scatter="copy", by_library=True)
+
+    @contextmanager
+    def trying_library(self) -> Iterator[set[Problem]]:
+        """Inside, cuBLAS multiplies whatever it can, and the set gets what that is. All ranks enter and leave it
+        between two ops, with no graph captured."""
+        self.synchronize()
+        self._forget_prepared()
+        self._tried = set()
+        try:
+            yield self._tried
+        finally:
+            self._tried = None
+            self.synchronize()
+            self._forget_prepared()
+
+    @property
+    def way(self) -> str:
+        """What tells ``trying_library`` in a decision's key."""
+        return "" if self._tried is None else ", by cuBLAS"
 
     def _splits_by_rank(self, problem: Problem) -> bool:
-        if self.varies:
+        if self.varies or not (self.arena.copies_by_engine and can_copy(self)):
             return False  # what is proven of ever new lengths is proven of the tiles
         if problem.is_fp8:  # bits of these do not depend on the number of rows
             return problem.n % 16 == problem.k % 16 == 0

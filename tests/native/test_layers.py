@@ -400,6 +400,70 @@ def test_several_microbatches_on_their_way():
     run_workers(2, _microbatches_on_their_way)
 
 
+def _library_after_tiles(tiles_us, library_us, equal_bits=(True, True)):
+    """Layers whose tiles and whose products by the library take so long, 100 us natively, or have those bits. Returns
+    how often the policy timed a layer, what the library multiplies from then on, and how often it did in a step."""
+    import importlib
+    from unittest import mock
+
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    from ditron_train.policy import gate
+    from ditron_train.policy.probe import Observation
+    from ditron_train.tp import get_tp_context
+    from ditron_train.tp.ag_gemm import LibraryAgGemmPlan
+    from tests.support.model_parallel import model_parallel
+
+    decide, run, runs, probes = (
+        importlib.import_module("ditron_train.policy.decide"), LibraryAgGemmPlan.run, [], []
+    )  # fmt: skip
+
+    def counted(self, *given, **options):
+        runs.append(self)
+        return run(self, *given, **options)
+
+    def probe(native, fused, **_):
+        before = len(runs)
+        fused()
+        by_library = bool(len(runs) - before) or bool(context.way)
+        probes.append(by_library)
+        return Observation(equal_bits[by_library], 100.0, library_us if by_library else tiles_us)
+
+    gate.forget("tp")
+    with (
+        model_parallel(tensor_model_parallel_size=dist.get_world_size()),
+        mock.patch.object(decide, "probe", probe),
+        mock.patch.object(LibraryAgGemmPlan, "run", counted),
+    ):
+        context = get_tp_context(get_tensor_model_parallel_group(), torch.device("cpu"))
+        native, fused = (_layers(fused, _config()) for fused in (False, True))
+        expected = _run(*native)
+        _run(*fused)
+        asked, before = len(probes), len(runs)
+        for layer in fused:
+            layer.weight.grad = None
+        _assert_equal(expected, _run(*fused))
+        assert len(probes) == asked
+        found = sorted(f"{problem.op} {problem.layout}" for problem in context.by_library)
+    gate.forget("tp")
+    return asked, found, len(runs) - before
+
+
+@pytest.mark.parametrize(
+    "times, equal_bits, found",
+    [
+        ((90.0, 80.0), (True, True), (2, [], 0)),  # tiles will do
+        ((110.0, 90.0), (True, True), (4, ["ag_gemm nn", "ag_gemm nt", "gemm_rs nt"], 2)),
+        ((110.0, 120.0), (True, True), (4, [], 0)),
+        ((90.0, 90.0), (False, True), (4, ["ag_gemm nn", "ag_gemm nt", "gemm_rs nt"], 2)),
+        ((90.0, 90.0), (False, False), (4, [], 0)),
+    ],
+)
+def test_the_library_multiplies_where_tiles_are_slower(times, equal_bits, found):
+    env = {"DITRON_POLICY": "strict"}
+    assert run_workers(2, _library_after_tiles, *times, equal_bits, env=env) == [found] * 2
+
+
 def _made_in_inference_mode():
     from tests.support.model_parallel import model_parallel
 

@@ -20,12 +20,13 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 
 from ditron_train.gemm.order_probe import order_probe_matrix
 from ditron_train.megatron.shared.devices import unsupported_reason_fp8_on_device
+from ditron_train.megatron.tp.linear_call import decide_with_library
 from ditron_train.megatron.tp.spec import Kind
 from ditron_train.megatron.tp.te_blocks import travel_options
 from ditron_train.megatron.tp.te_coverage import FP8_RECIPES, unsupported_reason_fp8_sizes
 from ditron_train.megatron.tp.te_fp8 import Scaling, backward_pass, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
-from ditron_train.policy import Function, Op, Trial
+from ditron_train.policy import Decision, Function, Op, Trial
 from ditron_train.policy.op import is_forward_only
 from ditron_train.runtime.errors import MismatchError
 from ditron_train.runtime.values import normal_values
@@ -147,6 +148,11 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
     def make_context(self, call: Fp8Call) -> TPContext:
         return get_tp_context(call.group, call.x.device)
 
+    def decide(self, call: Fp8Call, context: TPContext) -> Decision:
+        """Products of blocks are the library's in any case."""
+        ask = super().decide
+        return ask(call, context) if call.has_blocks else decide_with_library(lambda: ask(call, context), context)
+
     def trial(self, call: Fp8Call, context: TPContext) -> Trial:
         """On random values, which are timed, and on order-probe inputs (nothing of the job is quantized again, since
         quantizers remember)."""
@@ -163,7 +169,8 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
 
     def describe(self, call: Fp8Call, context: TPContext) -> str:
         sizes = f"{call.x.shape[:-1].numel()}x{call.x.shape[-1]} {'x'.join(map(str, call.weight.shape))}"
-        return f"{self.name} {sizes} gradients {call.grad_format}, {call.recipe or call.scaling}{_switches(call)}"
+        options = f"{call.recipe or call.scaling}{_switches(call)}{context.way}"
+        return f"{self.name} {sizes} gradients {call.grad_format}, {options}"
 
     def describe_shape(self, call: Fp8Call) -> str:
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy import Decision
+from ditron_train.policy.decide import is_untimed
 from ditron_train.policy.probe import compares
 from ditron_train.runtime.settings import get_settings
+from ditron_train.tp.context import TPContext
 from ditron_train.tp.nodes import NodesTPContext
 
 
@@ -63,6 +65,21 @@ def words_over_nodes(call: LinearCall, context: NodesTPContext, *, is_column: bo
         left = "gather" if call.instead_of.leaves_gather else "sums"
         words += f" instead of native {left}"
     return words + ", forward" * call.is_forward
+
+
+def decide_with_library(decide: Callable[[], Decision], context: TPContext) -> Decision:
+    """The decision about a layer, first with products by this package's tiles. If these were compared and refused,
+    since they are no faster or cuBLAS splits its sums, the same with cuBLAS's products, rank by rank (collective)."""
+    decision = decide()
+    is_compared = decision.bits_equal is not None and get_settings().policy != "force"
+    if decision.use_ditron or not is_compared or is_untimed() or context.varies or context.arena.graph_captured:
+        return decision
+    with context.trying_library() as problems:
+        by_library = decide()
+    if not (problems and by_library.use_ditron):
+        return decision
+    context.by_library |= problems
+    return by_library
 
 
 def decide_over_nodes(

@@ -31,7 +31,7 @@ from ditron_train.megatron.shared.te_products import (
     unsupported_reason_bias,
 )
 from ditron_train.megatron.shared.values import order_probe_like, unsupported_reason_hidden
-from ditron_train.megatron.tp.linear_call import LinearCall, decide_over_nodes, words_over_nodes
+from ditron_train.megatron.tp.linear_call import LinearCall, decide_over_nodes, decide_with_library, words_over_nodes
 from ditron_train.policy import Decision, Function, Op, Run, Trial
 from ditron_train.policy.decide import is_untimed
 from ditron_train.policy.op import ProofPart, dtype_name, make_trial
@@ -147,8 +147,10 @@ class LinearOp(_LinearLengths):
         ask = super().decide
         if isinstance(context, NodesTPContext):
             decision = decide_over_nodes(lambda one: ask(one, context), call, context, is_column=self.kind == "column")
-        else:
+        elif self.is_reduced:
             decision = ask(call, context)
+        else:
+            decision = decide_with_library(lambda: ask(call, context), context)
         context.synchronize()
         return decision
 
@@ -159,10 +161,11 @@ class LinearOp(_LinearLengths):
         frozen += "" if call.bias is None else ", bias inside"
         if not call.weight.is_contiguous():
             frozen += f", weight of strides {'x'.join(map(str, call.weight.stride()))}"
-        nodes = ""
         if isinstance(context, NodesTPContext):
-            nodes = words_over_nodes(call, context, is_column=self.kind == "column")
-        return f"{self.name} {sizes} {dtype_name(call.x.dtype)}{frozen}{nodes}"
+            way = words_over_nodes(call, context, is_column=self.kind == "column")
+        else:
+            way = context.way
+        return f"{self.name} {sizes} {dtype_name(call.x.dtype)}{frozen}{way}"
 
     def describe_shape(self, call: LinearCall) -> str:
         return f"at {tuple(call.x.shape)} x {tuple(call.weight.shape)} "
