@@ -99,31 +99,17 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
         self.name = f"tp {kind} fp8"
 
     def key(self, call: Fp8Call) -> tuple[Hashable, ...]:
-        return (tuple(call.x.shape), *self._kind_of(call))
+        return (tuple(call.x.shape), *_kind_of(call))
 
     def family(self, call: Fp8Call) -> tuple[tuple[Hashable, ...], int] | None:
         world_size = dist.get_world_size(call.group)
         rows = call.x.shape[:-1].numel() * (world_size if self.kind == "column" else 1)
-        return (self._kind_of(call), rows) if rows and world_size > 1 else None
+        return (_kind_of(call), rows) if rows and world_size > 1 else None
 
     def at_rows(self, call: Fp8Call, rows: int) -> Fp8Call:
         local = rows // dist.get_world_size(call.group) if self.kind == "column" else rows
         x, weight = (call.x.new_empty(()).expand(shape) for shape in ((local, call.x.shape[-1]), call.weight.shape))
         return call._replace(x=x, weight=weight)
-
-    def _kind_of(self, call: Fp8Call) -> tuple[Hashable, ...]:
-        return (
-            tuple(call.weight.shape),
-            call.x.dtype,
-            call.weight.dtype,
-            call.x.device,
-            call.grad_format,
-            call.is_frozen,
-            call.scaling,
-            call.recipe,
-            call.has_bias,
-            torch.are_deterministic_algorithms_enabled(),
-        )
 
     def check_ranks_agree(self, call: Fp8Call) -> None:
         """Asks all ranks of the group whether they call a layer alike (collective): quantizing is collective by some
@@ -192,6 +178,21 @@ class Fp8LinearOp(Op[Fp8Call, TPContext]):
     def fused(self, call: Fp8Call, context: TPContext) -> Function:
         """On operands of its own."""
         return lambda x, weight: _run(self.kind, _operands(self.kind, call, context), context)
+
+
+def _kind_of(call: Fp8Call) -> tuple[Hashable, ...]:
+    return (
+        tuple(call.weight.shape),
+        call.x.dtype,
+        call.weight.dtype,
+        call.x.device,
+        call.grad_format,
+        call.is_frozen,
+        call.scaling,
+        call.recipe,
+        call.has_bias,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _switches(call: Fp8Call) -> str:
