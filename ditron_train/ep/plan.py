@@ -10,7 +10,7 @@ calls have as many experts as the layer, so no other kernels are compiled for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -25,9 +25,10 @@ from ditron_train.gemm.order_probe import order_probe_matrix
 from ditron_train.gemm.transformer_engine import grouped_gemm
 from ditron_train.runtime.groups import GroupCache
 
-#: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine with dW1.
-Pair = Literal["gemm_combine", "overlap_wgrad"]
-PAIRS: tuple[Pair, ...] = ("gemm_combine", "overlap_wgrad")
+#: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine with dW1. Then the products
+#: of all experts that can be one kernel, which takes its tiles from the device: natively each expert has its own.
+Pair = Literal["gemm_combine", "overlap_wgrad", "fc1_gemm", "fc2_dgrad", "fc1_dgrad"]
+PAIRS: tuple[Pair, ...] = ("gemm_combine", "overlap_wgrad", "fc1_gemm", "fc2_dgrad", "fc1_dgrad")
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
 _WAVE_TILES = 132
 #: The largest part of all rows that may belong to such experts: their products run before the kernel, when no rows are
@@ -36,23 +37,27 @@ MOST_FEW = 0.25
 
 
 def pairs_of_step(
-    pairs: frozenset[Pair], expert_rows: np.ndarray | None, min_rows: int
-) -> tuple[frozenset[Pair], int]:
-    """The pairs of a step, and the number of rows below which ``gemm_combine`` multiplies an expert natively (0:
-    none); the same on all ranks.
+    pairs: frozenset[Pair], expert_rows: np.ndarray | None, min_rows: Mapping[Pair, int]
+) -> tuple[frozenset[Pair], dict[Pair, int]]:
+    """The pairs of a step, and of those in which experts are multiplied natively the number of rows below which they
+    are; the same on all ranks.
 
     Args:
         pairs: The pairs that were chosen for the layer.
         expert_rows: Rows of each expert of any rank; None if the host does not know them (a fixed capacity): all pairs
             stay, and the user is warned afterwards.
-        min_rows: Rows that an expert must have for our GEMM to add up as the native one does.
+        min_rows: Rows that an expert must have for our GEMM of a pair to add up as the native one does.
     """
-    if expert_rows is None or "gemm_combine" not in pairs:
-        return pairs, 0
-    few = expert_rows[expert_rows < min_rows]
-    if few.sum() > MOST_FEW * expert_rows.sum():
-        return pairs - {"gemm_combine"}, 0
-    return pairs, min_rows if few.any() else 0
+    limits: dict[Pair, int] = {}
+    if expert_rows is None or not expert_rows[expert_rows < max(min_rows.values(), default=0)].any():
+        return pairs, limits
+    for pair in pairs & min_rows.keys():
+        few = expert_rows[expert_rows < min_rows[pair]]
+        if few.sum() > MOST_FEW * expert_rows.sum():
+            pairs -= {pair}
+        elif few.any():
+            limits[pair] = min_rows[pair]
+    return pairs, limits
 
 
 def triton_wgrad_has_native_bits(rows: int, columns: int) -> bool:

@@ -295,7 +295,7 @@ def test_moe_layer(name, fused):
     dispatcher = layers["fused"].token_dispatcher
     assert dispatcher.ep_context is not None, dispatcher._native_because
     if HAVE_TE and name not in ("recompute_activation", "bias") and torch.cuda.get_device_capability() >= (9, 0):
-        assert dispatcher._pairs == {"gemm_combine", "overlap_wgrad"}
+        assert dispatcher._pairs >= {"gemm_combine", "overlap_wgrad"}
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
     wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
     assert not wrong, wrong

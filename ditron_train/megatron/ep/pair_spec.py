@@ -1,10 +1,12 @@
-"""Each pair of a movement and a grouped GEMM declared for the policy: one kernel for both, or one after the other."""
+"""Each pair of a movement and a grouped GEMM declared for the policy: one kernel for both, or one after the other; and
+each product of all experts: one kernel, or Transformer Engine's, one for each expert."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from ditron_train.ep.dispatcher import dispatch_linear_backward, linear_combine_
 from ditron_train.ep.plan import NEVER, OTHER_BITS, PAIRS, RowProduct, agreed_min_rows, pairs_of_step, products_of
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.megatron.shared.values import own_or_normal
-from ditron_train.policy import Function, Op, gate
+from ditron_train.policy import Function, Op, Trial, gate
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
@@ -39,9 +41,21 @@ class PairCall(NamedTuple):
     kind: tuple[Hashable, ...]
 
 
+#: Which weight a pair multiplies by, and whether it is transposed.
+_PRODUCTS: dict[Pair, tuple[str, bool]] = {
+    "gemm_combine": ("linear_fc2", True),
+    "fc1_gemm": ("linear_fc1", True),
+    "fc2_dgrad": ("linear_fc2", False),
+    "fc1_dgrad": ("linear_fc1", False),
+}
+
+
 class PairOp(Op[PairCall, None]):
     """One kernel for a movement and a grouped GEMM, against our movement and Transformer Engine's GEMM one after the
-    other: all of these have the bits of stock Megatron."""
+    other: all of these have the bits of stock Megatron.
+
+    Products alone are timed on an idle device: a layer begins with a host sync, so the device waits for the launches
+    of many small products."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair, self.name = pair, f"ep {pair}"
@@ -58,6 +72,10 @@ class PairOp(Op[PairCall, None]):
 
     def describe(self, call: PairCall, context: None) -> str:
         return f"ep {self.pair} {call.runs.words}"
+
+    def trial(self, call: PairCall, context: None) -> Trial:
+        is_product = self.pair not in ("gemm_combine", "overlap_wgrad")
+        return replace(super().trial(call, context), host_counts="alone" if is_product else False)
 
     def peak_bytes(self, call: PairCall) -> int:
         return call.runs.peak_bytes
@@ -108,24 +126,25 @@ def fused_pairs_here(
         runs = _PairRuns(experts, handle, context, hidden_states, order, group)
         requested = {pair: gate.is_fused(op, PairCall(pair, runs, group, kind)) for pair, op in _PAIRS.items()}
     chosen = frozenset(pair for pair, is_fused in requested.items() if is_fused)
-    names = ", ".join(sorted(chosen)) or "no pair of movement and GEMM"
+    names = ", ".join(sorted(chosen)) or "no movement or GEMM"
     log_once(f"ep fused {names}", f"ep: one kernel for {names}")
     return chosen
 
 
-def with_limit(
+def with_limits(
     pairs: frozenset[Pair], experts: Any, like: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[frozenset[Pair], int]:
-    """``pairs``, and how many rows an expert must have in a step for the product of ``gemm_combine`` to add up as
-    native's does: of rows ``like`` these. If it never does, the pair is left out (collective the first time)."""
-    if "gemm_combine" not in pairs or not like.is_cuda:
-        return pairs, 0
-    product = RowProduct(tuple(experts.linear_fc2.weight0.shape), experts.num_local_experts, True)
-    limit = agreed_min_rows(frozenset([product]), like.dtype, like.device, group)
-    if limit == NEVER:
-        log_once("ep gemm_combine never", f"ep: no kernel for gemm_combine, {OTHER_BITS}")
-        pairs -= {"gemm_combine"}
-    return pairs, limit
+) -> tuple[frozenset[Pair], dict[Pair, int]]:
+    """``pairs``, and how many rows an expert must have in a step for the product of each to add up as native's does:
+    of rows ``like`` these. If it never does, the pair is left out (collective the first time)."""
+    limits: dict[Pair, int] = {}
+    for pair in sorted(pairs & _PRODUCTS.keys()) if like.is_cuda else ():
+        linear, transpose = _PRODUCTS[pair]
+        product = RowProduct(tuple(getattr(experts, linear).weight0.shape), experts.num_local_experts, transpose)
+        limits[pair] = agreed_min_rows(frozenset([product]), like.dtype, like.device, group)
+        if limits[pair] == NEVER:
+            log_once(f"ep {pair} never", f"ep: no kernel for {pair}, {OTHER_BITS}")
+            pairs -= {pair}
+    return pairs, limits
 
 
 def min_rows_of_layer(experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> int:
@@ -138,19 +157,19 @@ def min_rows_of_layer(experts: Any, like: torch.Tensor, group: dist.ProcessGroup
 
 
 def logged_pairs_of_step(
-    pairs: frozenset[Pair], expert_rows: np.ndarray | None, limit: int
-) -> tuple[frozenset[Pair], int]:
+    pairs: frozenset[Pair], expert_rows: np.ndarray | None, limits: Mapping[Pair, int]
+) -> tuple[frozenset[Pair], dict[Pair, int]]:
     """``pairs_of_step``, which the log says the first time that it leaves something native."""
-    left, min_rows = pairs_of_step(pairs, expert_rows, limit)
-    if min_rows or left != pairs:
+    left, min_rows = pairs_of_step(pairs, expert_rows, limits)
+    for pair in sorted(pairs - left | min_rows.keys()):
         assert expert_rows is not None, "all pairs stay"
-        few = expert_rows[(expert_rows > 0) & (expert_rows < limit)]
+        few = expert_rows[(expert_rows > 0) & (expert_rows < limits[pair])]
         message = (
-            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {limit} rows in a step, "
-            f"{few.sum() / expert_rows.sum():.0%} of all rows: for gemm_combine "
+            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {limits[pair]} rows in a step, "
+            f"{few.sum() / expert_rows.sum():.0%} of all rows: for {pair} "
         )
-        message += "their GEMMs" if min_rows else "all GEMMs of such a step"
-        log_once(f"ep min rows {min_rows > 0}", f"{message} are Transformer Engine's")
+        message += "their GEMMs" if pair in left else "all GEMMs of such a step"
+        log_once(f"ep min rows {pair} {pair in left}", f"{message} are Transformer Engine's")
     return left, min_rows
 
 
@@ -223,6 +242,9 @@ class _PairRuns:
         )
         bodies: dict[Pair, Callable[[ExpertCall], list[Any]]] = {
             "gemm_combine": lambda call: [linear_combine_forward(narrow, back, call)],
+            "fc1_gemm": lambda call: [call.product(rows, weights, True, "fc1_gemm")],
+            "fc2_dgrad": lambda call: [call.product(rows, back, False, "fc2_dgrad")],
+            "fc1_dgrad": lambda call: [call.product(wide, weights, False, "fc1_dgrad")],
             "overlap_wgrad": lambda call: list(
                 dispatch_linear_backward(wide, rows, weights, call, row_probs, torch.float32)[:2]
             ),
