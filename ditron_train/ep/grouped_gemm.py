@@ -536,7 +536,8 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
     return from_dlpack(to_dlpack(part))
 
 
-def reach_of(addresses: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+@lru_cache(maxsize=4096)
+def reach_of(addresses: tuple[int, ...]) -> tuple[tuple[int, ...], int] | None:
     """For tensors at these addresses, the distance of each from the lowest, in units, and the unit in bytes; None if
     one descriptor cannot span them."""
     lowest = min(addresses)
@@ -606,8 +607,8 @@ def gemm_operands(
     if len(weights) != tiles.num_experts:
         raise NotSupportedError(f"{name}: {len(weights)} weights for {tiles.num_experts} experts")
     first = weights[0]
-    kinds = {(w.shape, w.dtype, w.device, w.is_contiguous()) for w in weights}
-    if kinds != {(first.shape, x.dtype, x.device, True)}:
+    shape, dtype, device = first.shape, x.dtype, x.device
+    if not all(w.shape == shape and w.dtype == dtype and w.device == device and w.is_contiguous() for w in weights):
         raise NotSupportedError(f"{name}: weights must be contiguous and alike, of {x.dtype} on {x.device}")
     n, k = first.shape if transpose else first.shape[::-1]
     if x.dim() != 2 or x.shape[1] != k:
@@ -615,10 +616,10 @@ def gemm_operands(
     target = _check(name, x, tiles, (n, k))
     x = x.contiguous()
     padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
-    reach = reach_of([weight.data_ptr() for weight in weights])
+    reach = reach_of(tuple(map(torch.Tensor.data_ptr, weights)))
     if reach is None:  # allocations too far apart, or not aligned to each other: copies side by side
         weights = torch.stack(tuple(weights)).unbind(0)
-        reach = reach_of([weight.data_ptr() for weight in weights])
+        reach = reach_of(tuple(map(torch.Tensor.data_ptr, weights)))
     assert reach is not None, "slices of one allocation"
     distances, unit = reach
     if config is None:
@@ -630,7 +631,7 @@ def gemm_operands(
     block_n, block_k = config.block_n, config.block_k
     spanning, half = (
         TensorDescriptor(
-            min(weights, key=torch.Tensor.data_ptr),
+            weights[distances.index(0)],
             [max(distances) + 1, *first.shape],
             [unit // x.element_size(), first.shape[1], 1],
             [1, width, block_k] if transpose else [1, block_k, width],
@@ -702,9 +703,8 @@ def group_wgrad(
         grad: [num_rows, N].
         x: [num_rows, K] of the same type.
         tiles: Row tiles of ``x``.
-        spare_sms: Multiprocessors that another kernel occupies meanwhile; the grid is smaller by as many programs,
-        since
-            one that had to wait for a multiprocessor would end last.
+        spare_sms: Multiprocessors that another kernel occupies meanwhile; the grid is smaller by as many programs: one
+            that had to wait for a multiprocessor would end last.
         config: As of ``group_gemm``.
 
     Returns:
