@@ -15,7 +15,7 @@ from ep_workers import BASE, assert_equal, build, groups, run_layer, sizes_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditron_train.ep import layout
-from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad, row_tiles
+from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad_into, row_tiles
 from ditron_train.megatron.ep import experts as ep_experts
 from ditron_train.runtime.launch import KernelLaunch
 
@@ -24,8 +24,7 @@ def grouped_gemm(a, b, out, dtype, *, layout, m_splits, grad=False, single_outpu
     """``general_grouped_gemm``, by tiles of the same sizes as the fused path's: so every sum has the same order."""
     rows, tiles = torch.cat(list(b)), row_tiles(torch.tensor(m_splits), sum(m_splits))
     if layout == "NT":
-        for result, product in zip(out, group_wgrad(rows, torch.cat(list(a)), tiles).unbind(0)):
-            result.add_(product) if accumulate else result.copy_(product)
+        group_wgrad_into(rows, torch.cat(list(a)), tiles, out, overwrites=not accumulate)
     else:
         product = group_gemm(rows, [weight.detach() for weight in a], tiles, transpose=layout == "TN")
         for result, part in zip(out[0].split(m_splits) if single_output else out, product.split(m_splits)):

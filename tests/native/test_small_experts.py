@@ -18,7 +18,8 @@ from ditron_train.ep.plan import PAIRS  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 FORCED = {"env": {"DITRON_POLICY": "force"}}
-EIGHT, ONE_OF_MANY = ({"num_moe_experts": n, "moe_router_topk": k} for n, k in ((8, 2), (16, 1)))
+EIGHT = {"num_moe_experts": 8, "moe_router_topk": 2}
+ONE_OF_MANY = {"num_moe_experts": 16, "moe_router_topk": 1, "moe_router_pre_softmax": True}
 
 
 @pytest.mark.parametrize(
