@@ -11,8 +11,8 @@ linear layers inside.
     out  = combine(z)              dW2[e] = drows2.T h
 
 In forward fc2's GEMM and the combine are one kernel (``gemm_combine``) or two, as ``ExpertCall.fused`` says; bits
-are the same. The other products are one kernel each (``fc1_gemm``, ``fc2_dgrad``, ``fc1_dgrad``) or one for each
-expert. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can send its
+are the same. Every product of a rank's experts is one kernel (``fc1_gemm`` and so on) or one for each expert. Weight
+gradients are one GEMM over an expert's rows, whoever computes them. The last combine can send its
 rows concurrently with dW1 on a stream of its own (``overlap_wgrad``), with few multiprocessors, and add them up after
 it: it depends on the same dgrad, and nothing waits for dW1. Times: docs/measurements/ep.md.
 """
@@ -267,7 +267,7 @@ def linear_combine_forward(h: torch.Tensor, weights: Sequence[torch.Tensor], cal
             min_rows=call.min_rows.get("gemm_combine", 0),
             few=call.few if "gemm_combine" in call.min_rows else None,
         )
-    return combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
+    return combine(call.product(h, weights, True, "fc2_gemm"), call.layout, call.context, order=call.order)[0]
 
 
 def linear_combine_backward(

@@ -26,9 +26,13 @@ from ditron_train.gemm.transformer_engine import grouped_gemm
 from ditron_train.runtime.groups import GroupCache
 
 #: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine with dW1. Then the products
-#: of all experts that can be one kernel, which takes its tiles from the device: natively each expert has its own.
-Pair = Literal["gemm_combine", "overlap_wgrad", "fc1_gemm", "fc2_dgrad", "fc1_dgrad", "group_wgrad"]
-PAIRS: tuple[Pair, ...] = ("gemm_combine", "overlap_wgrad", "fc1_gemm", "fc2_dgrad", "fc1_dgrad", "group_wgrad")
+#: of all experts that can be one kernel, which takes its tiles from the device, while natively each expert has its
+#: own: both GEMMs (fc2's without the combine), both gradients of rows, those of all weights.
+Pair = Literal["gemm_combine", "overlap_wgrad", "fc1_gemm", "fc2_gemm", "fc2_dgrad", "fc1_dgrad", "group_wgrad"]
+PAIRS: tuple[Pair, ...] = (
+    *("gemm_combine", "overlap_wgrad"),
+    *("fc1_gemm", "fc2_gemm", "fc2_dgrad", "fc1_dgrad", "group_wgrad"),
+)
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
 _WAVE_TILES = 132
 #: The largest part of all rows that may belong to such experts: their products run before the kernel, when no rows are

@@ -111,9 +111,9 @@ def _routing(kind, num_tokens, num_experts, topk, generator):
 
 
 def small_experts_agree(pairs, options, tokens_by_rank, routing, dtype, into_main_grad=False, limits=None):
-    """Steps of the layer on memory full of NaN, native and fused; the names of the kernels that the fused path
-    launched, and how many native products it asked for."""
-    num_tokens, launched, products = tokens_by_rank[dist.get_rank()], Counter(), 0
+    """Steps of the layer, native and fused; how often the fused path launched each kernel, and asked for each kind of
+    native product."""
+    num_tokens, launched = tokens_by_rank[dist.get_rank()], Counter()
     with small_experts(pairs, options, dtype, into_main_grad) as (native, fused):
         fused.token_dispatcher._limits = limits or {}
         first = KernelLaunch._first

@@ -1,5 +1,5 @@
-"""Many small experts: all products of a rank's experts as one kernel each, bit for bit as expert by expert, and what is
-left for the host to do in a forward and a backward."""
+"""Many small experts: all products of a rank's experts as one kernel each, bit for bit as expert by expert, and what
+is left for the host to do in a forward and a backward."""
 
 from __future__ import annotations
 
@@ -43,6 +43,13 @@ def test_one_kernel_has_the_bits_of_a_product_for_each_expert(options, tokens, r
             assert kernels == [6, 4, 2], launched
 
 
+def test_products_without_a_movement():
+    everything = (set(PAIRS) - {"gemm_combine", "overlap_wgrad"}, EIGHT, (24, 17), "random", torch.bfloat16)
+    for launched in run_workers(2, small_experts_agree, *everything, **FORCED):
+        kernels = [launched.get(f"{name}_kernel", 0) for name in ("group_gemm", "group_wgrad", "gemm_combine")]
+        assert kernels == [8, 4, 0] and not any(name.startswith("native") for name in launched), launched
+
+
 @pytest.mark.parametrize("most_rows, native", [(1000, 0), (9, 4)])
 def test_an_expert_with_more_rows_than_were_compared(most_rows, native):
     """The weight gradients of such a step, two a step, are those of one product for each expert, on all ranks."""
@@ -52,7 +59,7 @@ def test_an_expert_with_more_rows_than_were_compared(most_rows, native):
 
 
 def test_experts_of_few_rows_are_multiplied_natively_in_each_product():
-    """No expert has 12 rows, but of fewer than a quarter of all rows alone: of the others the kernels' results stay."""
+    """Of fewer than 8 rows, which are less than a quarter of all: of the others the kernels' results stay."""
     limits = dict.fromkeys(("gemm_combine", "fc1_gemm", "fc2_dgrad", "fc1_dgrad"), 8)
     everything = (PAIRS, EIGHT, (24, 17), "random", torch.bfloat16, False, limits)
     seen = Counter()

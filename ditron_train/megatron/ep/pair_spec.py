@@ -56,6 +56,7 @@ class PairCall(NamedTuple):
 _PRODUCTS: dict[Pair, tuple[str, bool]] = {
     "gemm_combine": ("linear_fc2", True),
     "fc1_gemm": ("linear_fc1", True),
+    "fc2_gemm": ("linear_fc2", True),
     "fc2_dgrad": ("linear_fc2", False),
     "fc1_dgrad": ("linear_fc1", False),
 }
@@ -137,9 +138,11 @@ def fused_pairs_here(
     with torch.no_grad():
         runs = _PairRuns(experts, handle, context, hidden_states, order, group)
         are_small = max(first.numel(), second.numel()) <= _MOST_ELEMENTS
-        asked = {pair: op for pair, op in _PAIRS.items() if are_small or pair not in _ALONE}
-        requested = {pair: gate.is_fused(op, PairCall(pair, runs, group, kind)) for pair, op in asked.items()}
-    chosen = frozenset(pair for pair, is_fused in requested.items() if is_fused)
+        chosen: frozenset[Pair] = frozenset()
+        for pair, op in _PAIRS.items():
+            is_asked = are_small and not (pair == "fc2_gemm" and "gemm_combine" in chosen) or pair not in _ALONE
+            if is_asked and gate.is_fused(op, PairCall(pair, runs, group, kind)):
+                chosen |= {pair}
     names = ", ".join(sorted(chosen)) or "no movement or GEMM"
     log_once(f"ep fused {names}", f"ep: one kernel for {names}")
     return chosen
@@ -284,6 +287,7 @@ class _PairRuns:
         bodies: dict[Pair, Callable[[ExpertCall], list[Any]]] = {
             "gemm_combine": lambda call: [linear_combine_forward(narrow, back, call)],
             "fc1_gemm": lambda call: [call.product(rows, weights, True, "fc1_gemm")],
+            "fc2_gemm": lambda call: [call.product(narrow, back, True, "fc2_gemm")],
             "fc2_dgrad": lambda call: [call.product(rows, back, False, "fc2_dgrad")],
             "fc1_dgrad": lambda call: [call.product(wide, weights, False, "fc1_dgrad")],
             "group_wgrad": lambda call: [
