@@ -56,8 +56,8 @@ _MOST_COMPARED = 4096  # of some 2 KB each
 def addresses_of(
     tensors: Sequence[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[int, ...] | None:
-    """Where these tensors are; None unless they are contiguous and of this kind. There may be many, and a module's stay
-    where they are: of those at the same addresses as before the first one alone is looked at."""
+    """Where these tensors are; None unless they are contiguous and of this kind. There may be many, and a module's
+    stay where they are: of those at the same addresses as before the first one alone is looked at."""
 
     def is_of_kind(tensor: torch.Tensor) -> bool:
         kind = tensor.shape, tensor.dtype, tensor.device
