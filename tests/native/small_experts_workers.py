@@ -240,3 +240,29 @@ def host_work(pairs, into_main_grad, num_tokens=16):
                 output.backward(grad)
             found.append((dict(forward), dict(backward)))
     return found
+
+
+def trials_agree(into_main_grad):
+    """Whether what the policy compares is equal, of each pair or product, and the names of those that it takes; in
+    the interpreter it runs the fused paths alone."""
+    from ditron_train.ep import begin_layout
+    from ditron_train.ep.plan import PAIRS
+    from ditron_train.megatron.ep import pair_spec
+
+    options, dtype = {"num_moe_experts": 8, "moe_router_topk": 2}, torch.bfloat16
+    with small_experts(PAIRS, options, dtype, into_main_grad) as (_, layer):
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        x, grad = (torch.randn(12, 1, BASE["hidden_size"], generator=generator).to(dtype) for _ in "xy")
+        run_layer(layer, x, grad)
+        dispatcher = layer.token_dispatcher
+        context, group = dispatcher.ep_context, dispatcher.ep_group
+        probs, routed = _routing("random", 12, 8, 2, generator)
+        handle = begin_layout(routed, probs, x.shape[-1], dtype, context).finish()
+        where = (layer.experts, handle, context, x[:, 0], "ascending")
+        with torch.no_grad():
+            runs = pair_spec._PairRuns(*where, group)
+            for pair in PAIRS:
+                native, fused = (runs.run(pair, frozenset(chosen)) for chosen in ((), (pair,)))
+                assert len(native) == len(fused) > 0 and all(map(torch.equal, native, fused)), pair
+                assert runs.wgrad_bytes > 0
+        return pair_spec.fused_pairs_here(*where, group=group)

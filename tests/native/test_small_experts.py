@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
-from small_experts_workers import host_work, small_experts_agree  # noqa: E402
+from small_experts_workers import host_work, small_experts_agree, trials_agree  # noqa: E402
 
 from ditron_train.ep.plan import PAIRS  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
@@ -93,3 +93,9 @@ def test_without_main_grad_autograd_alone_does_something_for_each_expert():
     _, (forward, backward) = run_workers(2, host_work, PAIRS, False, **FORCED)[0]
     many = {name for (_, name, _), count in backward.items() if count >= 64}
     assert many == {"aten.detach.default"} and max(forward.values()) < 64, many
+
+
+@pytest.mark.parametrize("into_main_grad", [False, True])
+def test_what_the_policy_compares(into_main_grad):
+    for chosen in run_workers(2, trials_agree, into_main_grad):
+        assert chosen == set(PAIRS) - {"fc2_gemm"}, "fc2's GEMM is one kernel with its combine"
