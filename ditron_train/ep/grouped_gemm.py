@@ -757,7 +757,7 @@ def group_wgrad_into(
     addresses = addresses_of(main_grads, shape, dtype, x.device)
     if len(main_grads) != tiles.num_experts or addresses is None:
         raise NotSupportedError(f"{name}: needs {tiles.num_experts} contiguous buffers {shape} on {x.device}, alike")
-    if dtype not in (torch.float32, x.dtype) or any(one % _ALIGNMENT_BYTES for one in addresses):
+    if dtype not in (torch.float32, x.dtype) or math.gcd(*addresses) % _ALIGNMENT_BYTES:
         raise NotSupportedError(f"{name}: buffers of {dtype}, or not at whole 16 bytes, for operands of {x.dtype}")
     if tiles.num_rows == 0 or 0 in shape:
         if overwrites:
