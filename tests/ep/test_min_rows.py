@@ -102,8 +102,8 @@ def test_products_that_sum_alike(monkeypatch, transpose):
 
 @pytest.mark.parametrize("into", [None, torch.float32], ids=["new tensors", "main_grad"])
 def test_up_to_how_many_rows_weight_gradients_are_equal(monkeypatch, into):
-    """In the interpreter, of few sizes: of native products that are the fused ones, then of ones that differ from 24 rows on, or
-    for an expert without rows; then without memory."""
+    """In the interpreter, of few sizes: of native products that are the fused ones, then of ones that differ for some
+    numbers of rows, or for none; then without memory."""
     from ditron_train.ep import plan
     from ditron_train.ep.grouped_gemm import group_wgrad, group_wgrad_into, row_tiles
 
