@@ -106,7 +106,8 @@ def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(m
         weight.__fsdp_param__, weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, True, False
         weight.main_grad, weight.get_main_grad = None, lambda buffer=buffer: buffer
     layout = types.SimpleNamespace(tokens_per_expert=torch.tensor([1, 2]))
-    call = ep_experts._call_of(linear, ep_experts.ExpertCall(layout, None, "descending", gemm=lambda *_: None))
+    call = ep_experts.ExpertCall(layout, None, "descending", frozenset(), gemm=lambda *_: None)
+    call = ep_experts._call_of(linear, call)
     grads = call.wgrad(torch.ones(3, FFN), torch.ones(3, HIDDEN), list(linear.parameters()))
     assert [grad.shape for grad in grads] == [buffer.shape for buffer in buffers]
     ((into, accumulates),) = written
