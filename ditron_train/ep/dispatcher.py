@@ -11,15 +11,16 @@ linear layers inside.
     out  = combine(z)              dW2[e] = drows2.T h
 
 In forward fc2's GEMM and the combine are one kernel (``gemm_combine``) or two, as ``ExpertCall.fused`` says; bits
-are the same. Weight gradients are one GEMM over an expert's rows, whoever computes them. The last combine can send its
+are the same. Every product of a rank's experts is one kernel (``fc1_gemm`` and so on) or one for each expert. Weight
+gradients are one GEMM over an expert's rows, whoever computes them. The last combine can send its
 rows concurrently with dW1 on a stream of its own (``overlap_wgrad``), with few multiprocessors, and add them up after
 it: it depends on the same dgrad, and nothing waits for dW1. Times: docs/measurements/ep.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Union
 
 import torch
@@ -184,7 +185,7 @@ class ExpertCall:
         gemm: The native grouped GEMM for all other products; None: ``group_gemm``.
         wgrad: The native GEMM of the weight gradients; None: ``group_wgrad``.
         into: Writes the weight gradients to ``main_grad``; None: ``group_wgrad`` into new tensors.
-        min_rows: If ``gemm_combine`` is one kernel, experts with fewer rows are multiplied by ``few``.
+        min_rows: By the pairs of ``fused``: experts with fewer rows are multiplied by ``few``.
         few: The native product of those experts; None: the kernel multiplies them, too.
     """
 
@@ -195,14 +196,19 @@ class ExpertCall:
     gemm: Gemm | None = None
     wgrad: Wgrad | None = None
     into: IntoWgrad | None = None
-    min_rows: int = 0
+    min_rows: Mapping[Pair, int] = field(default_factory=dict)
     few: FewProduct | None = None
 
-    def product(self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool) -> torch.Tensor:
-        """The grouped GEMM alone."""
-        if self.gemm is not None:
+    def product(
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], transpose: bool, name: Pair | None = None
+    ) -> torch.Tensor:
+        """The grouped GEMM alone; ``name``: by which ``fused`` knows it."""
+        if self.gemm is not None and name not in self.fused:
             return self.gemm(rows, weights, transpose)
-        return group_gemm(rows, weights, layout_tiles(self.layout), transpose=transpose)
+        out = group_gemm(rows, weights, layout_tiles(self.layout), transpose=transpose)
+        if self.few is not None and name is not None and name in self.min_rows:
+            self.few(rows, weights, transpose, out, self.layout.experts_below(self.min_rows[name]))
+        return out
 
     def weight_grads(
         self, grad: torch.Tensor, rows: torch.Tensor, weights: Sequence[torch.Tensor], *, spare_sms: int = 0
@@ -222,7 +228,7 @@ def dispatch_linear_forward(
     """y, rows and row_probs of ``dispatch_linear``, without autograd."""
     zero_probs = call.order == "descending"
     rows, row_probs = dispatch(x, call.layout, call.context, probs_dtype=probs_dtype, zero_probs=zero_probs)
-    return call.product(rows, weights, True), rows, row_probs
+    return call.product(rows, weights, True, "fc1_gemm"), rows, row_probs
 
 
 def dispatch_linear_backward(
@@ -237,13 +243,15 @@ def dispatch_linear_backward(
     """dx, dprobs and the weights' gradients of ``dispatch_linear``."""
     options: dict[str, Any] = dict(order=call.order, row_grads=row_grads, probs_dtype=probs_dtype)
     if with_wgrad and "overlap_wgrad" in call.fused:
-        pending = begin_combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
+        pending = begin_combine(
+            call.product(grad_y, weights, False, "fc1_dgrad"), call.layout, call.context, **options
+        )
         try:
             weight_grads = call.weight_grads(grad_y, rows, weights, spare_sms=call.context.senders_beside)
         finally:
             grads = pending.finish()  # even after an error: the side stream must not outlive its tensors
         return (*grads, weight_grads)
-    grads = combine(call.product(grad_y, weights, False), call.layout, call.context, **options)
+    grads = combine(call.product(grad_y, weights, False, "fc1_dgrad"), call.layout, call.context, **options)
     return (*grads, call.weight_grads(grad_y, rows, weights) if with_wgrad else [None] * len(weights))
 
 
@@ -251,9 +259,15 @@ def linear_combine_forward(h: torch.Tensor, weights: Sequence[torch.Tensor], cal
     """out of ``linear_combine``, without autograd."""
     if "gemm_combine" in call.fused:
         return gemm_combine(
-            h, call.layout, call.context, weights, order=call.order, min_rows=call.min_rows, few=call.few
+            h,
+            call.layout,
+            call.context,
+            weights,
+            order=call.order,
+            min_rows=call.min_rows.get("gemm_combine", 0),
+            few=call.few if "gemm_combine" in call.min_rows else None,
         )
-    return combine(call.product(h, weights, True), call.layout, call.context, order=call.order)[0]
+    return combine(call.product(h, weights, True, "fc2_gemm"), call.layout, call.context, order=call.order)[0]
 
 
 def linear_combine_backward(
@@ -261,7 +275,7 @@ def linear_combine_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dh and the dispatched gradient rows of ``linear_combine``."""
     rows, _ = dispatch(grad_out, call.layout, call.context)
-    return call.product(rows, weights, False), rows
+    return call.product(rows, weights, False, "fc2_dgrad"), rows
 
 
 @outside_compile

@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.data.tuning_table import active_table, class_of_size
 from ditron_train.gemm.configs import GemmConfig, choose_config, config_of_entry
-from ditron_train.gemm.operands import make_descriptor
+from ditron_train.gemm.operands import addresses_of, make_descriptor
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import device_name, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError, SettingError
@@ -536,7 +536,8 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
     return from_dlpack(to_dlpack(part))
 
 
-def reach_of(addresses: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+@lru_cache(maxsize=4096)
+def reach_of(addresses: tuple[int, ...]) -> tuple[tuple[int, ...], int] | None:
     """For tensors at these addresses, the distance of each from the lowest, in units, and the unit in bytes; None if
     one descriptor cannot span them."""
     lowest = min(addresses)
@@ -606,8 +607,8 @@ def gemm_operands(
     if len(weights) != tiles.num_experts:
         raise NotSupportedError(f"{name}: {len(weights)} weights for {tiles.num_experts} experts")
     first = weights[0]
-    kinds = {(w.shape, w.dtype, w.device, w.is_contiguous()) for w in weights}
-    if kinds != {(first.shape, x.dtype, x.device, True)}:
+    addresses = addresses_of(weights, first.shape, x.dtype, x.device)
+    if addresses is None:
         raise NotSupportedError(f"{name}: weights must be contiguous and alike, of {x.dtype} on {x.device}")
     n, k = first.shape if transpose else first.shape[::-1]
     if x.dim() != 2 or x.shape[1] != k:
@@ -615,10 +616,10 @@ def gemm_operands(
     target = _check(name, x, tiles, (n, k))
     x = x.contiguous()
     padded = torch.empty(tiles.block_m + tiles.num_rows, n, dtype=x.dtype, device=x.device)
-    reach = reach_of([weight.data_ptr() for weight in weights])
+    reach = reach_of(addresses)
     if reach is None:  # allocations too far apart, or not aligned to each other: copies side by side
         weights = torch.stack(tuple(weights)).unbind(0)
-        reach = reach_of([weight.data_ptr() for weight in weights])
+        reach = reach_of(tuple(map(torch.Tensor.data_ptr, weights)))
     assert reach is not None, "slices of one allocation"
     distances, unit = reach
     if config is None:
@@ -630,7 +631,7 @@ def gemm_operands(
     block_n, block_k = config.block_n, config.block_k
     spanning, half = (
         TensorDescriptor(
-            min(weights, key=torch.Tensor.data_ptr),
+            weights[distances.index(0)],
             [max(distances) + 1, *first.shape],
             [unit // x.element_size(), first.shape[1], 1],
             [1, width, block_k] if transpose else [1, block_k, width],
@@ -702,9 +703,8 @@ def group_wgrad(
         grad: [num_rows, N].
         x: [num_rows, K] of the same type.
         tiles: Row tiles of ``x``.
-        spare_sms: Multiprocessors that another kernel occupies meanwhile; the grid is smaller by as many programs,
-        since
-            one that had to wait for a multiprocessor would end last.
+        spare_sms: Multiprocessors that another kernel occupies meanwhile; the grid is smaller by as many programs: one
+            that had to wait for a multiprocessor would end last.
         config: As of ``group_gemm``.
 
     Returns:
@@ -754,11 +754,10 @@ def group_wgrad_into(
     name = "group_wgrad_into"
     target = _check_wgrad(name, grad, x, tiles)
     shape, dtype = (grad.shape[1], x.shape[1]), main_grads[0].dtype
-    if len(main_grads) != tiles.num_experts or any(
-        w.shape != shape or w.dtype != dtype or w.device != x.device or not w.is_contiguous() for w in main_grads
-    ):
+    addresses = addresses_of(main_grads, shape, dtype, x.device)
+    if len(main_grads) != tiles.num_experts or addresses is None:
         raise NotSupportedError(f"{name}: needs {tiles.num_experts} contiguous buffers {shape} on {x.device}, alike")
-    if dtype not in (torch.float32, x.dtype) or any(w.data_ptr() % _ALIGNMENT_BYTES for w in main_grads):
+    if dtype not in (torch.float32, x.dtype) or math.gcd(*addresses) % _ALIGNMENT_BYTES:
         raise NotSupportedError(f"{name}: buffers of {dtype}, or not at whole 16 bytes, for operands of {x.dtype}")
     if tiles.num_rows == 0 or 0 in shape:
         if overwrites:
@@ -768,9 +767,9 @@ def group_wgrad_into(
     if target == "interpreter":
         sizes = (tiles.num_experts, tiles.num_rows, *shape)
         config = default_group_config("group_wgrad", *sizes, x.dtype, target, x.device)
-    addresses = int64_table(tuple(w.data_ptr() for w in main_grads), x.device)
+    table = int64_table(addresses, x.device)
     to = _TO_WRITTEN if overwrites else _TO_ADDED
-    _launch_wgrad(grad, x, tiles, addresses, config, spare_sms, TO=to, WIDE=dtype == torch.float32)
+    _launch_wgrad(grad, x, tiles, table, config, spare_sms, TO=to, WIDE=dtype == torch.float32)
 
 
 def _check_wgrad(name: str, grad: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> str:

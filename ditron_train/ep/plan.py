@@ -10,7 +10,7 @@ calls have as many experts as the layer, so no other kernels are compiled for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -20,14 +20,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ditron_train.ep.grouped_gemm import group_gemm, row_tiles
+from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
 from ditron_train.gemm.order_probe import order_probe_matrix
 from ditron_train.gemm.transformer_engine import grouped_gemm
 from ditron_train.runtime.groups import GroupCache
 
-#: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine with dW1.
-Pair = Literal["gemm_combine", "overlap_wgrad"]
-PAIRS: tuple[Pair, ...] = ("gemm_combine", "overlap_wgrad")
+#: What can overlap: fc2's GEMM with the combine after it, as one kernel; the last combine with dW1. Then the products
+#: of all experts that can be one kernel, which takes its tiles from the device, while natively each expert has its
+#: own: both GEMMs (fc2's without the combine), both gradients of rows, those of all weights.
+Pair = Literal["gemm_combine", "overlap_wgrad", "fc1_gemm", "fc2_gemm", "fc2_dgrad", "fc1_dgrad", "group_wgrad"]
+PAIRS: tuple[Pair, ...] = (
+    *("gemm_combine", "overlap_wgrad"),
+    *("fc1_gemm", "fc2_gemm", "fc2_dgrad", "fc1_dgrad", "group_wgrad"),
+)
 # Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
 _WAVE_TILES = 132
 #: The largest part of all rows that may belong to such experts: their products run before the kernel, when no rows are
@@ -36,23 +41,30 @@ MOST_FEW = 0.25
 
 
 def pairs_of_step(
-    pairs: frozenset[Pair], expert_rows: np.ndarray | None, min_rows: int
-) -> tuple[frozenset[Pair], int]:
-    """The pairs of a step, and the number of rows below which ``gemm_combine`` multiplies an expert natively (0:
-    none); the same on all ranks.
+    pairs: frozenset[Pair], expert_rows: np.ndarray | None, limits: Mapping[Pair, int]
+) -> tuple[frozenset[Pair], dict[Pair, int]]:
+    """The pairs of a step, and of those in which experts are multiplied natively the number of rows below which they
+    are; the same on all ranks.
 
     Args:
         pairs: The pairs that were chosen for the layer.
         expert_rows: Rows of each expert of any rank; None if the host does not know them (a fixed capacity): all pairs
             stay, and the user is warned afterwards.
-        min_rows: Rows that an expert must have for our GEMM to add up as the native one does.
+        limits: Rows that an expert must have for our GEMM of a pair to add up as the native one does; for
+            ``group_wgrad``, whose sums are over rows, the most that an expert may have.
     """
-    if expert_rows is None or "gemm_combine" not in pairs:
-        return pairs, 0
-    few = expert_rows[expert_rows < min_rows]
-    if few.sum() > MOST_FEW * expert_rows.sum():
-        return pairs - {"gemm_combine"}, 0
-    return pairs, min_rows if few.any() else 0
+    min_rows: dict[Pair, int] = {}
+    if expert_rows is None:
+        return pairs, min_rows
+    for pair in pairs & limits.keys():
+        few = expert_rows[expert_rows < limits[pair]]
+        if pair == "group_wgrad":
+            pairs -= {pair} if expert_rows.max() > limits[pair] else set()
+        elif few.sum() > MOST_FEW * expert_rows.sum():
+            pairs -= {pair}
+        elif few.any():
+            min_rows[pair] = limits[pair]
+    return pairs, min_rows
 
 
 def triton_wgrad_has_native_bits(rows: int, columns: int) -> bool:
@@ -225,6 +237,55 @@ def min_rows(
     return -(-last // _TILE) * _TILE + 1
 
 
+class WgradProduct(NamedTuple):
+    """Gradients of experts' weights.
+
+    Attributes:
+        weight: Shape of a weight.
+        num_experts: The layer's experts on this rank.
+        into: Type of the buffers that they are added to; None: they are new tensors.
+    """
+
+    weight: tuple[int, ...]
+    num_experts: int
+    into: torch.dtype | None
+
+
+@cache
+@torch.no_grad()
+def most_rows_here(product: WgradProduct, dtype: torch.dtype, device: torch.device) -> int:
+    """Up to how many rows of an expert our weight gradient and Megatron's are equal on this device; measured once. 0
+    if there is no memory to measure it."""
+    with giving_memory_back(device):
+        try:
+            for sizes in _batches(tried_rows(), product.num_experts, _ROWS_OF_A_CALL):
+                differing = _differing_wgrads(product, sizes, dtype, device)
+                if differing:
+                    return min(differing) - 1
+            return MOST_ROWS
+        except torch.OutOfMemoryError:
+            return 0
+
+
+def _differing_wgrads(product: WgradProduct, sizes: list[int], dtype: torch.dtype, device: torch.device) -> list[int]:
+    """Of these numbers of rows those at which an expert's weight gradients differ: written, or added."""
+    (n, k), num_experts, into = product
+    splits = sizes + [0] * (num_experts - len(sizes))
+    grad = torch.cat([order_probe_matrix((size, n), dtype, device, seed=1, signed="rows") for size in sizes])
+    rows = torch.cat([order_probe_matrix((size, k), dtype, device, seed=2, signed="columns") for size in sizes])
+    tiles, differing = row_tiles(torch.tensor(splits, device=device), len(rows)), set()
+    options: dict[str, Any] = dict(layout="NT", m_splits=splits, grad=True, use_split_accumulator=True)
+    for accumulate in (False, True) if into is not None else (False,):
+        native, own = ([torch.ones(n, k, dtype=into or dtype, device=device) for _ in splits] for _ in range(2))
+        grouped_gemm(rows.split(splits), grad.split(splits), native, dtype, accumulate=accumulate, **options)
+        if into is None:
+            own = list(group_wgrad(grad, rows, tiles).unbind(0))
+        else:
+            group_wgrad_into(grad, rows, tiles, own, overwrites=not accumulate)
+        differing |= {size for size, one, other in zip(splits, native, own) if not torch.equal(one, other)}
+    return sorted(differing)
+
+
 def _batches(tried: Sequence[int], most_sizes: int, most_rows: int) -> Iterator[list[int]]:
     batch: list[int] = []
     for size in tried:
@@ -252,7 +313,22 @@ def agreed_min_rows(
     key = (products, dtype, device, group)
     if key not in _agreed:
         here = max(min_rows_here(product, dtype, device) for product in products)
-        most = torch.tensor([here], device=device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        _agreed[key] = int(most)
+        _agreed[key] = _largest(here, device, group)
     return _agreed[key]
+
+
+def agreed_most_rows(
+    products: frozenset[WgradProduct], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> int:
+    """The smallest ``most_rows_here``, likewise."""
+    key = (products, dtype, device, group)
+    if key not in _agreed:
+        here = min(most_rows_here(product, dtype, device) for product in products)
+        _agreed[key] = -_largest(-here, device, group)
+    return _agreed[key]
+
+
+def _largest(here: int, device: torch.device, group: dist.ProcessGroup) -> int:
+    most = torch.tensor([here], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most)

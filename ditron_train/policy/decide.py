@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ditron_train.policy.all_reduce_order import forget_all_reduce_orders
 from ditron_train.policy.order import ReductionOrder, forget_orders, reduction_order
 from ditron_train.policy.plan import Entry, Plan, load_plan, op_of, switches
-from ditron_train.policy.probe import Observation, Run, probe
+from ditron_train.policy.probe import HostCounts, Observation, Run, probe
 from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.logs import log_once
@@ -135,7 +135,7 @@ def decide(
     device: torch.device,
     sums: torch.dtype | None = None,
     extra_cases: Sequence[tuple[Run, Run]] = (),
-    host_counts: bool = False,
+    host_counts: HostCounts = False,
     log_decision: bool = True,
 ) -> Decision:
     """The decision for `key` (collective over `group`; a host sync the first time).
@@ -149,7 +149,7 @@ def decide(
         device: Device of the tensors.
         sums: Type in which the native path adds up over ranks by NCCL's reduce-scatter, if it does.
         extra_cases: Further runs of both paths on other data: compared, not timed.
-        host_counts: Whether the fused path has to be faster also when the device waits for the host.
+        host_counts: As of ``probe``.
         log_decision: Whether to log that the fused path runs; False for a part of another decision.
 
     Raises:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy.decide import Decision, decide
-from ditron_train.policy.probe import Run, check_memory, same_bits
+from ditron_train.policy.probe import HostCounts, Run, check_memory, same_bits
 from ditron_train.runtime.settings import get_settings
 
 Call = TypeVar("Call")
@@ -37,7 +37,7 @@ class Trial:
         summed_dtype: The type that NCCL adds up over the ranks on the native path, if it does.
         extra_cases: Further runs of both paths on other data: compared, not timed.
         host_counts: Whether the fused path has to be faster also when the device waits for the host, since what runs
-            around the call may keep the host from being ahead.
+            around the call may keep the host from being ahead; ``alone``: only then.
         log_decision: Whether to log that the fused path runs; False for a part of another decision.
     """
 
@@ -46,7 +46,7 @@ class Trial:
     fused: Run
     summed_dtype: torch.dtype | None = None
     extra_cases: Sequence[tuple[Run, Run]] = field(default_factory=tuple)
-    host_counts: bool = False
+    host_counts: HostCounts = False
     log_decision: bool = True
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, Union
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from ditron_train.runtime.values import have_same_bits
 
 #: Runs forward and backward once: outputs and gradients, in an order of the caller's choice.
 Run = Callable[[], Sequence[torch.Tensor]]
+#: As of ``probe``.
+HostCounts = Union[bool, Literal["alone"]]
 
 _WARM_UPS, _REPEATS, _CPU_REPEATS = 2, 4, 2
 _FEW_ROUNDS, _MOST_ROUNDS = 6, 12  # of native, fused, fused, native
@@ -270,7 +272,7 @@ def probe(
     timed: bool = True,
     needs_bits: bool = True,
     extra_cases: Sequence[tuple[Run, Run]] = (),
-    host_counts: bool = False,
+    host_counts: HostCounts = False,
 ) -> Observation:
     """Runs both paths (collective over ``group``) and returns what all ranks observed; times only if ``timed``.
 
@@ -281,7 +283,7 @@ def probe(
         needs_bits: Whether the fused path is rejected if its bits differ, whatever its time: then it is timed once.
         extra_cases: Further runs of both paths on other data: compared, not timed.
         host_counts: Whether the fused path has to be faster also when the device waits for the host: a path that is
-            faster when the host is ahead is then timed again on an idle device.
+            faster when the host is ahead is then timed again on an idle device; ``alone``: only then.
 
     Raises:
         Whatever ``fused`` raises, on every rank alike.
@@ -294,8 +296,9 @@ def probe(
     )  # all of them: they are collective
     if timed:
         with torch_fill(False) if _is_timed_without_fill else nullcontext():
-            observation = Observation(*_compared_us(native, fused, device, group, equal, needs_bits, True))
-            if host_counts and observation.is_faster and (observation.bits_equal or not needs_bits):
+            is_ahead = host_counts != "alone"
+            observation = Observation(*_compared_us(native, fused, device, group, equal, needs_bits, is_ahead))
+            if host_counts and is_ahead and observation.is_faster and (observation.bits_equal or not needs_bits):
                 observation = Observation(*_compared_us(native, fused, device, group, equal, needs_bits, False))
         if host_counts:
             observation = replace(observation, host_longer_us=0.0)

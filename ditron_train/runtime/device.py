@@ -18,6 +18,7 @@ HOPPER_AND_NEWER = ("sm_90", "sm_100")
 _SM_CLOCK = 1  # NVML_CLOCK_SM
 
 
+@cache
 def is_interpreter() -> bool:
     """Whether Triton kernels are interpreted on the CPU (``TRITON_INTERPRET=1`` when the kernels were imported)."""
     import triton

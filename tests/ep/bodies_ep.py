@@ -499,7 +499,14 @@ def expert_functions(tokens_by_rank, dtype, order):
     leaves = [x.requires_grad_(), probs.requires_grad_(), *weights, *back]
     results = []
     called = []
-    for pairs, min_rows in ((None, 0), ((), 0), (("gemm_combine",), 7), (("overlap_wgrad",), 0), (PAIRS, 0)):
+    for pairs, min_rows in (
+        (None, 0),
+        ((), 0),
+        (("gemm_combine",), 7),
+        (("overlap_wgrad",), 0),
+        (PAIRS, 0),
+        (PAIRS, 7),
+    ):
         layout = begin_layout(maps[rank], probs, 16, dtype, context).finish()
         if pairs is None:
             rows, row_probs = dispatch_tokens(x, probs, layout, context, order)
@@ -516,7 +523,7 @@ def expert_functions(tokens_by_rank, dtype, order):
                     out[rows] = product[rows]
                 called.append((transpose, len(experts)))
 
-            options = dict(min_rows=min_rows, few=few) if min_rows else {}
+            options = dict(min_rows=dict.fromkeys(pairs, min_rows), few=few) if min_rows else {}
             call = ExpertCall(layout, context, order, frozenset(pairs), **options)
             y, row_probs = dispatch_linear(x, probs, weights, call)
             out = linear_combine((torch.tanh(y) * row_probs[:, None]).to(dtype), back, call)

@@ -80,7 +80,8 @@ def test_a_combine_has_as_many_more_senders_as_copy_own_rows(world_size, senders
 
 def test_expert_functions_and_their_gradients():
     calls = run_workers(2, expert_functions, (9, 14), torch.bfloat16, "descending")
-    assert all([transpose for transpose, _ in call] == [True] for call in calls)
+    expected = [True] + [True, True, False, False]  # of fc2's, then of all four
+    assert all([transpose for transpose, _ in call] == expected for call in calls)
     assert 0 < sum(call[0][1] for call in calls) < 6
 
 
@@ -90,12 +91,16 @@ def test_gemms_stay_native_where_cublas_may_split_their_sums():
 
 def test_a_step_keeps_its_pairs_where_min_rows_are_apart():
     pairs = frozenset(PAIRS)
-    assert pairs_of_step(pairs, None, 385) == pairs_of_step(pairs, np.array([0, 385, 9000]), 385) == (pairs, 0)
-    assert pairs_of_step(pairs, np.array([0, 384, 9000]), 385) == (pairs, 385)
-    assert pairs_of_step(pairs, np.array([0, 384, 9000]), 1) == (pairs, 0)
-    assert pairs_of_step(pairs, np.array([200, 384, 600]), 385) == ({"overlap_wgrad"}, 0)
-    assert pairs_of_step(pairs, np.array([9000, 9000]), NEVER) == ({"overlap_wgrad"}, 0)
-    assert pairs_of_step(frozenset(["overlap_wgrad"]), np.array([1, 384]), 385) == ({"overlap_wgrad"}, 0)
+    limits = {"gemm_combine": 385, "fc1_dgrad": 1}
+    assert pairs_of_step(pairs, None, limits) == pairs_of_step(pairs, np.array([0, 385, 9000]), limits) == (pairs, {})
+    assert pairs_of_step(pairs, np.array([0, 384, 9000]), limits) == (pairs, {"gemm_combine": 385})
+    assert pairs_of_step(pairs, np.array([0, 384, 9000]), {}) == (pairs, {})
+    assert pairs_of_step(pairs, np.array([200, 384, 600]), limits) == (pairs - {"gemm_combine"}, {})
+    both = {"gemm_combine": 385, "fc1_dgrad": 257}
+    assert pairs_of_step(pairs, np.array([300, 256, 600]), both) == (pairs - {"gemm_combine"}, {"fc1_dgrad": 257})
+    assert pairs_of_step(pairs, np.array([9000, 9000]), {"fc1_gemm": NEVER}) == (pairs - {"fc1_gemm"}, {})
+    alone = frozenset(["overlap_wgrad"])
+    assert pairs_of_step(alone, np.array([1, 384]), limits) == (alone, {})
 
 
 def test_compiling_launches_nothing():

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ditron_train.ep.plan import MOST_ROWS, NEVER, RowProduct, min_rows, min_rows_here, most_rows_of_call, tried_rows
+from ditron_train.ep.plan import (
+    MOST_ROWS,
+    NEVER,
+    RowProduct,
+    WgradProduct,
+    min_rows,
+    min_rows_here,
+    most_rows_here,
+    most_rows_of_call,
+    tried_rows,
+)
 
 ROWS = torch.arange(2.0 * MOST_ROWS).view(MOST_ROWS, 2)
 
@@ -88,3 +98,43 @@ def test_products_that_sum_alike(monkeypatch, transpose):
 
     assert min_rows_here(product, torch.float32, cpu) == NEVER
     min_rows_here.cache_clear()
+
+
+@pytest.mark.parametrize("into", [None, torch.float32], ids=["new tensors", "main_grad"])
+def test_up_to_how_many_rows_weight_gradients_are_equal(monkeypatch, into):
+    """In the interpreter, of few sizes: of native products that are the fused ones, then of ones that differ for some
+    numbers of rows, or for none; then without memory."""
+    from ditron_train.ep import plan
+    from ditron_train.ep.grouped_gemm import group_wgrad, group_wgrad_into, row_tiles
+
+    monkeypatch.setattr(plan, "tried_rows", lambda: [1, 9, 24, 40, 41])
+    monkeypatch.setattr(plan, "MOST_ROWS", 41)
+    differing, added = set(), []
+
+    def native(a, b, out, dtype, *, layout, m_splits, grad, accumulate, use_split_accumulator):
+        assert layout == "NT" and grad and use_split_accumulator and len(m_splits) == len(a) == len(b) == len(out) == 3
+        added.append(accumulate)
+        rows, gradients, tiles = torch.cat(a), torch.cat(b), row_tiles(torch.tensor(m_splits), sum(m_splits))
+        if into is None:
+            for one, product in zip(out, group_wgrad(gradients, rows, tiles).unbind(0)):
+                one.copy_(product)
+        else:
+            group_wgrad_into(gradients, rows, tiles, out, overwrites=not accumulate)
+        for one, size in zip(out, m_splits):
+            one[-1, -1] += size in differing
+
+    monkeypatch.setattr(plan, "grouped_gemm", native)
+    product, cpu = WgradProduct((16, 24), 3, into), torch.device("cpu")
+    for sizes, expected in (((), 41), ((41, 24), 23), ((1,), 0), ((0,), -1)):
+        differing.clear()
+        differing.update(sizes)
+        assert most_rows_here(product, torch.float32, cpu) == expected
+        most_rows_here.cache_clear()
+    assert set(added) == ({False} if into is None else {False, True})
+
+    def refuses(*_, **__):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(plan, "grouped_gemm", refuses)
+    assert most_rows_here(product, torch.float32, cpu) == 0
+    most_rows_here.cache_clear()

@@ -221,14 +221,17 @@ def _ep_cases() -> Iterator[tuple[str, dict[str, Forward]]]:
     )  # fmt: skip
     tokens = 1024 if ON_GPU else 24
     padded = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    many = dict(hidden=2048, ffn_hidden=768, num_experts=128, topk=8) if ON_GPU else {}  # of Qwen3-30B-A3B
     with expert_parallel_world():
         # Natively the host waits for the counts of tokens; with padding to a capacity nobody waits.
-        for what, options in (("", {}), (", padded to capacity", padded)):
-            layers = layer_pair(moe_config(**sizes, dtype=DTYPE, **options), DEVICE)
+        for what, options in (("", {}), (", padded to capacity", padded), (", 128 experts", many)):
+            every = {**sizes, **options}
+            shape = (8 * tokens if options is many else tokens, 1, every["hidden"])
+            layers = layer_pair(moe_config(**every, dtype=DTYPE), DEVICE)
             yield (
                 f"ep MoE layer{what}",
                 {
-                    name: _layer(lambda x, one=one: one(x)[0], (tokens, 1, sizes["hidden"]))
+                    name: _layer(lambda x, one=one: one(x)[0], shape)
                     for name, one in zip(("native", "fused"), layers.values())
                 },
             )

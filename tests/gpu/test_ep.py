@@ -249,6 +249,7 @@ LAYERS = {
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "recompute_activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
     "main_grad": {"gradient_accumulation_fusion": True},
+    "main_grad of small experts": {"gradient_accumulation_fusion": True},
     "squared_relu": {"gated_linear_unit": False, "activation_func": squared_relu, "bias_activation_fusion": False},
     "geglu": {"activation_func": torch.nn.functional.gelu, "bias_activation_fusion": False},
     "bias": {"add_bias_linear": True, "bias_activation_fusion": False},
@@ -280,22 +281,24 @@ def one_step(layer, x, grad, main_grad):
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("name", LAYERS)
 def test_moe_layer(name, fused):
-    if fused and name not in ("plain", "drop", "pad", "main_grad"):
+    if fused and name not in ("plain", "drop", "pad", "main_grad", "main_grad of small experts"):
         pytest.skip("the permutation does not depend on it")
     if "main_grad" in name and not HAVE_TE:
         pytest.skip("needs Transformer Engine")
     # Of small weights cuBLAS splits sums that are added into main_grad (seen of [512, 256]): too wide for that, and
     # not so deep that it splits those of the products (seen of [512, 8448]).
     hidden, ffn_hidden = (4096, 1280) if name == "main_grad" else (512, 256)
+    if name == "main_grad of small experts":  # of Qwen3-30B-A3B: where sums are split, a step's are Megatron's
+        hidden, ffn_hidden = 2048, 768
     assert name != "main_grad" or triton_wgrad_has_native_bits(hidden, ffn_hidden)
     options = config(4 * dist.get_world_size(), 3, hidden, fused=fused, ffn_hidden=ffn_hidden, **LAYERS[name])
     layers = layer_pair(options, torch.device("cuda"))
     x, grad = (normals(700, 1, hidden, dtype=torch.bfloat16, seed=i + 10 * dist.get_rank()) for i in range(2))
-    results = [one_step(layers[kind], x, grad, name == "main_grad") for kind in ("native", "native", "fused")]
+    results = [one_step(layers[kind], x, grad, "main_grad" in name) for kind in ("native", "native", "fused")]
     dispatcher = layers["fused"].token_dispatcher
     assert dispatcher.ep_context is not None, dispatcher._native_because
     if HAVE_TE and name not in ("recompute_activation", "bias") and torch.cuda.get_device_capability() >= (9, 0):
-        assert dispatcher._pairs == {"gemm_combine", "overlap_wgrad"}
+        assert dispatcher._pairs >= {"gemm_combine", "overlap_wgrad"}
     assert all(torch.equal(a, b) for a, b in zip(*results[:2])), "native does not repeat itself"
     wrong = [index for index, (a, b) in enumerate(zip(results[0], results[2])) if not torch.equal(a, b)]
     assert not wrong, wrong

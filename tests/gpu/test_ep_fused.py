@@ -159,11 +159,11 @@ def test_experts_of_min_rows_by_transformer_engine(kind):
         x = normals(tokens, hidden, dtype=torch.bfloat16, seed=step)
         layout = begin_layout(routed, probs, hidden, x.dtype, context).finish()
         few = layout.experts_below(needed)
-        pairs, min_rows = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows, needed)
+        pairs, min_rows = pairs_of_step(frozenset(["gemm_combine"]), layout.expert_rows, {"gemm_combine": needed})
         total = torch.tensor([len(few)], device="cuda")
         dist.all_reduce(total)
         assert 0 < int(total) < local * world, "some experts, not all"
-        assert not pairs or min_rows == needed
+        assert not pairs or min_rows == {"gemm_combine": needed}
         rows, _ = dispatch(x, layout, context)
         gemm = TEGemm(layout.tokens_per_expert.tolist())
         y = gemm(rows, weights, True)

@@ -229,21 +229,28 @@ def _limits_of_pairs():
     experts = SimpleNamespace(num_local_experts=2, linear_fc1=layers[0], linear_fc2=layers[1])
     like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cpu"))
     pairs = frozenset(["gemm_combine", "overlap_wgrad"])
-    found = [pair_spec.with_limit(pairs, experts, like, torch.distributed.group.WORLD) for _ in range(2)]
+    found = [pair_spec.with_limits(pairs, experts, like, torch.distributed.group.WORLD) for _ in range(2)]
     assert found[0] == found[1] and asked == [((16, 24), 2, True)], "once"
     again = torch.distributed.new_group([0, 1])  # another group is asked anew
     assert pair_spec.min_rows_of_layer(experts, like, again) == NEVER and len(asked) == 5
+    layer = layers[0]
     layers.reverse()  # whose product never adds up so, on one rank
     experts = SimpleNamespace(num_local_experts=2, linear_fc1=layers[0], linear_fc2=layers[1])
-    never = pair_spec.with_limit(pairs, experts, like, torch.distributed.group.WORLD)
-    return found[0], never
+    never = pair_spec.with_limits(pairs | {"fc1_gemm"}, experts, like, torch.distributed.group.WORLD)
+    plan.most_rows_here = lambda product, dtype, device: (700, 900)[rank] if product.into is None else 0
+    wgrads = []
+    for layer.fuse_wgrad_accumulation in (False, True):
+        wgrads.append(pair_spec.with_limits(frozenset(["group_wgrad"]), experts, like, torch.distributed.group.WORLD))
+    return found[0], never, wgrads
 
 
 def test_ranks_agree_from_how_many_rows_on_products_are_fused():
     from ditron_train.ep.plan import NEVER
 
-    for found, never in run_workers(2, _limits_of_pairs):
-        assert found == ({"gemm_combine", "overlap_wgrad"}, 300) and never == ({"overlap_wgrad"}, NEVER)
+    for found, never, wgrads in run_workers(2, _limits_of_pairs):
+        assert found == ({"gemm_combine", "overlap_wgrad"}, {"gemm_combine": 300})
+        assert never == ({"overlap_wgrad", "fc1_gemm"}, {"gemm_combine": NEVER, "fc1_gemm": 300})
+        assert wgrads == [({"group_wgrad"}, {"group_wgrad": 700}), (frozenset(), {"group_wgrad": 0})]
 
 
 def test_rows_of_split_experts_in_the_places_of_native():

@@ -106,7 +106,8 @@ def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(m
         weight.__fsdp_param__, weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, True, False
         weight.main_grad, weight.get_main_grad = None, lambda buffer=buffer: buffer
     layout = types.SimpleNamespace(tokens_per_expert=torch.tensor([1, 2]))
-    call = ep_experts._call_of(linear, ep_experts.ExpertCall(layout, None, "descending", gemm=lambda *_: None))
+    call = ep_experts.ExpertCall(layout, None, "descending", frozenset(), gemm=lambda *_: None)
+    call = ep_experts._call_of(linear, call)
     grads = call.wgrad(torch.ones(3, FFN), torch.ones(3, HIDDEN), list(linear.parameters()))
     assert [grad.shape for grad in grads] == [buffer.shape for buffer in buffers]
     ((into, accumulates),) = written
@@ -178,7 +179,7 @@ def test_experts_of_min_rows_keep_their_native_product_alone(monkeypatch, rows, 
     layer, dispatcher = torch.nn.Module(), DitronMoEAlltoAllTokenDispatcher.__new__(DitronMoEAlltoAllTokenDispatcher)
     layer.experts = _experts()
     dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity = layer._modules, None, FixedCapacity()
-    dispatcher._pairs, dispatcher._limit = frozenset({"gemm_combine"}), 257
+    dispatcher._pairs, dispatcher._limits = frozenset({"gemm_combine"}), {"gemm_combine": 257}
     dispatcher.ep_context = dispatcher._order = None
     dispatcher._layout = types.SimpleNamespace(
         tokens_per_expert=torch.tensor(rows), expert_rows=torch.tensor(rows).numpy()
@@ -187,7 +188,7 @@ def test_experts_of_min_rows_keep_their_native_product_alone(monkeypatch, rows, 
     if min_rows is None:
         assert call is None
         return
-    assert call.min_rows == min_rows and (call.few is None) == (min_rows == 0)
+    assert call.min_rows == ({"gemm_combine": min_rows} if min_rows else {}) and (call.few is None) == (min_rows == 0)
     x, weights = torch.randn(sum(rows), HIDDEN), [torch.randn(HIDDEN, HIDDEN) for _ in range(2)]
     out = torch.full_like(x, 7.0)
     if min_rows:
@@ -210,7 +211,7 @@ def test_experts_that_are_wrapped_after_the_first_step_are_not_fused_any_more(wr
     layer.experts = _experts()
     dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity = layer._modules, None, FixedCapacity(2.0)
     dispatcher._pairs, dispatcher._layout = frozenset({"gemm_combine"}), types.SimpleNamespace(expert_rows=None)
-    dispatcher._limit = 257
+    dispatcher._limits = {"gemm_combine": 257}
     dispatcher.ep_context = dispatcher._order = None
     assert isinstance(dispatcher._expert_call(torch.zeros(1)), ExpertCall)
     dispatcher._capacity.look_at(dispatcher._experts)
@@ -251,10 +252,10 @@ def test_experts_are_fused_again_behind_a_step_with_hooks(monkeypatch, caplog):
     dispatcher = module.DitronMoEAlltoAllTokenDispatcher.__new__(module.DitronMoEAlltoAllTokenDispatcher)
     layer.experts, rows = _experts(), torch.tensor([3, 300])
     dispatcher._layer_modules, dispatcher._slices, dispatcher._capacity = layer._modules, None, FixedCapacity(2.0)
-    dispatcher._pairs, dispatcher._limit, dispatcher.ep_group = frozenset({"gemm_combine"}), None, None
+    dispatcher._pairs, dispatcher._limits, dispatcher.ep_group = frozenset({"gemm_combine"}), None, None
     dispatcher._layout = types.SimpleNamespace(tokens_per_expert=rows, expert_rows=rows.numpy())
     dispatcher.ep_context = dispatcher._order = None
-    monkeypatch.setattr(module, "with_limit", lambda pairs, *given: (pairs, 257))
+    monkeypatch.setattr(module, "with_limits", lambda pairs, *given: (pairs, {"gemm_combine": 257}))
     monkeypatch.setattr(logs, "_seen", {})
     assert isinstance(dispatcher._expert_call(torch.zeros(1)), ExpertCall)
     handle = layer.experts.linear_fc1.register_forward_hook(_of_megatron)
@@ -262,7 +263,7 @@ def test_experts_are_fused_again_behind_a_step_with_hooks(monkeypatch, caplog):
     assert dispatcher._capacity.factor is None and dispatcher._expert_call(torch.zeros(1)) is None
     handle.remove()
     for _ in range(2):
-        assert dispatcher._expert_call(torch.zeros(1)).min_rows == 257
+        assert dispatcher._expert_call(torch.zeros(1)).min_rows == {"gemm_combine": 257}
         layer.experts.linear_fc1.register_forward_hook(lambda *given: None)
     assert [record.message for record in caplog.records if "see tokens" in record.message]
 

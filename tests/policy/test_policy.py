@@ -106,6 +106,11 @@ def test_the_host_counts_where_it_is_not_ahead():
     assert slow == [Observation(True, 100.0, 150.0)] * 2
     quick = {"native": [[110.0, 111.0]], "fused": [[10.0, 11.0]]}
     assert run_workers(2, _observe, None, None, None, quick, True, True) == [Observation(True, 110.5, 90.5)] * 2
+    # What always begins on an idle device is timed there alone.
+    late = {"native": [[110.0, 111.0]], "fused": [[150.0, 151.0]]}
+    for host_counts, fused_us in ((True, 150.5), ("alone", 230.5)):
+        seen = run_workers(2, _observe, None, None, None, late, True, host_counts)
+        assert seen == [Observation(True, 110.5, fused_us)] * 2
 
 
 class _CachingAllocator:

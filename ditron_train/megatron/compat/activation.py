@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,5 +61,9 @@ def _is_squared_relu(experts: Any) -> bool:
 
 def _swiglu_clamp(config: Any) -> dict[str, Any]:
     """What the fused SwiGLU clamps at: after 0.19 alone, before it is silently not clamped."""
-    takes_clamp = "clamp_value" in inspect.signature(weighted_bias_swiglu_impl).parameters
-    return {"clamp_value": config.activation_func_clamp_value} if takes_clamp else {}
+    return {"clamp_value": config.activation_func_clamp_value} if _takes_clamp() else {}
+
+
+@cache
+def _takes_clamp() -> bool:
+    return "clamp_value" in inspect.signature(weighted_bias_swiglu_impl).parameters

@@ -45,7 +45,7 @@ from ditron_train.megatron.ep.coverage import (
 )
 from ditron_train.megatron.ep.experts import TEGemm, unsupported_reason_called, unsupported_reason_fused_on_ranks
 from ditron_train.megatron.ep.gather import ExpertSlices, all_true, exchange_counts
-from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, min_rows_of_layer, with_limit
+from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, min_rows_of_layer, with_limits
 from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_min_rows
 from ditron_train.megatron.shared.freed_memory import awaiting_freed_memory
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
@@ -226,8 +226,8 @@ class DitronMoEAlltoAllTokenDispatcher(
         self._capacity = FixedCapacity()
         self._layer_modules: Mapping[str, torch.nn.Module | None] = {}
         self._pairs: frozenset[Pair] | None = None
-        #: Rows of an expert in a step, for the product of a pair to be fused; None: not measured.
-        self._limit: int | None = None
+        #: Rows of an expert in a step, for the product of each pair to be fused; None: not measured.
+        self._limits: dict[Pair, int] | None = None
         self._call: ExpertCall | None = None
         self._slices: ExpertSlices | None = None
         self._slices_agree = self.tp_size == 1
@@ -412,12 +412,12 @@ class DitronMoEAlltoAllTokenDispatcher(
         if changed is not None:
             _log_apart(changed)
             return None
-        if self._limit is None and self._capacity.factor is None:  # a capacity may be given up later
-            self._pairs, self._limit = with_limit(self._pairs, self._experts, hidden_states, self.ep_group)
+        if self._limits is None and self._capacity.factor is None:  # a capacity may be given up later
+            self._pairs, self._limits = with_limits(self._pairs, self._experts, hidden_states, self.ep_group)
             if not self._pairs:
                 return None
         expert_rows = self._layout.expert_rows  # as the counts are, alike
-        pairs, min_rows = logged_pairs_of_step(self._pairs, expert_rows, self._limit or 0)
+        pairs, min_rows = logged_pairs_of_step(self._pairs, expert_rows, self._limits or {})
         if not pairs:
             return None
         gemm = TEGemm(self._layout.tokens_per_expert.tolist()) if self._capacity.factor is None else None

@@ -1,10 +1,12 @@
-"""Each pair of a movement and a grouped GEMM declared for the policy: one kernel for both, or one after the other."""
+"""Each pair of a movement and a grouped GEMM declared for the policy: one kernel for both, or one after the other; and
+each product of all experts: one kernel, or Transformer Engine's, one for each expert."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +16,21 @@ import torch.distributed as dist
 from ditron_train.ep import EPContext, EPHandle, ExpertCall, Pair, SumOrder, begin_layout, dispatch
 from ditron_train.ep.context import compiling
 from ditron_train.ep.dispatcher import dispatch_linear_backward, linear_combine_forward
-from ditron_train.ep.plan import NEVER, OTHER_BITS, PAIRS, RowProduct, agreed_min_rows, pairs_of_step, products_of
+from ditron_train.ep.grouped_gemm import RowTiles, group_wgrad_into
+from ditron_train.ep.plan import (
+    NEVER,
+    OTHER_BITS,
+    PAIRS,
+    RowProduct,
+    WgradProduct,
+    agreed_min_rows,
+    agreed_most_rows,
+    pairs_of_step,
+    products_of,
+)
 from ditron_train.megatron.ep.spec import random_inputs
 from ditron_train.megatron.shared.values import own_or_normal
-from ditron_train.policy import Function, Op, gate
+from ditron_train.policy import Function, Op, Trial, gate
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
@@ -39,9 +52,24 @@ class PairCall(NamedTuple):
     kind: tuple[Hashable, ...]
 
 
+#: Which weight a pair multiplies by, and whether it is transposed.
+_PRODUCTS: dict[Pair, tuple[str, bool]] = {
+    "gemm_combine": ("linear_fc2", True),
+    "fc1_gemm": ("linear_fc1", True),
+    "fc2_gemm": ("linear_fc2", True),
+    "fc2_dgrad": ("linear_fc2", False),
+    "fc1_dgrad": ("linear_fc1", False),
+}
+_ALONE = frozenset(PAIRS) - {"gemm_combine", "overlap_wgrad"}
+_MOST_ELEMENTS = 1 << 24  # of a weight: a product of larger ones takes the device longer than its launch the host
+
+
 class PairOp(Op[PairCall, None]):
     """One kernel for a movement and a grouped GEMM, against our movement and Transformer Engine's GEMM one after the
-    other: all of these have the bits of stock Megatron."""
+    other: all of these have the bits of stock Megatron.
+
+    Products alone are timed on an idle device: a layer begins with a host sync, so the device waits for the launches
+    of many small products."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair, self.name = pair, f"ep {pair}"
@@ -59,8 +87,11 @@ class PairOp(Op[PairCall, None]):
     def describe(self, call: PairCall, context: None) -> str:
         return f"ep {self.pair} {call.runs.words}"
 
+    def trial(self, call: PairCall, context: None) -> Trial:
+        return replace(super().trial(call, context), host_counts="alone" if self.pair in _ALONE else False)
+
     def peak_bytes(self, call: PairCall) -> int:
-        return call.runs.peak_bytes
+        return call.runs.peak_bytes + (self.pair == "group_wgrad") * call.runs.wgrad_bytes
 
     def inputs(self, call: PairCall) -> Sequence[torch.Tensor]:
         """Made by the layer's `_PairRuns`."""
@@ -106,26 +137,38 @@ def fused_pairs_here(
     )
     with torch.no_grad():
         runs = _PairRuns(experts, handle, context, hidden_states, order, group)
-        requested = {pair: gate.is_fused(op, PairCall(pair, runs, group, kind)) for pair, op in _PAIRS.items()}
-    chosen = frozenset(pair for pair, is_fused in requested.items() if is_fused)
-    names = ", ".join(sorted(chosen)) or "no pair of movement and GEMM"
+        are_small = max(first.numel(), second.numel()) <= _MOST_ELEMENTS
+        chosen: frozenset[Pair] = frozenset()
+        for pair, op in _PAIRS.items():
+            is_asked = are_small and not (pair == "fc2_gemm" and "gemm_combine" in chosen) or pair not in _ALONE
+            if is_asked and gate.is_fused(op, PairCall(pair, runs, group, kind)):
+                chosen |= {pair}
+    names = ", ".join(sorted(chosen)) or "no movement or GEMM"
     log_once(f"ep fused {names}", f"ep: one kernel for {names}")
     return chosen
 
 
-def with_limit(
+def with_limits(
     pairs: frozenset[Pair], experts: Any, like: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[frozenset[Pair], int]:
-    """``pairs``, and how many rows an expert must have in a step for the product of ``gemm_combine`` to add up as
-    native's does: of rows ``like`` these. If it never does, the pair is left out (collective the first time)."""
-    if "gemm_combine" not in pairs or not like.is_cuda:
-        return pairs, 0
-    product = RowProduct(tuple(experts.linear_fc2.weight0.shape), experts.num_local_experts, True)
-    limit = agreed_min_rows(frozenset([product]), like.dtype, like.device, group)
-    if limit == NEVER:
-        log_once("ep gemm_combine never", f"ep: no kernel for gemm_combine, {OTHER_BITS}")
-        pairs -= {"gemm_combine"}
-    return pairs, limit
+) -> tuple[frozenset[Pair], dict[Pair, int]]:
+    """``pairs``, and how many rows an expert must have in a step for the product of each to add up as native's does,
+    for ``group_wgrad`` may have at most: of rows ``like`` these. If it never does, the pair is left out (collective
+    the first time)."""
+    limits: dict[Pair, int] = {}
+    if "group_wgrad" in pairs and like.is_cuda:
+        linears = [experts.linear_fc1, experts.linear_fc2]
+        into = _main_grad_dtype(linears[1].weight0) if linears[1].fuse_wgrad_accumulation else None
+        products = [WgradProduct(tuple(one.weight0.shape), experts.num_local_experts, into) for one in linears]
+        limits["group_wgrad"] = agreed_most_rows(frozenset(products), like.dtype, like.device, group)
+        pairs -= {"group_wgrad"} if limits["group_wgrad"] <= 0 else set()
+    for pair in sorted(pairs & _PRODUCTS.keys()) if like.is_cuda else ():
+        linear, transpose = _PRODUCTS[pair]
+        product = RowProduct(tuple(getattr(experts, linear).weight0.shape), experts.num_local_experts, transpose)
+        limits[pair] = agreed_min_rows(frozenset([product]), like.dtype, like.device, group)
+        if limits[pair] == NEVER:
+            log_once(f"ep {pair} never", f"ep: no kernel for {pair}, {OTHER_BITS}")
+            pairs -= {pair}
+    return pairs, limits
 
 
 def min_rows_of_layer(experts: Any, like: torch.Tensor, group: dist.ProcessGroup) -> int:
@@ -138,19 +181,23 @@ def min_rows_of_layer(experts: Any, like: torch.Tensor, group: dist.ProcessGroup
 
 
 def logged_pairs_of_step(
-    pairs: frozenset[Pair], expert_rows: np.ndarray | None, limit: int
-) -> tuple[frozenset[Pair], int]:
+    pairs: frozenset[Pair], expert_rows: np.ndarray | None, limits: Mapping[Pair, int]
+) -> tuple[frozenset[Pair], dict[Pair, int]]:
     """``pairs_of_step``, which the log says the first time that it leaves something native."""
-    left, min_rows = pairs_of_step(pairs, expert_rows, limit)
-    if min_rows or left != pairs:
+    left, min_rows = pairs_of_step(pairs, expert_rows, limits)
+    for pair in sorted(pairs - left | min_rows.keys()):
         assert expert_rows is not None, "all pairs stay"
-        few = expert_rows[(expert_rows > 0) & (expert_rows < limit)]
+        if pair == "group_wgrad":
+            words = f"ep: an expert has more than {limits[pair]} rows in a step, whose weight gradients"
+            log_once("ep most rows", f"{words} are Transformer Engine's")
+            continue
+        few = expert_rows[(expert_rows > 0) & (expert_rows < limits[pair])]
         message = (
-            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {limit} rows in a step, "
-            f"{few.sum() / expert_rows.sum():.0%} of all rows: for gemm_combine "
+            f"ep: {len(few)} of {len(expert_rows)} experts have fewer than {limits[pair]} rows in a step, "
+            f"{few.sum() / expert_rows.sum():.0%} of all rows: for {pair} "
         )
-        message += "their GEMMs" if min_rows else "all GEMMs of such a step"
-        log_once(f"ep min rows {min_rows > 0}", f"{message} are Transformer Engine's")
+        message += "their GEMMs" if pair in left else "all GEMMs of such a step"
+        log_once(f"ep min rows {pair} {pair in left}", f"{message} are Transformer Engine's")
     return left, min_rows
 
 
@@ -172,6 +219,16 @@ class _WrittenOver:
         out = [torch.empty_like(weight, dtype=self._dtype) for weight in weights]
         self._wgrad.into(out, grad, rows, accumulate=False)
         return out
+
+
+def _written_over(
+    dtype: torch.dtype, grad: torch.Tensor, rows: torch.Tensor, tiles: RowTiles, spare_sms: int
+) -> Sequence[torch.Tensor | None]:
+    """The same by our grouped GEMM."""
+    shape = grad.shape[1], rows.shape[1]
+    out = [torch.empty(shape, dtype=dtype, device=grad.device) for _ in range(tiles.num_experts)]
+    group_wgrad_into(grad, rows, tiles, out, overwrites=True, spare_sms=spare_sms)
+    return out
 
 
 class _PairRuns:
@@ -198,6 +255,12 @@ class _PairRuns:
         columns = 4 * self._like.shape[-1] + 3 * (first.weight0.shape[0] + second.weight0.shape[1])
         return num_rows * columns * self._like.element_size()
 
+    @property
+    def wgrad_bytes(self) -> int:
+        """All weight gradients, by both paths, in fp32."""
+        linears = self._experts.linear_fc1, self._experts.linear_fc2
+        return sum(8 * linear.num_gemms * linear.weight0.numel() for linear in linears)
+
     @functools.cached_property
     def _data(self) -> tuple[EPHandle, dict[Pair, Callable[[ExpertCall], list[Any]]], list[int], str]:
         """A layout of even routing, the bodies of the pairs on it, tokens of each expert, and all of it in words
@@ -223,6 +286,14 @@ class _PairRuns:
         )
         bodies: dict[Pair, Callable[[ExpertCall], list[Any]]] = {
             "gemm_combine": lambda call: [linear_combine_forward(narrow, back, call)],
+            "fc1_gemm": lambda call: [call.product(rows, weights, True, "fc1_gemm")],
+            "fc2_gemm": lambda call: [call.product(narrow, back, True, "fc2_gemm")],
+            "fc2_dgrad": lambda call: [call.product(rows, back, False, "fc2_dgrad")],
+            "fc1_dgrad": lambda call: [call.product(wide, weights, False, "fc1_dgrad")],
+            "group_wgrad": lambda call: [
+                *call.weight_grads(wide, rows, weights),
+                *call.weight_grads(rows, narrow, back),
+            ],
             "overlap_wgrad": lambda call: list(
                 dispatch_linear_backward(wide, rows, weights, call, row_probs, torch.float32)[:2]
             ),
@@ -250,12 +321,16 @@ class _PairRuns:
         handle, _, splits, _ = self._data
         gemm, wgrad = TEGemm(splits), TEWgrad(splits)
         fc2 = self._experts.linear_fc2
-        into = _WrittenOver(wgrad, _main_grad_dtype(fc2.weight0)) if fc2.fuse_wgrad_accumulation else wgrad
+        dtype = _main_grad_dtype(fc2.weight0)
+        if "group_wgrad" in chosen:
+            own = functools.partial(_written_over, dtype) if fc2.fuse_wgrad_accumulation else None
+            return ExpertCall(handle, self._context, self._order, chosen, gemm, into=own)
+        into = _WrittenOver(wgrad, dtype) if fc2.fuse_wgrad_accumulation else wgrad
         return ExpertCall(handle, self._context, self._order, chosen, gemm, into)
 
     def compile(self) -> None:
         """Compiles the kernels of all pairs once, each by one of the ranks, which share Triton's cache; not those that
-        a plan decides.
+        a plan decides, nor products alone, which would run, and need memory.
 
         Measured on 2 x H200 with an empty cache: asking for the pairs took 12.8 s, 8.6 s with this (without
         launchers).
@@ -264,7 +339,8 @@ class _PairRuns:
             return
         self._is_compiled = True
         _ = self._data  # made by kernels that run: inside ``compiling`` none does
-        runs = [(pair, frozenset({pair})) for pair in _PAIRS] + [(pair, frozenset()) for pair in _PAIRS]
+        pairs = [pair for pair in _PAIRS if pair not in _ALONE]
+        runs = [(pair, frozenset({pair})) for pair in pairs] + [(pair, frozenset()) for pair in pairs]
         with compiling(self._context):
             for pair, chosen in runs[dist.get_rank(self._group) :: dist.get_world_size(self._group)]:
                 with contextlib.suppress(NotSupportedError):  # it is raised again, by every rank

@@ -54,6 +54,7 @@ SHAPES = {
     "ulysses-64k": (4096, 14336, 32, 128, 65536, None, None),
     "moe-128": (7168, None, 56, 128, 4096, 128, 2048),
     "moe-256": (7168, None, 56, 128, 4096, 256, 2048),
+    "moe-30b": (2048, 6144, 32, 128, 4096, 128, 768),
 }
 
 
@@ -64,11 +65,13 @@ def test_its_shapes_are_what_it_claims(name: str) -> None:
     model = "-".join(name.split("-")[:2])
     hidden, ffn, heads, width, tokens, experts, expert_width = SHAPES[model]
     assert values["hidden_size"] == hidden and values["num_attention_heads"] == heads
-    assert values.get("kv_channels", hidden // heads) == width and values["num_query_groups"] == 8
+    assert values.get("kv_channels", hidden // heads) == width and values["num_query_groups"] == (
+        4 if model == "moe-30b" else 8
+    )
     assert ffn is None or values["ffn_hidden_size"] == ffn
     assert values["seq_length"] == values["max_position_embeddings"] and tokens in (None, values["seq_length"])
     assert (values.get("num_experts"), values.get("moe_ffn_hidden_size")) == (experts, expert_width)
-    assert ("qk_layernorm" in values) == (model == "dense-32b")
+    assert ("qk_layernorm" in values) == (model in ("dense-32b", "moe-30b"))
     # The parts of its name are the features, and their groups have ranks.
     features = parse_features(job.ditron)
     assert set(name.split("-")[2:]) - {"interleaved", "graphs", "te", "blockwise"} == set(features)
