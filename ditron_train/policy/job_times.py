@@ -3,13 +3,19 @@
 If both paths are bitwise identical, either may run at any call. So the calls of one range of rows alternate between
 the paths, with events around each forward and backward, until both series are long enough. The events are read after
 they have completed; then the ranks' hosts exchange medians once.
+
+Calls whose communication runs concurrently with another microbatch's computation have no time of their own. What such
+a schedule runs as one, a forward with the backward of another microbatch, is timed instead (``run_of_schedule``), and
+the paths alternate from training step to training step (``StepTimes``).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +26,8 @@ from ditron_train.symm.exchange import exchange
 
 _WARM_UP = 4  # calls: of each path two, which load kernels
 _FIRST_LOOK, _LAST_LOOK = 28, 896  # calls; each look comes at twice as many
+_WARM_UP_STEPS = 2  # training steps: of each path one
+_FIRST_LOOK_STEPS, _LAST_LOOK_STEPS = 4, 64  # training steps: native, fused, fused, native, again and again
 _MIN = 8  # times of each path
 _CLEAR = 2.5  # standard errors of the difference of two medians
 _ERROR_OF_MEDIAN = 1.2533 * 1.4826  # of normal values, by their median absolute deviation
@@ -38,10 +46,12 @@ class JobTimes:
         native_us, fused_us: Medians per row, of the slowest rank, once they are known.
     """
 
+    _first_look, _last_look = _FIRST_LOOK, _LAST_LOOK
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._calls, self._next_look = 0, _FIRST_LOOK
-        self._open: list[TimedCall] = []
+        self._calls, self._next_look = 0, self._first_look
+        self._open: list[TimedCall | TimedRun] = []
         self._us: dict[bool, list[float]] = {False: [], True: []}
         self.is_fused: bool | None = None
         self.native_us = self.fused_us = math.nan
@@ -78,9 +88,9 @@ class JobTimes:
             if abs(self.native_us - self.fused_us) > _CLEAR * noise:
                 self._settle(self.fused_us < self.native_us)
                 return
-        if self._calls >= _LAST_LOOK:
+        if self._calls >= self._last_look:
             self._settle(False)
-        self._next_look = min(2 * self._calls, _LAST_LOOK) if min_rows >= _MIN else self._calls + _FIRST_LOOK
+        self._next_look = min(2 * self._calls, self._last_look) if min_rows >= _MIN else self._calls + self._first_look
 
     def _settle(self, is_fused: bool) -> None:
         self.is_fused = is_fused
@@ -131,6 +141,101 @@ class TimedCall:
         if self._recorded < len(self._spans) or not all(end.query() for _, end in self._spans):
             return None
         return float(sum(start.elapsed_time(end) for start, end in self._spans)) * 1e3 / self._rows
+
+
+class TimedRun:
+    """Events around one run of a schedule, on the stream that waits for all streams of the run.
+
+    Args:
+        is_fused: Whether the calls in it, and in what runs concurrently, are fused.
+    """
+
+    def __init__(self, is_fused: bool) -> None:
+        self.is_fused = is_fused
+        self._start, self._end = _event(), _event()
+        self._start.record()
+
+    def end(self) -> None:
+        """The run has been enqueued."""
+        self._end.record()
+
+    def us_per_row(self) -> float | None:
+        """Device time of the run, which counts as one row; None until it has completed."""
+        return float(self._start.elapsed_time(self._end)) * 1e3 if self._end.query() else None
+
+
+class StepTimes(JobTimes):
+    """Times of the runs of a schedule, one path for all of a training step's calls: one step of each path to warm up,
+    then native, fused, fused, native, again and again.
+
+    All ranks of the group run the same schedule, so they agree on the step's number and path without talking.
+
+    Attributes:
+        is_fused_now: The path of the current step.
+    """
+
+    _first_look, _last_look = _FIRST_LOOK_STEPS, _LAST_LOOK_STEPS
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._first_step = _schedule.step
+        self.is_fused_now = False
+        _schedule.watching.add(self)
+
+    def path(self) -> bool:
+        """Whether a call in the current step is fused (collective, between the hosts, at the first call of a step in
+        which times are compared)."""
+        self._calls = _schedule.step - self._first_step - _WARM_UP_STEPS  # steps that were timed
+        if self.is_due:
+            self.look()
+        if self.is_fused is None:
+            self.is_fused_now = self._calls == -1 or (self._calls >= 0 and self._calls % 4 in (1, 2))
+        else:
+            self.is_fused_now = self.is_fused
+        return self.is_fused_now
+
+    @property
+    def has_times(self) -> bool:
+        """Whether both paths have been compared."""
+        return not math.isnan(self.native_us)
+
+    def begin_run(self) -> TimedRun | None:
+        """Records the begin of a run of the current step, if it is to be timed; ``end_run`` follows."""
+        is_timed = self.is_fused is None and self._calls >= 0 and not is_filling()
+        return TimedRun(self.is_fused_now) if is_timed else None
+
+    def end_run(self, run: TimedRun) -> None:
+        """Keeps a run that has been enqueued."""
+        run.end()
+        self._open.append(run)
+
+
+class _Schedule:
+    """Where the process is in its schedule: the number of its training step, and what times its runs."""
+
+    def __init__(self) -> None:
+        self.step, self._had_backward = 0, False
+        self.watching: weakref.WeakSet[StepTimes] = weakref.WeakSet()
+
+    @contextmanager
+    def run(self, has_forward: bool, has_backward: bool) -> Iterator[None]:
+        if has_forward and not has_backward and self._had_backward:
+            self.step += 1  # a pipeline is empty between two steps, and is filled by forwards alone
+        self._had_backward = has_backward
+        both = list(self.watching) if has_forward and has_backward else []
+        runs = [(times, run) for times in both if (run := times.begin_run()) is not None]
+        yield
+        for times, run in runs:  # not after an error
+            times.end_run(run)
+
+
+_schedule = _Schedule()
+
+
+def run_of_schedule(has_forward: bool, has_backward: bool) -> AbstractContextManager[None]:
+    """A context around what a schedule runs as one: the forward of one microbatch, the backward of another, or both.
+    On entry and exit the current stream has waited for all streams of it."""
+    return _schedule.run(has_forward, has_backward)
 
 
 def _event() -> Any:
