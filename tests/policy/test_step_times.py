@@ -1,0 +1,124 @@
+"""Times of a schedule's runs: paths alternate from step to step, and the faster one stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ditron_train.policy import job_times
+from ditron_train.policy.job_times import StepTimes, run_of_schedule
+from tests.support.processes import run_workers
+
+#: A step of each path to warm up, then native, fused, fused, native, again and again.
+ALTERNATING = [False, True, *[False, True, True, False] * 16]
+
+
+class _Event:
+    """An event on a clock that tests advance."""
+
+    now_us = 0.0
+    is_over = True
+
+    def record(self) -> None:
+        self.at_us = _Event.now_us
+
+    def query(self) -> bool:
+        return _Event.is_over
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.at_us - self.at_us) / 1e3
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_times, "_event", _Event)
+    monkeypatch.setattr(job_times, "exchange", lambda group, mine: [mine, mine])
+    monkeypatch.setattr(job_times, "_schedule", job_times._Schedule())
+
+
+def _run(times: StepTimes, us: dict[bool, float], *kinds: tuple[bool, bool]) -> bool:
+    """Runs of a step, with a forward, a backward or both; the step's path."""
+    paths = set()
+    for has_forward, has_backward in kinds:
+        with run_of_schedule(has_forward, has_backward):
+            if has_forward:
+                paths.add(times.path())
+            _Event.now_us += us[times.is_fused_now] if has_forward and has_backward else 1e6
+        _Event.now_us += 1e6  # what runs between two runs is not theirs
+    assert len(paths) == 1
+    return paths.pop()
+
+
+FILL, BOTH, DRAIN = (True, False), (True, True), (False, True)
+
+
+@pytest.mark.parametrize("warmup, steady", [(1, 4), (3, 9)])
+@pytest.mark.parametrize(
+    "us, is_fused", [({False: 100.0, True: 90.0}, True), ({False: 90.0, True: 100.0}, False)], ids=["fused", "native"]
+)
+def test_the_faster_path_stays(us: dict[bool, float], is_fused: bool, warmup: int, steady: int) -> None:
+    times = StepTimes(None)  # type: ignore[arg-type]
+    kinds = [*[FILL] * warmup, *[BOTH] * steady, *[DRAIN] * warmup]
+    assert [_run(times, us, *kinds) for _ in range(9)] == [*ALTERNATING[:6], *[is_fused] * 3]
+    assert times.is_fused is is_fused and (times.native_us, times.fused_us) == (us[False], us[True])
+
+
+def test_few_runs_a_step_take_more_steps() -> None:
+    times = StepTimes(None)  # type: ignore[arg-type]
+    paths = [_run(times, {False: 100.0, True: 90.0}, FILL, BOTH, DRAIN) for _ in range(19)]
+    assert paths == [*ALTERNATING[:18], True]
+
+
+@pytest.mark.parametrize("kinds, has_times", [([FILL, DRAIN], False), ([FILL, *[BOTH] * 4, DRAIN], True)])
+def test_what_is_not_faster_or_has_no_times_is_native_in_the_end(
+    kinds: list[tuple[bool, bool]], has_times: bool
+) -> None:
+    times = StepTimes(None)  # type: ignore[arg-type]
+    paths = [_run(times, {False: 100.0, True: 100.0}, *kinds) for _ in range(68)]
+    assert paths == [*ALTERNATING, False, False] and times.has_times is has_times
+
+
+def test_a_run_that_ends_in_an_error_has_no_time_and_ends_the_step() -> None:
+    times, us = StepTimes(None), {False: 100.0, True: 90.0}  # type: ignore[arg-type]
+    kinds = [FILL, *[BOTH] * 8, DRAIN]
+    assert [_run(times, us, *kinds) for _ in range(3)] == ALTERNATING[:3]
+    with pytest.raises(KeyboardInterrupt):
+        _fail(times)
+    assert [_run(times, us, *kinds) for _ in range(3)] == [True, False, True]
+    assert (times.native_us, times.fused_us) == (100.0, 90.0)
+
+
+def _fail(times: StepTimes) -> None:
+    """A step whose first run with a backward ends in an error, after a time that would count."""
+    with run_of_schedule(*FILL):
+        assert times.path()
+    with run_of_schedule(*BOTH):
+        _Event.now_us += 1.0
+        raise KeyboardInterrupt
+
+
+def test_events_that_are_not_over_are_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, us = StepTimes(None), {False: 100.0, True: 90.0}  # type: ignore[arg-type]
+    kinds = [FILL, *[BOTH] * 4, DRAIN]
+    monkeypatch.setattr(_Event, "is_over", False)
+    assert [_run(times, us, *kinds) for _ in range(7)] == ALTERNATING[:7]
+    monkeypatch.setattr(_Event, "is_over", True)
+    assert [_run(times, us, *kinds) for _ in range(4)] == [*ALTERNATING[7:10], True]
+
+
+def _decided(by_rank: list[dict[bool, float]]) -> tuple[Any, ...]:
+    job_times._event, saved = _Event, job_times._event
+    try:
+        times = StepTimes(dist.group.WORLD)  # type: ignore[arg-type]
+        kinds = [FILL, *[BOTH] * 4, DRAIN]
+        paths = [_run(times, by_rank[dist.get_rank()], *kinds) for _ in range(8)]
+        return paths, times.native_us, times.fused_us
+    finally:
+        job_times._event = saved
+
+
+def test_the_slowest_rank_counts() -> None:
+    quick, slow = {False: 100.0, True: 90.0}, {False: 99.0, True: 110.0}
+    assert run_workers(2, _decided, [quick, slow]) == [([*ALTERNATING[:6], False, False], 100.0, 110.0)] * 2
