@@ -105,14 +105,12 @@ class Gate:
         is_fused = steps.path()
         if steps.is_fused is None:
             return answer if is_fused else Answer(None, MEASURED)
-        shape, seen = op.describe_shape(call), f"{steps.fused_us:.0f} us, native {steps.native_us:.0f} us"
+        shape, seen = op.describe_shape(call), f"{steps.fused_us:.0f} us, native {steps.native_us:.0f} us a microbatch"
         if is_fused:
             settled = Answer(answer.context)
             log_once(f"fused {key}", f"{shape}fused, faster in the job's steps ({seen})", name="policy")
-        elif steps.has_times:
-            settled = _native(op, f"{shape}it is not faster in the job's steps by more than these differ ({seen})")
         else:
-            settled = _native(op, f"{shape}too few of the job's steps have a forward during another's backward")
+            settled = _native(op, f"{shape}it is not faster in the job's steps by more than these differ ({seen})")
         self._answers[key] = settled
         return settled
 

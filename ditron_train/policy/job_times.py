@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ class JobTimes:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._calls, self._next_look = 0, self._first_look
-        self._open: list[TimedCall | TimedRun] = []
+        self._open: list[TimedCall | TimedMicrobatch] = []
         self._us: dict[bool, list[float]] = {False: [], True: []}
         self.is_fused: bool | None = None
         self.native_us = self.fused_us = math.nan
@@ -147,11 +147,11 @@ class TimedRun:
     """Events around one run of a schedule, on the stream that waits for all streams of the run.
 
     Args:
-        is_fused: Whether the calls in it, and in what runs concurrently, are fused.
+        is_combined: Whether it is the forward of one microbatch and the backward of another.
     """
 
-    def __init__(self, is_fused: bool) -> None:
-        self.is_fused = is_fused
+    def __init__(self, is_combined: bool) -> None:
+        self.is_combined = is_combined
         self._start, self._end = _event(), _event()
         self._start.record()
 
@@ -159,19 +159,43 @@ class TimedRun:
         """The run has been enqueued."""
         self._end.record()
 
-    def us_per_row(self) -> float | None:
-        """Device time of the run, which counts as one row; None until it has completed."""
+    def us(self) -> float | None:
+        """Device time of the run; None until it has completed."""
         return float(self._start.elapsed_time(self._end)) * 1e3 if self._end.query() else None
 
 
+class TimedMicrobatch:
+    """Device time of one microbatch in a step, forward and backward, and its part of filling and draining the pipeline.
+
+    Args:
+        is_fused: The step's path.
+        runs: Runs, and their shares in this microbatch.
+    """
+
+    def __init__(self, is_fused: bool, runs: Sequence[tuple[TimedRun, float]]) -> None:
+        self.is_fused, self._runs = is_fused, runs
+
+    def us_per_row(self) -> float | None:
+        """The sum, as of one row; None until all runs have completed."""
+        times = [us * share for run, share in self._runs if (us := run.us()) is not None]
+        return sum(times) if len(times) == len(self._runs) else None
+
+
+def microbatches_of(is_fused: bool, runs: Sequence[TimedRun]) -> list[TimedMicrobatch]:
+    """A step's runs as one time for each combined run, to which runs of a forward or a backward alone, where a
+    pipeline is filled and drained, add equal parts; as one time if there is no combined run."""
+    combined = [run for run in runs if run.is_combined]
+    shared = [(run, 1.0 / max(len(combined), 1)) for run in runs if not run.is_combined]
+    if not combined:
+        return [TimedMicrobatch(is_fused, shared)] if shared else []
+    return [TimedMicrobatch(is_fused, [(run, 1.0), *shared]) for run in combined]
+
+
 class StepTimes(JobTimes):
-    """Times of the runs of a schedule, one path for all of a training step's calls: one step of each path to warm up,
-    then native, fused, fused, native, again and again.
+    """Times of a schedule's runs, one path for all of a training step's calls: one step of each path to warm up, then
+    native, fused, fused, native, again and again.
 
     All ranks of the group run the same schedule, so they agree on the step's number and path without talking.
-
-    Attributes:
-        is_fused_now: The path of the current step.
     """
 
     _first_look, _last_look = _FIRST_LOOK_STEPS, _LAST_LOOK_STEPS
@@ -179,35 +203,27 @@ class StepTimes(JobTimes):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._first_step = _schedule.step
-        self.is_fused_now = False
+        self._is_fused_now = False
+        self.runs: list[TimedRun] = []
         _schedule.watching.add(self)
 
     def path(self) -> bool:
         """Whether a call in the current step is fused (collective, between the hosts, at the first call of a step in
         which times are compared)."""
-        self._calls = _schedule.step - self._first_step - _WARM_UP_STEPS  # steps that were timed
+        self._calls = number = _schedule.step - self._first_step - _WARM_UP_STEPS  # steps that were timed before
         if self.is_due:
             self.look()
         if self.is_fused is None:
-            self.is_fused_now = self._calls == -1 or (self._calls >= 0 and self._calls % 4 in (1, 2))
+            self._is_fused_now = number == -1 or (number >= 0 and number % 4 in (1, 2))
         else:
-            self.is_fused_now = self.is_fused
-        return self.is_fused_now
+            self._is_fused_now = self.is_fused
+        return self._is_fused_now
 
-    @property
-    def has_times(self) -> bool:
-        """Whether both paths have been compared."""
-        return not math.isnan(self.native_us)
-
-    def begin_run(self) -> TimedRun | None:
-        """Records the begin of a run of the current step, if it is to be timed; ``end_run`` follows."""
-        is_timed = self.is_fused is None and self._calls >= 0 and not is_filling()
-        return TimedRun(self.is_fused_now) if is_timed else None
-
-    def end_run(self, run: TimedRun) -> None:
-        """Keeps a run that has been enqueued."""
-        run.end()
-        self._open.append(run)
+    def end_step(self) -> None:
+        """Keeps the times of the step's runs, but for those of a warm-up."""
+        if self._calls >= 0:
+            self._open += microbatches_of(self._is_fused_now, self.runs)
+        self.runs.clear()
 
 
 class _Schedule:
@@ -219,14 +235,23 @@ class _Schedule:
 
     @contextmanager
     def run(self, has_forward: bool, has_backward: bool) -> Iterator[None]:
+        watching = [times for times in self.watching if times.is_fused is None and not is_filling()]
         if has_forward and not has_backward and self._had_backward:
             self.step += 1  # a pipeline is empty between two steps, and is filled by forwards alone
+            for times in watching:
+                times.end_step()
         self._had_backward = has_backward
-        both = list(self.watching) if has_forward and has_backward else []
-        runs = [(times, run) for times in both if (run := times.begin_run()) is not None]
-        yield
-        for times, run in runs:  # not after an error
-            times.end_run(run)
+        run = TimedRun(has_forward and has_backward) if watching else None
+        try:
+            yield
+        except BaseException:
+            for times in watching:
+                times.runs.clear()
+            raise
+        if run is not None:
+            run.end()
+            for times in watching:
+                times.runs.append(run)
 
 
 _schedule = _Schedule()

@@ -70,13 +70,13 @@ def delay_wgrads(model, computed):
 
 
 @contextlib.contextmanager
-def clocked_dispatches(us, calls, late=False, fails_at=None):
+def clocked_dispatches(us, calls, is_late=False, fails_at=None):
     """Under a clock on which a dispatch takes ``us``: natively, fused. ``calls`` gets whether each was fused.
 
     Args:
         us: Of this rank.
         calls: A list for the dispatches of the current step.
-        late: Whether this rank's host is late at random.
+        is_late: Whether this rank sleeps at random.
         fails_at: The dispatch that raises, counted from 1 over all steps.
     """
     from ditron_train.megatron.ep.dispatcher import DitronMoEAlltoAllTokenDispatcher
@@ -91,7 +91,7 @@ def clocked_dispatches(us, calls, late=False, fails_at=None):
         number += 1
         calls.append(self.ep_context is not None)
         Event.now_us += us[calls[-1]] * (1 + 0.01 * draw.random())
-        if late and dist.get_rank() == number % 2:
+        if is_late and dist.get_rank() == number % 2:
             time.sleep(0.1 * draw.random())
         if number == fails_at:
             raise RuntimeError("in the middle")
@@ -104,7 +104,7 @@ def clocked_dispatches(us, calls, late=False, fails_at=None):
         yield
 
 
-def timed_steps(us_of_ranks, num_steps=7, late=False, fails_at=None, options=None):
+def timed_steps(us_of_ranks, num_steps=7, is_late=False, fails_at=None, options=None):
     """Training steps by schedule plans, whose dispatches take so many us on each rank natively and fused.
 
     Returns:
@@ -122,7 +122,7 @@ def timed_steps(us_of_ranks, num_steps=7, late=False, fails_at=None, options=Non
             for model in (native, fused):
                 delay_wgrads(model, computed)
         wanted = combined_steps(native, MICROBATCHES)
-        with clocked_dispatches(us_of_ranks[dist.get_rank()], calls, late, fails_at):
+        with clocked_dispatches(us_of_ranks[dist.get_rank()], calls, is_late, fails_at):
             for step in range(num_steps):
                 try:
                     results = combined_steps(fused, MICROBATCHES)
