@@ -106,11 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     hook.set_defaults(function=_hook)
 
-    from ditron_train.tools.bench import available_benches
+    from ditron_train.tools.bench import PACKAGES
 
     bench = commands.add_parser("bench", help="measure native, peers and fused (under torchrun)")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    for name, text in available_benches().items():
+    for name, text in PACKAGES.items():
         benches.add_parser(name, help=text, add_help=False).set_defaults(function=_bench)
 
     for name, (_, text) in _TOOLS.items():
@@ -130,7 +130,7 @@ def _hook(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    from ditron_train.tools.doctor.examination import examine, show
+    from ditron_train.tools.doctor.examination import examine
 
     if rest:
         arguments.parser.error(f"unknown argument {rest[0]}{_advice(rest[0], arguments.parser)}")
@@ -146,7 +146,7 @@ def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         print(found.to_json() if arguments.json else found.to_text(verbose=arguments.verbose))
         return 0
     report = examine()
-    print(report.to_json()) if arguments.json else show(report)
+    print(report.to_json() if arguments.json else report.to_text())
     return 0 if report.healthy else 1
 
 
@@ -178,10 +178,10 @@ def _module_of(command: str) -> tuple[Any, argparse.ArgumentParser]:
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
     """Every command with the parser of its own options; imports what the commands need."""
-    from ditron_train.tools.bench import available_benches
+    from ditron_train.tools.bench import PACKAGES
 
     choices = _subcommands(_parser())
-    tools = [*(f"bench {name}" for name in available_benches()), *_TOOLS]
+    tools = [*(f"bench {name}" for name in PACKAGES), *_TOOLS]
     return {
         "doctor": choices["doctor"],
         "hook": choices["hook"],

@@ -17,10 +17,11 @@ in every order, or order-probe inputs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ _HIGH_BITS = np.uint32(0xFFFFF000)  # sign, exponent, and 11 of the 23 stored bi
 #: What of Megatron-core names ``reduce_scatter_tensor`` by value.
 _MEGATRON_MODULES = ("megatron.core.tensor_parallel.layers", "megatron.core.tensor_parallel.mappings")
 _SUM = dist.ReduceOp.SUM
-_undo: list[Callable[[], None]] = []
+_replaced = contextlib.ExitStack()  # puts everything back
 _libraries: list[torch.library.Library] = []  # at most one: without a reference to it, torch's own operators are back
 
 #: A sum of products: fp64 sums of high x high, of high x low, and of low x low parts.
@@ -44,7 +45,7 @@ def install() -> None:
     """Makes products and sums over ranks of this process exact, by torch and in Triton's interpreter. Idempotent."""
     import triton.runtime.interpreter as interpreter
 
-    if _undo:
+    if _libraries:
         return
     _libraries.append(torch.library.Library("aten", "IMPL"))
     _libraries[0].impl("mm", _mm, "CPU")
@@ -62,13 +63,11 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes `install`. Idempotent."""
     _libraries.clear()
-    while _undo:
-        _undo.pop()()
+    _replaced.close()
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
-    setattr(owner, name, value)
+    _replaced.enter_context(mock.patch.object(owner, name, value))
 
 
 def _parts(values: np.ndarray) -> list[np.ndarray]:

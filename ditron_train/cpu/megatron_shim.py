@@ -15,6 +15,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -166,20 +167,17 @@ def _new_norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **unu
     return norm
 
 
-_MISSING = object()
-_replaced: list[tuple[Any, str, Any]] = []
-_norm_replaced: list[Any] = []
-_mode: list[_CudaMeansCpu] = []
+_replaced = contextlib.ExitStack()  # puts everything back
+_is_installed = _is_norm_replaced = False
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    _replaced.append((owner, name, getattr(owner, name, _MISSING)))
-    setattr(owner, name, value)
+    _replaced.enter_context(mock.patch.object(owner, name, value, create=True))
 
 
 def is_installed() -> bool:
     """Whether `install` is in force in this process."""
-    return bool(_mode)
+    return _is_installed
 
 
 def allow_torch_norm_with_sequence_parallel() -> None:
@@ -190,20 +188,21 @@ def allow_torch_norm_with_sequence_parallel() -> None:
     """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    if not _norm_replaced:
-        _norm_replaced.append(WrappedTorchNorm.__dict__["__new__"])
-        WrappedTorchNorm.__new__ = _new_norm
+    global _is_norm_replaced
+    if not _is_norm_replaced:
+        _replace(WrappedTorchNorm, "__new__", _new_norm)
+    _is_norm_replaced = True
 
 
 def install() -> None:
     """Make megatron-core run on the CPU in this process. Idempotent; `uninstall` reverts it."""
-    if is_installed():
+    global _is_installed
+    if _is_installed:
         return
+    _is_installed = True
     for owner, name, value in _torch_stand_ins():
         _replace(owner, name, value)
-    mode = _CudaMeansCpu()
-    mode.__enter__()
-    _mode.append(mode)
+    _replaced.enter_context(_CudaMeansCpu())
 
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -219,18 +218,9 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo `install` and `allow_torch_norm_with_sequence_parallel`. Idempotent."""
-    while _replaced:
-        owner, name, value = _replaced.pop()
-        if value is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
-    while _mode:
-        _mode.pop().__exit__(None, None, None)
-    while _norm_replaced:
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-        WrappedTorchNorm.__new__ = _norm_replaced.pop()
+    global _is_installed, _is_norm_replaced
+    _replaced.close()
+    _is_installed = _is_norm_replaced = False
 
 
 @contextlib.contextmanager

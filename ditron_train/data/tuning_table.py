@@ -127,14 +127,18 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
+def _content(path: Path | str) -> bytes:
+    try:
+        return read_regular(Path(path))
+    except OSError as error:
+        raise SettingError(f"cannot read the tuning table {path}: {error.strerror}") from None
+
+
 def _read(path: Path) -> TuningTable:
     try:
-        text = read_regular(path).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(
-            f"cannot read the tuning table {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    return parse_table(text, str(path))
+        return parse_table(_content(path).decode("utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise SettingError(f"cannot read the tuning table {path}: {error}") from None
 
 
 def read_table(path: Path, device: str) -> TuningTable:
@@ -176,10 +180,7 @@ def named_table() -> str | None:
     setting = get_settings().tuning
     if setting in (None, "off"):
         return setting
-    try:
-        return f"table {hashlib.sha256(read_regular(Path(setting))).hexdigest()[:12]}"
-    except OSError as error:
-        raise SettingError(f"cannot read the tuning table {setting}: {error.strerror}") from None
+    return f"table {hashlib.sha256(_content(setting)).hexdigest()[:12]}"
 
 
 _tables: dict[tuple[str | None, str], TuningTable | None] = {}

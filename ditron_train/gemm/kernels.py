@@ -17,7 +17,6 @@ def tile_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
-    TRANSPOSE_A: tl.constexpr = False,
     FP8_CHAIN: tl.constexpr = None,
 ):
     """acc[i, j] = sum over k of a[row + i, k] * b[k, col + j], in fp32, K blocks in ascending order.
@@ -25,7 +24,7 @@ def tile_product(
     That order, one accumulator and one rounding at the end are what cuBLAS does where it does not split K: the tile
     sizes do not change a bit. Beyond the edges of a matrix descriptors read zeros, so any K is right.
 
-    Descriptor blocks: a [BLOCK_M, BLOCK_K] of A [M, K] (with TRANSPOSE_A [BLOCK_K, BLOCK_M] of A^T [K, M]); b
+    Descriptor blocks: a [BLOCK_M, BLOCK_K] of A [M, K]; b
     [BLOCK_K, BLOCK_N] of B [K, N] (with TRANSPOSE_B [BLOCK_N, BLOCK_K] of B^T [N, K], a weight as Linear stores it).
 
     FP8_CHAIN: of FP8 operands, how many products are summed by the tensor cores alone, whose sums are shorter than
@@ -37,10 +36,7 @@ def tile_product(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k_tile in range(num_k_tiles):
         k = k_tile * BLOCK_K
-        if TRANSPOSE_A:
-            a = a_desc.load([k, row]).T
-        else:
-            a = a_desc.load([row, k])
+        a = a_desc.load([row, k])
         if TRANSPOSE_B:
             b = b_desc.load([col, k]).T
         else:
@@ -106,7 +102,6 @@ def gemm_kernel(
     GROUP_M: tl.constexpr,
     TRANSPOSE_B: tl.constexpr,
     SPLIT_STORE: tl.constexpr,
-    TRANSPOSE_A: tl.constexpr,
     SPLIT_LAST_WAVE: tl.constexpr,
     FP8_CHAIN: tl.constexpr,
 ):
@@ -130,9 +125,7 @@ def gemm_kernel(
         tile_m, tile_n = grouped_tile(tile_id, num_tiles_m, num_tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        acc = tile_product(
-            a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, TRANSPOSE_A, FP8_CHAIN
-        )
+        acc = tile_product(a_desc, b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSE_B, FP8_CHAIN)
         acc = scaled(acc, scale)
         store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N, SPLIT_STORE)
     if SPLIT_LAST_WAVE:
@@ -142,17 +135,7 @@ def gemm_kernel(
             row = tile_m * BLOCK_M
             col = tile_n * BLOCK_N + (half_id % 2) * (BLOCK_N // 2)
             acc = tile_product(
-                a_desc,
-                half_b_desc,
-                row,
-                col,
-                num_k_tiles,
-                BLOCK_M,
-                BLOCK_N // 2,
-                BLOCK_K,
-                TRANSPOSE_B,
-                TRANSPOSE_A,
-                FP8_CHAIN,
+                a_desc, half_b_desc, row, col, num_k_tiles, BLOCK_M, BLOCK_N // 2, BLOCK_K, TRANSPOSE_B, FP8_CHAIN
             )
             acc = scaled(acc, scale)
             store_tile(c_desc, acc, row, col, BLOCK_M, BLOCK_N // 2, False)

@@ -1,4 +1,4 @@
-"""Host side of the tile GEMM: three layouts, any shape and stride, the bits of cuBLAS where it does not split K."""
+"""Host side of the tile GEMM: two layouts, any shape and stride, the bits of cuBLAS where it does not split K."""
 
 from __future__ import annotations
 
@@ -124,7 +124,6 @@ def gemm_launch(
     m: int,
     n: int,
     config: GemmConfig,
-    transpose_a: bool,
     transpose_b: bool,
     num_programs: int,
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -137,8 +136,8 @@ def gemm_launch(
     split_last_wave = num_whole_tiles < num_tiles
     grid = num_programs if split_last_wave else min(num_programs, num_tiles)
     return GemmLaunch(
-        _launcher(config, transpose_a, transpose_b, split_last_wave, grid, dtypes, device_index, fp8_chain),
-        (config.block_k, config.block_m) if transpose_a else (config.block_m, config.block_k),
+        _launcher(config, transpose_b, split_last_wave, grid, dtypes, device_index, fp8_chain),
+        (config.block_m, config.block_k),
         config.b_block(transpose_b),
         config.b_block(transpose_b, halved=split_last_wave),
         config.store_block,
@@ -152,7 +151,6 @@ def launch_gemm(
     out: torch.Tensor,
     config: GemmConfig,
     *,
-    transpose_a: bool,
     transpose_b: bool,
     num_programs: int,
     scales: TensorScales | None = None,
@@ -160,14 +158,13 @@ def launch_gemm(
 ) -> None:
     """Launches the kernel on aligned, not empty 2-D operands of one device, which must be the current one."""
     (m, n), dtypes = out.shape, (a.dtype, b.dtype)
-    launch = gemm_launch(m, n, config, transpose_a, transpose_b, num_programs, dtypes, out.device.index, fp8_chain)
-    launch(a, launch.b_descriptors(b), out, a.shape[0] if transpose_a else a.shape[1], scales)
+    launch = gemm_launch(m, n, config, transpose_b, num_programs, dtypes, out.device.index, fp8_chain)
+    launch(a, launch.b_descriptors(b), out, a.shape[1], scales)
 
 
 @lru_cache(maxsize=4096)
 def _launcher(
     config: GemmConfig,
-    transpose_a: bool,
     transpose_b: bool,
     split_last_wave: bool,
     num_programs: int,
@@ -177,7 +174,7 @@ def _launcher(
 ) -> KernelLaunch:
     """One launcher for each kernel that is compiled (types and device are part of its key alone) and grid."""
     constants: dict[str, Any] = dict(config.tile_constants(transpose_b=transpose_b))
-    constants.update(TRANSPOSE_A=transpose_a, SPLIT_LAST_WAVE=split_last_wave, FP8_CHAIN=fp8_chain)
+    constants.update(SPLIT_LAST_WAVE=split_last_wave, FP8_CHAIN=fp8_chain)
     return KernelLaunch(gemm_kernel, num_programs, constants, **config.launch_options)
 
 
@@ -188,12 +185,11 @@ def _product(
     out: torch.Tensor | None,
     config: GemmConfig | None,
     *,
-    transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> torch.Tensor:
     """C = op(a) @ op(b) for 2-D operands, see the public functions."""
     target = check_operands(name, a, b)
-    k, m = a.shape if transpose_a else a.shape[::-1]
+    m, k = a.shape
     n, b_k = b.shape if transpose_b else b.shape[::-1]
     if k != b_k:
         raise NotSupportedError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit: {k} against {b_k}")
@@ -208,7 +204,7 @@ def _product(
     config = config or choose_config(m, n, k, a.dtype, target, sms)
     a, b = aligned_operand(a), aligned_operand(b)
     with on_device(a.device):
-        launch_gemm(a, b, result, config, transpose_a=transpose_a, transpose_b=transpose_b, num_programs=sms)
+        launch_gemm(a, b, result, config, transpose_b=transpose_b, num_programs=sms)
     if is_direct:
         return result
     return result.contiguous() if out is None else out.copy_(result)
@@ -288,22 +284,28 @@ def matmul_nn(
     return _on_rows("matmul_nn", grad, weight, out, config, False)
 
 
-def matmul_tn(
-    grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None, *, config: GemmConfig | None = None
-) -> torch.Tensor:
-    """dw = grad.T @ x: the wgrad of a linear layer, one sum over all rows in order. Not differentiable by itself.
+def library_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    transpose_b: bool,
+    scales: TensorScales | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """out = x @ weight (``transpose_b``: weight.T), with the bias added before the one rounding: by cuBLAS.
 
     Args:
-        grad: [..., N], as ``matmul_nt``.
-        x: [..., K] of the same type and rows.
-        out: Where to write [N, K]; may share memory with an operand.
-        config: Tile sizes; chosen by the shape where None.
-
-    Returns:
-        [N, K], ``out`` where given, else contiguous.
-
-    Raises:
-        NotSupportedError: As ``matmul_nt``.
+        x: [rows, K], 16 bits or FP8 (on CPU any type); this is not differentiable by itself.
+        weight: [K, N], or [N, K] if transposed.
+        out: [rows, N].
+        scales: Of FP8 operands, whose sums are fast accumulation's; K and N are whole sixteens then.
+        bias: [N].
     """
-    name = "matmul_tn"
-    return _product(name, _rows(name, "grad", grad), _rows(name, "x", x), out, config, transpose_a=True)
+    a, b = x.detach(), (weight.t() if transpose_b else weight).detach()
+    if scales is not None:
+        torch._scaled_mm(a, b, *scales, bias=bias, out_dtype=out.dtype, use_fast_accum=True, out=out)
+    elif bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias.detach(), a, b, out=out)

@@ -17,7 +17,7 @@ from ditron_train.runtime.logs import get_logger
 from ditron_train.tools.arguments import check_sizes, choose_models
 from ditron_train.tools.cases import BenchCase, RunEnvironment, Shape
 from ditron_train.tools.results import Row
-from ditron_train.tools.session import BenchSession
+from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Contender
 
 _COMPARED = 2  # sets of inputs
@@ -229,3 +229,21 @@ def planned_rows(
     planned = [(case, shapes_for(case, arguments, session.world_size, on_gpu, **options)) for case in cases]
     longest = max((len(shapes) for _, shapes in planned), default=0)
     return [(case, shapes[index]) for index in range(longest) for case, shapes in planned if index < len(shapes)]
+
+
+def run_in_tensor_group(name: str, cases: Sequence[BenchCase[Any, Any]], arguments: argparse.Namespace) -> int:
+    """The benchmark of ops that need Megatron's groups: measures what the command line asks for, shows and writes it.
+
+    Returns:
+        1 if bits differ, else 0.
+
+    Raises:
+        SettingError: As ``shapes_for``.
+    """
+    from ditron_train.tools.bench.megatron_tp import megatron_world
+
+    with bench_session(name, arguments) as session, megatron_world(session):
+        for case, shape in planned_rows(cases, arguments, session):
+            add_row(session, case, shape)
+            session.save()
+        return session.finish()

@@ -13,6 +13,9 @@ arrive:
     fused    compute   | GEMM: local shard  | rows of r+1       | rows of r+2       | rows of r+3       |
     fused    waits     |                    | ^ rows of r+1     | ^ rows of r+2     | ^ rows of r+3     |
 
+If a table of ``tune`` says so, cuBLAS multiplies instead of one kernel's tiles: a product of the local shard, then one
+of each rank's rows, before which the stream waits for them. At large sizes its tiles are a few percent faster.
+
 Who waits for whom: the sends to a peer wait for its start signal of this epoch, since the gathered rows ``[M, K]`` are
 a single buffer of a rank: the signal says that everything the peer's stream had before is done. A tile of the GEMM
 waits for the arrival flags of the rows that it reads. Flags hold the epoch, one for each (source rank, block of rows).
@@ -41,13 +44,14 @@ from ditron_train.gemm.operands import (
     padded_columns,
     result_dtype,
 )
+from ditron_train.gemm.ops import library_product
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule.tiles import gather_tile
 from ditron_train.stream.agreement import agree_on_nothing
 from ditron_train.stream.events import current_handle
 from ditron_train.stream.plan import Plan
 from ditron_train.tp.choices import Choice, GatherPlan, Layout, Problem, is_short
-from ditron_train.tp.context import FLAGS_PER_RANK, Operands, RowPartition, TPContext, row_partition
+from ditron_train.tp.context import FLAGS_PER_RANK, Operands, RowPartition, TPContext, can_copy, row_partition
 from ditron_train.tp.gather import Gather, sendable_rows
 
 
@@ -352,6 +356,70 @@ class AgGemmPlan(Plan[TPContext]):
         self.gather.compile(x)
 
 
+class LibraryAgGemmPlan(Plan[TPContext]):
+    """As ``AgGemmPlan``, by cuBLAS; constructed collectively. All ranks have as many rows, sent by copy engines."""
+
+    def __init__(
+        self,
+        context: TPContext,
+        partition: RowPartition,
+        problem: Problem,
+        keeps_gathered: bool = False,
+        buffer: str | None = None,
+    ) -> None:
+        k, dtype, self.m, self.n = problem.k, problem.dtype, problem.m, problem.n
+        columns = padded_columns(k, dtype)
+        self.gather = Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1, buffer=buffer)
+        super().__init__(context, self.gather.channel)
+        self.gathered = self.gather.buffer.local[:, :k]
+        self._rows = [slice(*ends) for ends in zip(partition.starts, partition.starts[1:])]
+        self._transpose_b, self._keeps_gathered = problem.layout == "nt", keeps_gathered
+
+    @property
+    def identity(self) -> tuple:
+        """There is no kernel of its own."""
+        return ("cuBLAS", self._transpose_b)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: TensorScales | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As of ``AgGemmPlan``."""
+        out = x.new_empty(self.m, self.n, dtype=result_dtype(x.dtype))
+
+        def multiply(ranks: Sequence[int]) -> None:
+            (rank,) = ranks
+            is_local, rows = rank == self.context.rank, self._rows[rank]
+            given = x[:, : self.gathered.shape[1]] if is_local else self.gathered[rows]
+            library_product(given, weight, out[rows], transpose_b=self._transpose_b, scales=scales, bias=bias)
+            if is_local and self._keeps_gathered:
+                self.gather.copy_own(x)
+
+        self.gather.start(x, copies_own=False)
+        self.gather.consume([[rank] for rank in self.gather.arrival_order], multiply)
+        return out
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None = None) -> None:
+        """There is nothing to compile."""
+
+
+def ag_gemm_by(
+    context: TPContext,
+    partition: RowPartition,
+    problem: Problem,
+    choice: Choice,
+    keeps_gathered: bool = False,
+    buffer: str | None = None,
+) -> AgGemmPlan | LibraryAgGemmPlan:
+    """The plan of an AG-GEMM as ``choice`` says (collective)."""
+    if choice.by_library and partition.is_even(1) and can_copy(context):
+        return LibraryAgGemmPlan(context, partition, problem, keeps_gathered, buffer)
+    return AgGemmPlan(context, partition, problem, choice, keeps_gathered, buffer)
+
+
 def plan_ag_gemm(
     context: TPContext,
     operands: tuple[Any, ...],
@@ -360,7 +428,7 @@ def plan_ag_gemm(
     gather: GatherPlan | None,
     keeps_gathered: bool,
     buffer: str | None,
-) -> AgGemmPlan | None:
+) -> AgGemmPlan | LibraryAgGemmPlan | None:
     """The plan of ``ag_gemm`` for these ``Operands`` (collective); None if no rank has rows."""
     shapes = Operands(*operands)
     n, k = shapes.sizes("ag_gemm", context, layout)
@@ -372,8 +440,8 @@ def plan_ag_gemm(
     problem = Problem("ag_gemm", partition.num_rows, n, k, layout, shapes.dtype, context.world_size)
     choice = context.choose(problem)
     if gather is not None:
-        choice = replace(choice, gather=gather)
-    return AgGemmPlan(context, partition, problem, choice, keeps_gathered, buffer)
+        choice = replace(choice, gather=gather, by_library=False)
+    return ag_gemm_by(context, partition, problem, choice, keeps_gathered, buffer)
 
 
 @outside_compile

@@ -8,7 +8,8 @@ The cost model estimates an op's time, native and fused, from the rates of a mac
 
     native   = GEMM + collective, one after the other
     limit    = max(GEMM, bytes on the wire / link rate)
-    AG-GEMM  = each program's tiles one after another, in the order of arrival, none before its rows have arrived
+    AG-GEMM  = each program's tiles one after another, in the order of arrival, none before its rows have arrived; or
+               cuBLAS's product of each rank's rows, likewise
     GEMM-RS  = GEMM, longer by what the stores of each wave of tiles hold it up, and not before its bytes have left;
                then the sum. In chunks: their GEMMs, each chunk's bytes behind it and behind one another, the first's
                in halves if the links are last; then the sum, of the last source alone if its bytes come long after
@@ -122,6 +123,7 @@ class Choice:
         reduce_rows: GEMM-RS that stores: rows of a block that is added up at once; at most ``config.block_m``.
         scatter: GEMM-RS: how partial sums are sent.
         rounds: GEMM-AR: 1: every rank gets all partial sums; 2: a GEMM-RS in chunks, then a gather.
+        by_library: AG-GEMM, GEMM-RS by copy engines: cuBLAS multiplies the rows of each rank, instead of tiles.
         use_native: Whether native was faster than every choice when this was measured. The ops themselves do not read
             it.
         source: ``table``, ``model`` or ``default``.
@@ -132,6 +134,7 @@ class Choice:
     reduce_rows: int = 32
     scatter: ScatterMode = "store"
     rounds: int = 1
+    by_library: bool = False
     use_native: bool = False
     source: str = "default"
 
@@ -199,7 +202,20 @@ def _send_rate(plan: GatherPlan, rates: MachineRates) -> float:
     return min(_PUSH_BESIDE_GEMM * plan.push_programs * rates.push_sm_gbps, _PUSH_OF_LINK * rates.link_gbps) * 1e3
 
 
+def _by_rank_us(problem: Problem, machine: Machine, rates: MachineRates) -> float:
+    """An AG-GEMM by cuBLAS: the product of each rank's rows behind the one before, and not before they are there."""
+    world_size = problem.world_size
+    each_us = _cublas_us(replace(problem, m=problem.m // world_size), machine, rates)
+    shard_us = problem.m * problem.k * problem.dtype.itemsize / world_size / (rates.link_gbps * 1e3) + rates.chunk_us
+    end_us = each_us
+    for sent in range(1, world_size):
+        end_us = max(end_us, rates.start_us + sent * shard_us) + each_us
+    return end_us
+
+
 def _ag_gemm_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
+    if choice.by_library:
+        return _by_rank_us(problem, machine, rates)
     world_size, plan, config = problem.world_size, choice.gather, choice.config
     by_push = plan.mode == "push"
     num_chunks = _PUSHED_CHUNKS if by_push else plan.num_chunks
@@ -377,7 +393,10 @@ def _ar_plans(problem: Problem) -> list[GatherPlan]:
 
 def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
     """``base`` with other ways to move its data: copy engines or SMs, their number, chunks, rows of a ring-order
-    reduction."""
+    reduction; and with products by cuBLAS."""
+    by_library = []
+    if machine.target != "interpreter" and problem.world_size > 1:
+        by_library = [replace(base, gather=GatherPlan("copy"), scatter="copy", by_library=True)]
     if problem.op == "gemm_ar":
         variants = [replace(base, gather=plan) for plan in _ar_plans(problem)[1:]]
         if problem.world_size > 2 and base.gather.mode == "copy":
@@ -390,17 +409,19 @@ def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[
             for count in rows
             if count <= base.config.block_m and count != base.reduce_rows
         ]
-        return [*variants, replace(base, scatter="copy")] if problem.world_size > 1 else variants
+        return [*variants, replace(base, scatter="copy"), *by_library] if problem.world_size > 1 else variants
     plans = [GatherPlan("copy", num_chunks=chunks) for chunks in (1, 2, 4)]
     plans += [
         GatherPlan("push", push_programs=programs)
         for programs in ((1,) if machine.target == "interpreter" else (8, 12, 16))
     ]
-    return [replace(base, gather=plan) for plan in plans if plan != base.gather]
+    return [*(replace(base, gather=plan) for plan in plans if plan != base.gather), *by_library]
 
 
 def tile_variants(machine: Machine, base: Choice) -> list[Choice]:
-    """``base`` with other tile sizes, stages and groups."""
+    """``base`` with other tile sizes, stages and groups; none if it takes cuBLAS's."""
+    if base.by_library:
+        return []
     configs = config_variants(base.config, machine.target)
     return [replace(base, config=config, reduce_rows=min(base.reduce_rows, config.block_m)) for config in configs]
 
@@ -422,7 +443,7 @@ def choose(problem: Problem, machine: Machine) -> Choice:
 def choose_without_copies(problem: Problem, machine: Machine) -> Choice:
     """`choose` where copies to peers take multiprocessors: as many programs push as the cost model finds best beside
     the GEMM, and tiles are stored by it. Raises as `choose`."""
-    choice, rates = choose(problem, machine), rates_of(machine)
+    choice, rates = replace(choose(problem, machine), by_library=False), rates_of(machine)
     if problem.op == "gemm_rs":
         return replace(choice, scatter="store")
     pushed = [replace(choice, gather=GatherPlan("push", count)) for count in _PUSH_PROGRAMS]
@@ -445,6 +466,7 @@ def _modelled(problem: Problem, machine: Machine, rates: MachineRates) -> Choice
         return base
     # The first of equals, so the default is kept if the model sees no difference.
     tried = [base, *transfer_variants(problem, machine, base)]
+    tried = [choice for choice in tried if not choice.by_library]  # cuBLAS is faster by less than the model knows
     tried += [variant for choice in tried for variant in tile_variants(machine, choice)]
     best = min(tried, key=lambda choice: predict(problem, choice, machine, rates).ditron_us)
     return replace(best, source="model")
@@ -473,6 +495,8 @@ def entry_of(problem: Problem, choice: Choice) -> dict[str, Any]:
         entry.update(gather="copy engine", chunks=choice.gather.num_chunks)
     else:
         entry.update(gather="SM push", push_sms=choice.gather.push_programs)
+    if choice.by_library:
+        entry["products"] = "cuBLAS"
     entry["native"] = choice.use_native
     return entry
 
@@ -481,7 +505,8 @@ def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
     """Inverse of ``entry_of``."""
     try:
         config = replace(config_of_entry(entry), operand_bytes=1 if problem.is_fp8 else 2)
-        choice = Choice(config, use_native=bool(entry.get("native")), source="table")
+        by_library = entry.get("products", "tiles") == "cuBLAS"
+        choice = Choice(config, by_library=by_library, use_native=bool(entry.get("native")), source="table")
         if problem.op == "gemm_ar":
             choice = replace(choice, rounds=min(as_count(entry["rounds"]), 2))
         if problem.op == "gemm_rs":

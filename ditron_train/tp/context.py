@@ -30,6 +30,7 @@ from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
 from ditron_train.tp.choices import PUSH_BYTES, Choice, Layout, Problem, choose, choose_without_copies
 from ditron_train.tp.kept import KeptInputs
+from ditron_train.tp.split_products import have_bits_of_whole
 
 _Found = TypeVar("_Found")
 
@@ -153,8 +154,23 @@ class TPContext(OpContext):
         return found
 
     def choose(self, problem: Problem) -> Choice:
-        """``choices.choose``, ``modelled``; where copies would take multiprocessors, without copies."""
-        return self.modelled(choose if self.arena.copies_by_engine else choose_without_copies, problem)
+        """``choices.choose``, ``modelled``; where copies would take multiprocessors, without copies. By cuBLAS only if
+        the library's bits do not depend on how many rows it multiplies at once (collective where that is new)."""
+        choice = self.modelled(choose if self.arena.copies_by_engine else choose_without_copies, problem)
+        if choice.by_library and not self._splits_by_rank(problem):
+            return replace(choice, by_library=False)
+        return choice
+
+    def _splits_by_rank(self, problem: Problem) -> bool:
+        if self.varies:
+            return False  # what is proven of ever new lengths is proven of the tiles
+        if problem.is_fp8:  # bits of these do not depend on the number of rows
+            return problem.n % 16 == problem.k % 16 == 0
+        key = (have_bits_of_whole, problem)
+        if key not in self._choices:
+            self._choices[key] = have_bits_of_whole(problem, self.group, self.device)
+        found: bool = self._choices[key]
+        return found
 
     def forget_shapes(self) -> None:
         """As ``OpContext.forget_shapes``; also drops the tables of row tiles."""

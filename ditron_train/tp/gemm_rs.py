@@ -7,7 +7,8 @@
 There are two ways to move the partial sums.
 
 By copy engines, in chunks: a GEMM for the rows that each rank owns, sent while the next one runs. The rows that this
-rank owns are last, so that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``).
+rank owns are last, so that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``). If a
+table of ``tune`` says so, cuBLAS multiplies.
 
 Timeline of ``gemm_rs`` on rank r of 4, by copy engines:
 
@@ -43,7 +44,7 @@ from ditron_train.gemm.configs import Tile
 from ditron_train.gemm.fp8 import check_scaled
 from ditron_train.gemm.kernels import scaled, tile_product
 from ditron_train.gemm.operands import TensorScales, aligned_operand, make_descriptor, padded_columns, result_dtype
-from ditron_train.gemm.ops import GemmLaunch, gemm_launch
+from ditron_train.gemm.ops import GemmLaunch, gemm_launch, library_product
 from ditron_train.gemm.peers import MAX_DESCRIPTOR_RANKS, PeerTiles, store_tile_to_peer
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.sizes import next_power_of_2
@@ -431,7 +432,8 @@ class GemmRsStorePlan(Plan[TPContext]):
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Rows of one owner, all or one of two parts of them, and the GEMM for them, None if there are no rows. Compared
+    """Rows of one owner, all or one of two parts of them, and the GEMM for them, None if there are no rows, or if
+    cuBLAS multiplies. Compared
     by identity, since it is part of a launch's key. ``position``: the owner's among the ranks that rows are sent to;
     None: this rank."""
 
@@ -473,16 +475,18 @@ class ChunkedGemmPlan(Plan[TPContext]):
 
     def __init__(self, context: TPContext, problem: Problem, choice: Choice, exchange: SumExchange[TPContext]) -> None:
         is_recorded = context.is_cuda and not context.varies and is_short(problem, choice, context.machine)
-        super().__init__(context, exchange.channel, is_recorded=is_recorded)
+        super().__init__(context, exchange.channel, is_recorded=is_recorded and not choice.by_library)
+        self._by_library, self._transpose_b = choice.by_library, problem.layout == "nt"
         self._out_dtype = result_dtype(problem.dtype)
         self.m, self.n, self.k = problem.m, problem.n, problem.k
         self._exchange = exchange
         self._chunks: list[_Chunk] = []
-        tiles = (choice.config, False, problem.layout == "nt", context.num_sms)
+        tiles = (choice.config, self._transpose_b, context.num_sms)
         self._options = (*tiles, (problem.dtype, problem.dtype), context.device.index)
 
     def _add_chunk(self, first: int, last: int, position: int | None, *, is_last: bool) -> None:
-        gemm = gemm_launch(last - first, self.n, *self._options) if last > first else None
+        by_tiles = last > first and not self._by_library
+        gemm = gemm_launch(last - first, self.n, *self._options) if by_tiles else None
         self._chunks.append(_Chunk(slice(first, last), self.k, gemm, position, is_last))
 
     @property
@@ -517,7 +521,10 @@ class ChunkedGemmPlan(Plan[TPContext]):
         exchange.begin()
         with self.aborting:
             for chunk in self._chunks:
-                if chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
+                if self._by_library:
+                    rows, transpose_b = chunk.rows, self._transpose_b
+                    library_product(x[rows], weight, partial[rows], transpose_b=transpose_b, scales=scales)
+                elif chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
                     a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
                     is_as_given = a is x and b is weight and not context.varies
                     chunk.multiply(a, b, scales, partial, key=(chunk, *key) if is_as_given else None)
@@ -557,7 +564,7 @@ class GemmRsCopyPlan(ChunkedGemmPlan):
         in_parts = order is None and context.modelled(sums_in_parts, problem, choice)
         scatter = ReduceScatter(context, partition, n, out_dtype, in_parts=in_parts, order=order)
         super().__init__(context, problem, choice, scatter)
-        halves_first = context.modelled(links_are_last, problem, choice)
+        halves_first = not choice.by_library and context.modelled(links_are_last, problem, choice)
         for position, owner in enumerate([*scatter.peers, context.rank]):
             start, end = edges = partition.starts[owner : owner + 2]
             if halves_first and position == 0:
@@ -581,7 +588,7 @@ def gemm_rs_by(context: TPContext, partition: RowPartition, problem: Problem, ch
     """The plan of a GEMM-RS as ``choice`` says; tiles are stored by the GEMM if they cannot be copied (collective)."""
     by_copy = choice.scatter == "copy" and can_copy(context) and covers(problem.n, result_dtype(problem.dtype))
     kind = GemmRsCopyPlan if by_copy else GemmRsStorePlan
-    return kind(context, partition, problem, choice)
+    return kind(context, partition, problem, replace(choice, by_library=choice.by_library and partition.is_even(1)))
 
 
 def plan_gemm_rs(
@@ -602,7 +609,7 @@ def plan_gemm_rs(
     problem = Problem("gemm_rs", partition.num_rows, n, k, layout, shapes.dtype, context.world_size)
     choice = context.choose(problem)
     if scatter is not None:
-        choice = replace(choice, scatter=scatter)
+        choice = replace(choice, scatter=scatter, by_library=False)
     return gemm_rs_by(context, partition, problem, choice)
 
 

@@ -252,7 +252,7 @@ def _section(path: Path, stamp: Stamp, rows: Sequence[Row], root: Path) -> str:
     if older:
         words = "; ".join(f"{own}: {', '.join(dict.fromkeys(names))}" for own, names in older.items())
         lines += [f"These are the conditions of the newest rows. Rows of other commits: {words}.", ""]
-    lines += [_step_table([(stamp, row) for row in rows]) if path.stem == TRAINING else markdown_table(rows)]
+    lines += [_step_table([(stamp, row) for row in rows]) if path.stem == TRAINING else table(*cells_of(rows))]
     picture = picture_path(path.relative_to(root))
     if (root / picture).exists():
         lines += ["", f"![speed over native](../../{picture.relative_to(RESULTS_PAGE.parent).as_posix()})"]
@@ -314,8 +314,3 @@ def model_words(row: Row) -> str:
         "{} at a time", "micro_batch_size"
     )
     return "; ".join(", ".join(group) for group in (model, divided, batch) if group)
-
-
-def markdown_table(rows: Sequence[Row]) -> str:
-    """Returns the rows as a Markdown table."""
-    return table(*cells_of(rows))

@@ -5,7 +5,6 @@ from tests.support.compile_check import KernelSpec
 
 def _gemm(
     name,
-    transpose_a,
     transpose_b,
     block_m,
     block_n,
@@ -16,7 +15,6 @@ def _gemm(
     targets=("sm_90", "sm_100"),
     fp8_chain=None,
 ):
-    a_block = f"{block_k},{block_m}" if transpose_a else f"{block_m},{block_k}"
     b_block = f"{block_n},{block_k}" if transpose_b else f"{block_k},{block_n}"
     half = block_n // 2 if split_last_wave else block_n
     half_b_block = f"{half},{block_k}" if transpose_b else f"{block_k},{half}"
@@ -27,7 +25,7 @@ def _gemm(
         name=name,
         kernel="ditron_train.gemm.kernels:gemm_kernel",
         signature={
-            "a_desc": f"tensordesc<{dtype}[{a_block}]>",
+            "a_desc": f"tensordesc<{dtype}[{block_m},{block_k}]>",
             "b_desc": f"tensordesc<{'fp8e4nv' if is_fp8 else dtype}[{b_block}]>",
             "half_b_desc": f"tensordesc<{'fp8e4nv' if is_fp8 else dtype}[{half_b_block}]>",
             "c_desc": f"tensordesc<{out}[{block_m},{block_n // 2 if split else block_n}]>",
@@ -42,7 +40,6 @@ def _gemm(
             "BLOCK_N": block_n,
             "BLOCK_K": block_k,
             "GROUP_M": 8,
-            "TRANSPOSE_A": transpose_a,
             "TRANSPOSE_B": transpose_b,
             "SPLIT_STORE": split,
             "SPLIT_LAST_WAVE": split_last_wave,
@@ -59,12 +56,11 @@ _ONCE_ELSEWHERE = {True: ("sm_90", "sm_100"), False: ("sm_90",)}  # every layout
 
 SPECS = [
     spec
-    for layout, transpose_a, transpose_b in (("nt", False, True), ("nn", False, False), ("tn", True, False))
+    for layout, transpose_b in (("nt", True), ("nn", False))
     for spec in (
-        _gemm(f"gemm_{layout}_wide", transpose_a, transpose_b, 128, 256, 64, 4),
+        _gemm(f"gemm_{layout}_wide", transpose_b, 128, 256, 64, 4),
         _gemm(
             f"gemm_{layout}_wide_halved_tail",
-            transpose_a,
             transpose_b,
             128,
             256,
@@ -73,24 +69,23 @@ SPECS = [
             split_last_wave=True,
             targets=_ONCE_ELSEWHERE[layout == "nn"],
         ),
-        _gemm(f"gemm_{layout}_square", transpose_a, transpose_b, 128, 128, 64, 4),
+        _gemm(f"gemm_{layout}_square", transpose_b, 128, 128, 64, 4),
         _gemm(
             f"gemm_{layout}_square_fp16",
-            transpose_a,
             transpose_b,
             128,
             128,
             64,
             4,
             dtype="fp16",
-            targets=_ONCE_ELSEWHERE[layout == "tn"],
+            targets=_ONCE_ELSEWHERE[layout == "nt"],
         ),
-        _gemm(f"gemm_{layout}_ampere", transpose_a, transpose_b, 128, 128, 32, 3, targets=("sm_80",)),
-        _gemm(f"gemm_{layout}_cdna", transpose_a, transpose_b, 128, 128, 64, 2, targets=("hip",)),
+        _gemm(f"gemm_{layout}_ampere", transpose_b, 128, 128, 32, 3, targets=("sm_80",)),
+        _gemm(f"gemm_{layout}_cdna", transpose_b, 128, 128, 64, 2, targets=("hip",)),
     )
 ]
 
-_FP8 = dict(transpose_a=False, transpose_b=True, block_m=128, block_k=128, targets=("sm_90",))
+_FP8 = dict(transpose_b=True, block_m=128, block_k=128, targets=("sm_90",))
 SPECS += [
     _gemm("gemm_fp8_wide", block_n=256, stages=3, dtype="fp8e4nv", split_last_wave=True, **_FP8),
     _gemm("gemm_fp8_square_e5m2", block_n=128, stages=4, dtype="fp8e5", **_FP8),

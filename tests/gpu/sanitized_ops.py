@@ -189,7 +189,7 @@ def _seldom(device: torch.device):
 
 def _alone() -> None:
     from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad, row_tiles
-    from ditron_train.gemm import matmul_nn, matmul_nt, matmul_tn
+    from ditron_train.gemm import matmul_nn, matmul_nt
     from ditron_train.optim import Muon
     from ditron_train.optim.products import addmm, gram, scaled_square
 
@@ -208,7 +208,6 @@ def _alone() -> None:
     for name, run in {
         "matmul_nt": lambda: matmul_nt(x, weight),
         "matmul_nn": lambda: matmul_nn(x, weight.t().contiguous()),
-        "matmul_tn": lambda: matmul_tn(x.t().contiguous(), weight.t().contiguous()),
         "group_gemm": lambda: group_gemm(x, experts, tiles),
         "group_dgrad": lambda: group_gemm(normal(256, 192), experts, tiles, transpose=False),
         "group_wgrad": lambda: group_wgrad(normal(256, 192), x, tiles),

@@ -6,6 +6,7 @@ Transformer Engine's layers in FP8 are in ``test_megatron_tp``.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import torch.distributed as dist
 
 from ditron_train.gemm.operands import FP8_DTYPES, TensorScales
 from ditron_train.gemm.order_probe import order_probe_matrix
-from ditron_train.tp import GatherPlan, ag_gemm, gemm_rs, get_tp_context, start_all_gather
+from ditron_train.tp import GatherPlan, ag_gemm, choices, gemm_rs, get_tp_context, start_all_gather
+from ditron_train.tp import context as tp_context
+from ditron_train.tp.ag_gemm import LibraryAgGemmPlan
 from tests.support.matmul_fp8 import matmul_fp8
 
 pytestmark = [
@@ -58,9 +61,16 @@ def test_products_have_the_bits_of_cublas_at_random_shapes(dtype, split):
             assert torch.equal(found, by_cublas(x, weight, scales, split)), (m, n, k, is_order_probe)
 
 
-def test_gathers_and_scatters_have_the_bits_of_nccl_and_cublas(device, all_equal):
+@pytest.mark.parametrize("by_library", [False, True])
+def test_gathers_and_scatters_have_the_bits_of_nccl_and_cublas(device, all_equal, monkeypatch, by_library):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    context, draw = get_tp_context(None, device), random.Random(9)
+    context, draw = get_tp_context(dist.new_group(), device), random.Random(9)
+
+    def chosen(problem, machine):
+        given = choices.choose(problem, machine)
+        return replace(given, gather=GatherPlan("copy"), scatter="copy", by_library=True) if by_library else given
+
+    monkeypatch.setattr(tp_context, "choose", chosen)
     for index in range(12):
         rows, n, k = 16 * draw.randint(4, 160), 16 * draw.randint(16, 256), 16 * draw.randint(16, 256)
         x, weight, scales = operands(rows, n, k, E4M3, is_order_probe=index % 2 == 1, seed=100 * index + rank)
@@ -76,7 +86,8 @@ def test_gathers_and_scatters_have_the_bits_of_nccl_and_cublas(device, all_equal
 
         owned = torch.empty(rows, n, dtype=torch.bfloat16, device=device)
         dist.reduce_scatter_tensor(owned, expected)
-        for scatter in ("store", "copy"):
+        for scatter in (None, "store", "copy"):
             found = gemm_rs(total.view(E4M3), weight, context=context, scales=scales, scatter=scatter)
             assert all_equal(found, owned), (index, scatter)
     context.synchronize()
+    assert any(isinstance(plan, LibraryAgGemmPlan) for plan in context.prepared.values()) is by_library

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from ditron_train.tp import (
     GatherPlan,
     TPContext,
     ag_gemm,
+    choices,
     column_linear,
     gemm_rs,
     get_tp_context,
@@ -35,7 +37,8 @@ from ditron_train.tp import (
     start_all_gather,
     start_reduce_scatter,
 )
-from ditron_train.tp.ag_gemm import AgGemmPlan
+from ditron_train.tp import context as tp_context
+from ditron_train.tp.ag_gemm import AgGemmPlan, LibraryAgGemmPlan
 from ditron_train.tp.gemm_rs import GemmRsCopyPlan
 from ditron_train.tp.reduce_scatter import ReduceScatter
 
@@ -128,6 +131,42 @@ def test_gemm_rs_at_published_shapes(context, all_equal, shape):
     y = gemm_rs(x, weight_nn, context=context, layout="nn")
     context.synchronize()
     assert all_equal(y, scattered(x @ weight_nn))
+
+
+@pytest.mark.parametrize(
+    "m, n, k", [(8192, 28672, 8192), (8192, 8192, 14336), (8192, 5120, 8192), (4096, 2752, 4096), (2048, 512, 8192)]
+)
+def test_cublas_multiplies_rank_by_rank(device, all_equal, monkeypatch, m, n, k):
+    """As a table may say; where cuBLAS has other bits for fewer rows, tiles multiply: the bits are native either way,
+    unless cuBLAS splits the sums of all rows."""
+
+    def chosen(problem, machine):
+        given = choices.choose(problem, machine)
+        return replace(given, gather=GatherPlan("copy"), scatter="copy", by_library=True)
+
+    monkeypatch.setattr(tp_context, "choose", chosen)
+    context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)
+    share = m // context.world_size
+    x, weight, partials = (normals(*shape, seed=seed) for seed, shape in enumerate([(share, k), (n, k), (m, k)]))
+    weight_nn = weight.t().contiguous()
+    for repeat in range(3):
+        if repeat:
+            poison(context)
+        if dist.get_rank() == repeat % context.world_size:
+            torch.cuda._sleep(int(2e7))
+        y, total = ag_gemm(x, weight, context=context, return_gathered=True)
+        everything = gathered(x)
+        assert all_equal(total, everything)
+        out = gemm_rs(partials, weight, context=context)
+        y_nn = ag_gemm(x, weight_nn, context=context, layout="nn")
+        context.synchronize()
+        for found, operands, layout in ((y, weight, "nt"), (y_nn, weight_nn, "nn")):
+            assert any(all_equal(found, one) for one in products(everything, operands, layout))
+        assert any(all_equal(out, scattered(one)) for one in products(partials, weight, "nt"))
+        x.add_(1.0)
+    by_library = [plan for plan in context.prepared.values() if isinstance(plan, LibraryAgGemmPlan)]
+    assert len(by_library) == 2 or n < 1024  # many tiles, whose sums cuBLAS does not split
+    context.arena.close()
 
 
 def test_gemm_rs_whose_first_rows_go_in_halves(context, all_equal, monkeypatch):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ditron_train.megatron.plugin.arguments import (
+    FEATURES,
     Options,
     add_ditron_args,
-    available_features,
     options_from_args,
     options_from_argv,
     options_of,
@@ -143,7 +143,7 @@ def test_adding_twice_changes_nothing_and_help_names_every_feature(capsys):
         parser.parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())  # lines are broken anywhere
     assert text.count("--ditron-timeout-s SECONDS") >= 1
-    for name in available_features():
+    for name in FEATURES:
         assert f"{name}: " in text
 
 
@@ -164,7 +164,7 @@ def test_what_are_no_names_of_features(value):
 
 
 def test_features_come_in_a_fixed_order_without_repetition():
-    names = available_features()
+    names = tuple(FEATURES)
     assert parse_features(",".join(reversed(names)) + f",{names[0]}") == names
     assert parse_features(["tp", "tp"]) == ("tp",)
 

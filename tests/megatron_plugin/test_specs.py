@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from ditron_train.megatron.plugin.specs import count_replacements, rewrite_spec
+from ditron_train.megatron.plugin.specs import rewrite_spec
 from tests.support.megatron_version import module_of, submodules_of
 
 pytest.importorskip("megatron.core")
@@ -49,11 +49,11 @@ def test_gpt_spec_is_rewritten_and_the_original_is_left_alone():
 
     spec = get_gpt_layer_local_spec()
     classes = {ColumnParallelLinear: Column, RowParallelLinear: Row}
-    rewritten = rewrite_spec(spec, classes)
+    rewritten, _ = rewrite_spec(spec, classes)
     assert _classes_of_gpt_spec(spec) == (ColumnParallelLinear, RowParallelLinear) * 2
     assert _classes_of_gpt_spec(rewritten) == (Column, Row) * 2
-    assert count_replacements(spec, classes) == 4
-    assert count_replacements(rewritten, classes) == 0
+    assert rewrite_spec(spec, classes)[1] == 4
+    assert rewrite_spec(rewritten, classes)[1] == 0
     assert type(rewritten) is type(spec)
     assert rewritten.module is spec.module
     assert rewritten.submodules.self_attention.params == spec.submodules.self_attention.params
@@ -68,7 +68,7 @@ def test_moe_spec_experts_are_reached():
         pass
 
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
-    rewritten = rewrite_spec(spec, {ColumnParallelLinear: Column})
+    rewritten, _ = rewrite_spec(spec, {ColumnParallelLinear: Column})
     experts = submodules_of(rewritten.submodules.mlp).experts
     assert submodules_of(experts).linear_fc1 is Column
     assert module_of(rewritten.submodules.mlp) is module_of(spec.submodules.mlp)
@@ -83,7 +83,7 @@ def test_modules_that_are_named_by_where_they_are_imported_from():
 
     names = ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear")
     spec = ModuleSpec(module=names, params={"names": ("a", "b")})
-    rewritten = rewrite_spec(spec, {ColumnParallelLinear: Column})
+    rewritten, _ = rewrite_spec(spec, {ColumnParallelLinear: Column})
     assert rewritten.module is Column and spec.module == names and rewritten.params == spec.params
 
 
@@ -92,25 +92,26 @@ def test_block_spec_layers_partials_tuples_and_params():
     block = _Submodules(
         linear=functools.partial(_Native, 1, kind=_Native), layers=[_Native, (_Native, _Other), {"a": _Native}]
     )
-    rewritten = rewrite_spec(block, classes)
+    rewritten, _ = rewrite_spec(block, classes)
     assert rewritten.linear.func is _Fused
     assert rewritten.linear.args == (1,)
     assert rewritten.linear.keywords == {"kind": _Fused}
     assert rewritten.layers == [_Fused, (_Fused, _Other), {"a": _Fused}]
     assert block.layers == [_Native, (_Native, _Other), {"a": _Native}]
-    assert count_replacements(block, classes) == 5
+    assert rewrite_spec(block, classes)[1] == 5
 
 
 def test_a_spec_without_replacements_is_returned_as_it_is():
     block = _Submodules(linear=_Other, layers=None)
-    assert rewrite_spec(block, {_Native: _Fused}) is block
+    rewritten, number = rewrite_spec(block, {_Native: _Fused})
+    assert rewritten is block and number == 0
 
 
 def test_a_class_method_that_builds_is_fused():
     """As specs of newer versions name one: ``partial(MLP.as_mlp_submodule, submodules=...)``."""
     spec = functools.partial(_Native.build)
-    rewritten = rewrite_spec(spec, {_Native: _Fused})
-    assert count_replacements(spec, {_Native: _Fused}) == 1
+    rewritten, _ = rewrite_spec(spec, {_Native: _Fused})
+    assert rewrite_spec(spec, {_Native: _Fused})[1] == 1
     assert isinstance(rewritten(), _Fused) and not isinstance(spec(), _Fused)
-    assert count_replacements(functools.partial(_Native().build), {_Native: _Fused}) == 1
-    assert count_replacements(functools.partial("".join), {_Native: _Fused}) == 0
+    assert rewrite_spec(functools.partial(_Native().build), {_Native: _Fused})[1] == 1
+    assert rewrite_spec(functools.partial("".join), {_Native: _Fused})[1] == 0

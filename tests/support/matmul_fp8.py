@@ -60,7 +60,6 @@ def matmul_fp8(
             aligned_operand(weight),
             out,
             config,
-            transpose_a=False,
             transpose_b=True,
             num_programs=sms,
             scales=scales,

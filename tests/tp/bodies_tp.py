@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.gemm.operands import TensorScales
+from ditron_train.gemm.ops import library_product
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.symm.control import TICKET_UNIT_LOG2
 from ditron_train.symm.shm_transport import ShmTransport
@@ -32,6 +34,7 @@ from ditron_train.tp import (
     gemm_rs,
     get_tp_context,
     row_linear,
+    split_products,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -202,6 +205,18 @@ def check_fp8_products(rows: int, n: int, k: int) -> None:
             found = gemm_rs(total, weight, context=context, scales=scales, scatter=scatter)
             assert torch.equal(found, expected), (repeat, scatter)
 
+        other = get_tp_context(dist.new_group(), CPU)
+        powers = TensorScales(torch.tensor([0.5]), torch.tensor(2.0**rank))  # multiplied in any order
+        factors = powers.a * powers.b
+        with _by_library():
+            y = ag_gemm(x, weight, context=other, scales=powers, bias=bias)
+            found = gemm_rs(total, weight, context=other, scales=powers)
+        exact = total.float() @ weight.float().t()
+        assert torch.equal(y, (exact * factors + bias.float()).bfloat16())
+        dist.all_gather(partials, (exact * factors).bfloat16())
+        assert torch.equal(found, ring_reduce([partial.chunk(world)[rank] for partial in partials], rank))
+        assert "LibraryAgGemmPlan" in {type(plan).__name__ for plan in other.prepared.values()}
+
 
 def refused_fp8_calls() -> list[str]:
     """What is raised, alike on every rank, for FP8 operands that do not fit."""
@@ -270,6 +285,109 @@ def check_linear_layers(shape: tuple[int, int], n: int, k: int) -> None:
     total = gather_rows(grad.reshape(-1, n), [sequence * batch // world] * world)
     assert torch.equal(x.grad.view(-1, k // world), total @ weight.detach())
     assert torch.equal(weight.grad, total.t() @ x.detach().view(-1, k // world))
+
+
+@contextlib.contextmanager
+def _by_library():
+    """Shapes are chosen to be multiplied by the library, rank by rank."""
+
+    def chosen(problem, machine):
+        given = choices.choose(problem, machine)
+        return dataclasses.replace(given, gather=GatherPlan("copy"), scatter="copy", by_library=True)
+
+    with mock.patch.object(tp_context, "choose", chosen):
+        yield
+
+
+def check_library_products(layout: str, n: int, k: int, repeats: int) -> None:
+    """``ag_gemm`` and ``gemm_rs`` by one product of the library for each rank's rows; buffers poisoned, a random
+    straggler. Rows that peers send are multiplied only when they are there."""
+    rank, world, rows = dist.get_rank(), dist.get_world_size(), 24
+    context, rng = get_tp_context(dist.new_group(), CPU), random.Random(rank)
+    for repeat in range(repeats):
+        x = integers((rows, k), 100 * repeat + rank)
+        weight = integers((n, k) if layout == "nt" else (k, n), 7 + repeat + 50 * rank)
+        bias = integers((n,), repeat) if repeat % 2 else None
+        if repeat:
+            context.gathered(world * rows, k + -k % 4, torch.float32).local.fill_(float("nan"))
+        dist.barrier()
+        time.sleep(rng.random() * 0.02)
+        transposed = weight.t() if layout == "nt" else weight
+        with _by_library():
+            y, gathered = ag_gemm(x, weight, context=context, layout=layout, return_gathered=True, bias=bias)
+            partials = integers((world * rows, k), 3 + repeat + 10 * rank)
+            scattered = gemm_rs(partials, weight, context=context, layout=layout)
+        total = gather_rows(x, [rows] * world)
+        assert torch.equal(gathered, total)
+        assert torch.equal(y, gather_rows(x, [rows] * world) @ transposed + (0.0 if bias is None else bias))
+        product = partials @ transposed
+        dist.all_reduce(product)
+        assert torch.equal(scattered, product[rank * rows : (rank + 1) * rows])
+    plans = {type(plan).__name__: plan for plan in context.prepared.values()}
+    assert set(plans) == {"LibraryAgGemmPlan", "GemmRsCopyPlan"} and plans["GemmRsCopyPlan"].identity == ()
+
+
+def check_library_layers(shape: tuple[int, int], n: int, k: int) -> None:
+    prepared, runs, run = get_tp_context(None, CPU).prepared, [], ag_gemm_module.LibraryAgGemmPlan.run
+
+    def counted(self, *given: object, **options: object) -> torch.Tensor:
+        runs.append(self)
+        return run(self, *given, **options)
+
+    prepared.clear()
+    with _by_library(), mock.patch.object(ag_gemm_module.LibraryAgGemmPlan, "run", counted):
+        check_linear_layers(shape, n, k)
+    assert len(runs) == 2  # a column layer's forward, and a row layer's data gradient
+    assert "AgGemmPlan" not in {type(plan).__name__ for plan in prepared.values()}
+    prepared.clear()
+
+
+def check_tiles_instead_of_the_library() -> list[str]:
+    """Uneven rows, lengths that vary, FP8, and products whose bits depend on the number of rows (on one rank only)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = []
+
+    def kinds(context: TPContext) -> str:
+        return " ".join(sorted({type(plan).__name__ for plan in context.prepared.values()}))
+
+    def run(context: TPContext, rows: int, **options: object) -> None:
+        x, weight = integers((rows, 32), rank), integers((16, 32), 7)
+        y = ag_gemm(x, weight, context=context, **options)
+        assert torch.equal(y, gather_rows(x, options.get("row_counts", [rows] * world)) @ weight.t())
+
+    with _by_library():
+        context = get_tp_context(dist.new_group(), CPU)
+        run(context, 8 * (rank + 1), row_counts=[8 * (peer + 1) for peer in range(world)])
+        found.append(kinds(context))
+        context = get_tp_context(dist.new_group(), CPU)
+        with mock.patch.object(context, "varies", True):
+            run(context, 8)
+        found.append(kinds(context))
+
+        def rounded(x, weight, out, **options):
+            torch.mm(x, weight.t(), out=out)
+            out += (rank == 1) * len(x)
+
+        with (
+            mock.patch.object(split_products, "compares", lambda device: True),
+            mock.patch.object(split_products, "check_memory", lambda *given: None),
+        ):
+            context = get_tp_context(dist.new_group(), CPU)
+            run(context, 8)
+            found.append(kinds(context))
+            with mock.patch.object(split_products, "library_product", rounded):
+                context = get_tp_context(dist.new_group(), CPU)
+                run(context, 8)
+            found.append(kinds(context))
+        refuses = mock.Mock(side_effect=NotSupportedError("no memory"))
+        with (
+            mock.patch.object(split_products, "compares", lambda device: True),
+            mock.patch.object(split_products, "check_memory", refuses),
+        ):
+            context = get_tp_context(dist.new_group(), CPU)
+            run(context, 8)
+        found.append(kinds(context))
+    return found
 
 
 def check_bias_inside(shape: tuple[int, int], n: int, k: int) -> None:
@@ -660,6 +778,11 @@ def check_interrupted(op: str) -> None:
         if op == "dgrad":
             given = SimpleNamespace(context=context, wgrad=PlainWgrad())
             return _column_gradients(given, x, weight, grad.as_subclass(Grad))[1]
+        if op.endswith("by the library"):
+            with _by_library():
+                if op.startswith("gemm_rs"):
+                    return gemm_rs(torch.cat(shares) + repeat, weight, context=context)
+                return ag_gemm(x, weight, context=context)
         if op == "gemm_rs":
             return gemm_rs(torch.cat(shares) + repeat, weight, context=context, scatter="copy")
         return ag_gemm(x, weight, context=context, plan=GatherPlan(op.split()[1], 1))
@@ -671,17 +794,21 @@ def check_interrupted(op: str) -> None:
             return sum(integers((32 * world, 48), 20 + peer) for peer in range(world))[mine] @ weight
         if op == "dgrad":
             return grad.t() @ total
-        return world * (total @ weight.t())[mine] if op == "gemm_rs" else total @ weight.t()
+        return world * (total @ weight.t())[mine] if op.startswith("gemm_rs") else total @ weight.t()
 
     def operand(tensor: torch.Tensor) -> torch.Tensor:
         refuse()
         return tensor
 
+    def product(*given: torch.Tensor, **options: object) -> None:
+        refuse()
+        library_product(*given, **options)
+
     modules = (ag_gemm_module, gemm_rs_module)
     aligned = [module.aligned_operand for module in modules]
     try:
         for module in modules:
-            module.aligned_operand = operand
+            module.aligned_operand, module.library_product = operand, product
         for repeat in range(6):
             fails[0] = repeat in (1, 3)
             time.sleep(0.05 * ((rank + repeat) % world))
@@ -699,7 +826,7 @@ def check_interrupted(op: str) -> None:
         assert all(started == consumed for started, consumed in epochs), epochs
     finally:
         for module, function in zip(modules, aligned):
-            module.aligned_operand = function
+            module.aligned_operand, module.library_product = function, library_product
         context.arena.close()
 
 

@@ -79,6 +79,20 @@ def test_linear_layers_and_all_gradients():
     run_workers(2, bodies.check_linear_layers, (64, 2), 64, 48)
 
 
+@pytest.mark.parametrize("world_size, layout, n, k", [(2, "nt", 40, 36), (2, "nn", 48, 17), (4, "nt", 20, 32)])
+def test_the_library_multiplies_rank_by_rank(world_size, layout, n, k):
+    run_workers(world_size, bodies.check_library_products, layout, n, k, 4)
+
+
+def test_layers_by_the_library_and_all_gradients():
+    run_workers(2, bodies.check_library_layers, (64, 2), 64, 48)
+
+
+def test_tiles_multiply_where_the_library_has_other_bits_for_fewer_rows():
+    uneven, varying, equal, unequal, no_memory = run_workers(2, bodies.check_tiles_instead_of_the_library)[0]
+    assert equal == "LibraryAgGemmPlan" and {uneven, varying, unequal, no_memory} == {"AgGemmPlan"}
+
+
 @pytest.mark.parametrize("n", [24, 300])
 def test_a_bias_inside_the_product_is_rounded_with_it(n):
     run_workers(2, bodies.check_bias_inside, (32, 2), n, 96)
@@ -111,7 +125,10 @@ def test_recorded_ops_are_named_by_all_that_they_depend_on():
         )  # strided rows are copied, so that they are stored elsewhere each time
 
 
-@pytest.mark.parametrize("op", ["wgrad", "dgrad", "ag_gemm push", "ag_gemm copy", "gemm_rs"])
+@pytest.mark.parametrize(
+    "op",
+    ["wgrad", "dgrad", "ag_gemm push", "ag_gemm copy", "gemm_rs", "ag_gemm by the library", "gemm_rs by the library"],
+)
 def test_an_op_that_all_ranks_abort_in_the_middle_leaves_the_next_ones_right(op):
     run_workers(2, bodies.check_interrupted, op)
 

@@ -7,7 +7,6 @@ here: `options_from_args` makes them from the parsed namespace.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,28 +149,22 @@ class Options:
         return words
 
 
-def available_features() -> tuple[str, ...]:
-    """The names of `FEATURES` that this version of the package implements."""
-    return tuple(name for name in FEATURES if importlib.util.find_spec(FEATURE_MODULES[name]))
-
-
 def parse_features(value: str | Sequence[str], source: str = "--ditron") -> tuple[str, ...]:
     """Returns the feature names in ``"tp,pp"`` or ``("tp", "pp")``, without repetitions, in the order of `FEATURES`.
     ``source``: who names them, for the error.
 
     Raises:
-        SettingError: A name is unknown or not implemented; the message lists those that are.
+        SettingError: A name is unknown; the message lists those that are known.
     """
     given = value.split(",") if isinstance(value, str) else value
     if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
         raise SettingError(f'features are names, as in "tp,pp" or ("tp", "pp"), not {value!r}')
     names = [name.strip() for name in given]
-    available = available_features()
-    unknown = sorted({name for name in names if name not in available})
+    unknown = sorted(set(names) - FEATURES.keys())
     if unknown or not names:
         listed = ", ".join(repr(name) for name in unknown) or "nothing"
         raise SettingError(
-            f"{source} does not know {listed}; it takes a comma-separated list of: {', '.join(available)}"
+            f"{source} does not know {listed}; it takes a comma-separated list of: {', '.join(FEATURES)}"
         )
     return tuple(name for name in FEATURES if name in names)
 
@@ -199,7 +192,7 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Idempotent."""
     if any(group.title == "ditron" for group in parser._action_groups):
         return parser
-    listed = "; ".join(f"{name}: {FEATURES[name]}" for name in available_features())
+    listed = "; ".join(f"{name}: {about}" for name, about in FEATURES.items())
     group = parser.add_argument_group(title="ditron")
     group.add_argument(
         "--ditron",

@@ -16,38 +16,41 @@ def is_spec(spec: Any) -> bool:
     ) or dataclasses.is_dataclass(spec)
 
 
-def rewrite_spec(spec: Any, classes: Mapping[type, type]) -> Any:
-    """Returns a copy of `spec` in which every class that is a key of `classes` is its value.
+def rewrite_spec(spec: Any, classes: Mapping[type, type]) -> tuple[Any, int]:
+    """Returns a copy of `spec` in which every class that is a key of `classes` is its value, and in how many places.
 
     Walks through ``ModuleSpec`` and other dataclasses (``TransformerBlockSubmodules.layer_specs`` included), lists,
     tuples, dictionaries, ``functools.partial`` and class methods that build. The given spec is not changed; parts
     without a replacement are shared with it.
     """
-    if count_replacements(spec, classes) == 0:
-        return spec
     if isinstance(spec, type):
-        return classes.get(spec, spec)
+        return classes.get(spec, spec), int(spec in classes)
     if isinstance(spec, types.MethodType):
-        return getattr(classes[spec.__self__], spec.__name__)  # type: ignore[index]
+        if not isinstance(spec.__self__, type) or spec.__self__ not in classes:
+            return spec, 0
+        return getattr(classes[spec.__self__], spec.__name__), 1
+    made: Any
     if isinstance(spec, functools.partial):
-        return functools.partial(
-            rewrite_spec(spec.func, classes),
-            *(rewrite_spec(value, classes) for value in spec.args),
-            **{key: rewrite_spec(value, classes) for key, value in spec.keywords.items()},
+        (function, arguments, keywords), count = rewrite_spec((spec.func, spec.args, spec.keywords), classes)
+        made = functools.partial(function, *arguments, **keywords)
+    elif dataclasses.is_dataclass(spec) and not type(spec).__name__.endswith("Config"):
+        # A model configuration among the parameters is not part of the tree.
+        parts, count = rewrite_spec(
+            {field.name: _part(spec, field.name) for field in dataclasses.fields(spec)}, classes
         )
-    if dataclasses.is_dataclass(spec):
-        return _rewrite_dataclass(spec, classes)
-    if isinstance(spec, dict):
-        return {key: rewrite_spec(value, classes) for key, value in spec.items()}
-    return type(spec)(rewrite_spec(value, classes) for value in spec)
-
-
-def _rewrite_dataclass(spec: Any, classes: Mapping[type, type]) -> Any:
-    copy = object.__new__(type(spec))  # keeps attributes that are not fields, and needs no init=True
-    copy.__dict__.update(vars(spec))
-    for field in dataclasses.fields(spec):
-        copy.__dict__[field.name] = rewrite_spec(_part(spec, field.name), classes)
-    return copy
+        if not count:
+            return spec, 0
+        made = object.__new__(type(spec))  # keeps attributes that are not fields, and needs no init=True
+        made.__dict__.update(vars(spec), **parts)
+    elif isinstance(spec, dict):
+        values, count = rewrite_spec(list(spec.values()), classes)
+        made = dict(zip(spec, values))
+    elif type(spec) in (list, tuple):
+        rewritten = [rewrite_spec(value, classes) for value in spec]
+        made, count = type(spec)(value for value, _ in rewritten), sum(number for _, number in rewritten)
+    else:
+        return spec, 0
+    return (made if count else spec), count
 
 
 def _part(spec: Any, name: str) -> Any:
@@ -58,23 +61,3 @@ def _part(spec: Any, name: str) -> Any:
 
         return import_module(value)
     return value
-
-
-def count_replacements(spec: Any, classes: Mapping[type, type]) -> int:
-    """How many places of `spec` hold a class that is a key of `classes`."""
-    if isinstance(spec, type):
-        return int(spec in classes)
-    if isinstance(spec, types.MethodType):
-        return int(spec.__self__ in classes) if isinstance(spec.__self__, type) else 0
-    if isinstance(spec, functools.partial):
-        return sum(count_replacements(part, classes) for part in (spec.func, spec.args, spec.keywords))
-    if dataclasses.is_dataclass(spec):
-        # A model configuration among the parameters is not part of the tree.
-        if type(spec).__name__.endswith("Config"):
-            return 0
-        return sum(count_replacements(_part(spec, field.name), classes) for field in dataclasses.fields(spec))
-    if isinstance(spec, dict):
-        return sum(count_replacements(value, classes) for value in spec.values())
-    if type(spec) in (list, tuple):
-        return sum(count_replacements(value, classes) for value in spec)
-    return 0

@@ -35,7 +35,7 @@ from ditron_train.megatron.plugin.arguments import (
     with_environment,
 )
 from ditron_train.megatron.plugin.record_steps import record_steps
-from ditron_train.megatron.plugin.specs import count_replacements, is_spec, rewrite_spec
+from ditron_train.megatron.plugin.specs import is_spec, rewrite_spec
 from ditron_train.megatron.shared.interfaces import unsupported_reason_otherwise
 from ditron_train.policy import add_switch, check_plan, forget_plans, log_native
 from ditron_train.policy.gate import INTERFACE_ERRORS
@@ -140,10 +140,10 @@ def apply_options(options: Options, spec: Any = None) -> Any:
         return spec
     if spec is not None:
         classes = {native: fused for module in modules.values() for native, fused in _classes(module).items()}
-        names, number = ", ".join(modules), count_replacements(spec, classes)
+        names, (rewritten, number) = ", ".join(modules), rewrite_spec(spec, classes)
         level = logging.INFO if number else logging.WARNING
         log_once(f"spec {names} {number}", f"{names}: {number} modules of the layer spec replaced", level=level)
-        return rewrite_spec(spec, classes)
+        return rewritten
     for name, module in modules.items():
         _patch(name, module)
     return None

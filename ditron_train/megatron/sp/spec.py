@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.megatron.compat.batch_invariant import is_batch_invariant_mode_enabled
+from ditron_train.megatron.shared.devices import unsupported_reason_on_device
 from ditron_train.megatron.shared.te_products import (
     bias_like,
     product_pairs,
@@ -28,8 +29,7 @@ from ditron_train.megatron.sp.nodes import NodesContext, get_nodes_context
 from ditron_train.megatron.sp.norms import key_of, twins_of, words_of
 from ditron_train.policy import Function, Op, Run, Trial, gate
 from ditron_train.policy.op import ProofPart, dtype_name, make_trial
-from ditron_train.runtime.device import is_interpreter, kernel_target
-from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.values import normal_values
 from ditron_train.sp import HeadsLayout, SPContext, get_sp_context, output_projection, qkv_projection, split_by_heads
 from ditron_train.sp.head_norms import Norms, normalised
 from ditron_train.symm.nodes import spans_nodes
@@ -111,7 +111,7 @@ class _UlyssesOp(Op[UlyssesCall, Any]):
 
     def unsupported_tensors(self, call: UlyssesCall) -> str | None:
         """As ``unsupported_reason``, of the tensors alone."""
-        reason = unsupported_reason_device(call.like)
+        reason = unsupported_reason_on_device(call.like.device)
         if reason is not None or not call.weights:
             return reason
         if torch.is_autocast_enabled(call.like.device.type):
@@ -329,22 +329,10 @@ class ProjectionsOp(_UlyssesOp):
         return function
 
 
-def unsupported_reason_device(tensor: torch.Tensor) -> str | None:
-    """Why no op takes a tensor by its device, or None."""
-    if tensor.device.type == "cpu":
-        return None if is_interpreter() else "the tensors are on the CPU and Triton's interpreter is off"
-    try:
-        kernel_target(tensor.device)
-    except NotSupportedError as error:
-        return str(error)
-    return None
-
-
 def _normal(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:
     """Normal values from a generator of their own: the user's random state does not move."""
-    generator = torch.Generator(device=like.device).manual_seed(seed)
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
+        return normal_values(shape, like.dtype, like.device, seed)
 
 
 def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import transformer_engine.pytorch.attention.dot_product_attention.backends as backends
 import transformer_engine.pytorch.attention.dot_product_attention.context_parallel as te
 
-from ditron_train.megatron.sp.spec import unsupported_reason_device
+from ditron_train.megatron.shared.devices import unsupported_reason_on_device
 from ditron_train.policy import gate, log_native
 from ditron_train.runtime.versions import is_at_least
 from ditron_train.schedule.keys import chunks_of
@@ -161,7 +161,7 @@ def _unsupported_reason(given: Any) -> str | None:
         "FlashAttention is older than 2.7": not (given.use_fused_attention or te.fa_utils.v2_7_0_plus),
         f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}": are_uneven,
     }
-    return next((reason for reason, is_so in reasons.items() if is_so), unsupported_reason_device(q))
+    return next((reason for reason, is_so in reasons.items() if is_so), unsupported_reason_on_device(q.device))
 
 
 class _FusedAllGather:

@@ -14,8 +14,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from ditron_train.gemm.main_grad import add_wgrad, product_of_transformer_engine
 from ditron_train.runtime.logs import log_once
 from ditron_train.runtime.settings import get_settings
@@ -25,23 +23,8 @@ MODULE = "fused_weight_gradient_mlp_cuda"
 _FLAG = "_grad_accum_fusion_available"
 
 
-def wgrad_gemm_accum_fp32(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """`add_wgrad` into fp32."""
-    add_wgrad(total_input, grad_output, main_grad)
-
-
-def wgrad_gemm_accum_fp16(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """`add_wgrad` into bf16 or fp16."""
-    add_wgrad(total_input, grad_output, main_grad)
-
-
-def _make_module() -> ModuleType:
-    module: Any = ModuleType(MODULE, "Weight gradients added to main_grad by torch, in the place of apex's module.")
-    module.wgrad_gemm_accum_fp32, module.wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16
-    return module
-
-
-_stand_in = _make_module()
+_stand_in: Any = ModuleType(MODULE, "Weight gradients added to main_grad by torch, in the place of apex's module.")
+_stand_in.wgrad_gemm_accum_fp32 = _stand_in.wgrad_gemm_accum_fp16 = add_wgrad  # by the type of main_grad
 
 
 class _Availability:

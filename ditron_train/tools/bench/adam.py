@@ -7,8 +7,7 @@ import argparse
 
 from ditron_train.tools.arguments import add_common_arguments, add_shape_argument
 from ditron_train.tools.cases.adam import CASES
-from ditron_train.tools.op_rows import add_row, planned_rows
-from ditron_train.tools.session import bench_session
+from ditron_train.tools.op_rows import run_in_tensor_group
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +22,4 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         SettingError: A size below 1, or an unknown model.
     """
-    from ditron_train.tools.bench.megatron_tp import megatron_world
-
-    with bench_session("adam", arguments) as session, megatron_world(session):
-        for case, shape in planned_rows(CASES, arguments, session):
-            add_row(session, case, shape)
-            session.save()
-        return session.finish()
+    return run_in_tensor_group("adam", CASES, arguments)

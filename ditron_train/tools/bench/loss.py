@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import argparse
 
-from ditron_train.tools.arguments import add_common_arguments, check_sizes, choose_models
-from ditron_train.tools.cases.loss import CASES, loss_shape
-from ditron_train.tools.op_rows import add_row
-from ditron_train.tools.session import bench_session
+from ditron_train.tools.arguments import add_common_arguments, add_shape_argument
+from ditron_train.tools.cases.loss import CASES
+from ditron_train.tools.op_rows import run_in_tensor_group
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench loss``."""
     add_common_arguments(parser)
-    parser.add_argument(
-        "--shape", nargs=2, type=int, action="append", metavar=("TOKENS", "VOCABULARY"), help="instead of the table's"
-    )
+    add_shape_argument(parser, "instead of the table's", "TOKENS VOCABULARY")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,15 +24,4 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         SettingError: A size below 1, or an unknown model.
     """
-    from ditron_train.tools.bench.megatron_tp import megatron_world
-
-    with bench_session("loss", arguments) as session, megatron_world(session):
-        check_sizes("--shape", arguments.shape)
-        (case,) = CASES
-        known = case.shapes(session.world_size, session.device.type == "cuda")
-        names = choose_models(arguments.model, [shape.model for shape in known])
-        shapes = [loss_shape("custom", *sizes) for sizes in arguments.shape or ()]
-        for shape in shapes or [shape for shape in known if shape.model in names]:
-            add_row(session, case, shape)
-            session.save()
-        return session.finish()
+    return run_in_tensor_group("loss", CASES, arguments)

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -43,21 +44,6 @@ def _world(session: BenchSession) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-@contextlib.contextmanager
-def _attention(deterministic: bool) -> Iterator[None]:
-    """What Transformer Engine's attentions built here do in backward: they read the environment once, when they are
-    built."""
-    before = os.environ.get(_DETERMINISM)
-    os.environ[_DETERMINISM] = "0" if deterministic else "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_DETERMINISM]
-        else:
-            os.environ[_DETERMINISM] = before
-
-
 def _build(session: BenchSession, fused: bool, fp8: str | None) -> torch.nn.Module:
     sizes = dict(hidden_size=8192, num_attention_heads=64, num_query_groups=8, normalization="RMSNorm")
     parallel = dict(context_parallel_size=session.world_size, cp_comm_type="a2a")
@@ -72,7 +58,8 @@ def _build(session: BenchSession, fused: bool, fp8: str | None) -> torch.nn.Modu
 
 def _pair(session: BenchSession, deterministic: bool, fp8: str | None = None) -> dict[str, torch.nn.Module]:
     """Native and fused, with the same weights."""
-    with _attention(deterministic):
+    # What the attentions do in backward: they read the environment once, when they are built.
+    with mock.patch.dict(os.environ, {_DETERMINISM: "0" if deterministic else "1"}):
         layers = {"native": _build(session, False, fp8), "fused": _build(session, True, fp8)}
     layers["fused"].load_state_dict(layers["native"].state_dict())
     return layers

@@ -35,8 +35,7 @@ def _parts(fp8: str | None = None) -> dict[str, list[BenchCase[Any, Any]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``bench tp``."""
-    add_common_arguments(parser)
-    parser.add_argument("--part", action="append", choices=list(_parts()), help="only this part (may be repeated)")
+    add_common_arguments(parser, parts=_parts())
     add_shape_argument(
         parser, "global sizes instead of workloads.json's (may be repeated; default without a GPU: 256 256 256)"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -153,12 +154,8 @@ def deepep_by_torch() -> Iterator[None]:
     functions: dict[str, Any] = dict(
         fused_dispatch=dispatch_by_torch, fused_combine=combine_by_torch, set_deepep_num_sms=lambda num_sms: None
     )
-    before = {name: getattr(native_module, name) for name in functions}
-    vars(native_module).update(functions)
-    try:
+    with mock.patch.multiple(native_module, **functions):
         yield
-    finally:
-        vars(native_module).update(before)
 
 
 class DispatcherPair:

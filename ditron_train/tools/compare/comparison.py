@@ -25,7 +25,7 @@ from ditron_train.tools.compare.launch import RunningJob, may_start_together, ru
 from ditron_train.tools.compare.memory import memory_gib
 from ditron_train.tools.compare.row import write_row
 from ditron_train.tools.compare.side_by_side import show
-from ditron_train.tools.compare.steps import Job, Runs, differences, read_job
+from ditron_train.tools.compare.steps import Job, Runs, differences, differing_values, read_job
 from ditron_train.tools.compare.traces import StepTrace, is_traced, read_step_trace, show_traces, trace_table
 from ditron_train.tools.fp8.recipes import add_fp8_argument, check_fp8
 from ditron_train.tools.job.command import split_text
@@ -176,7 +176,7 @@ def _check_alike(native: Job, other: Job) -> None:
     """
     if native.features:
         raise SettingError(f"what the fused path is compared with ran with --ditron {','.join(native.features)}")
-    gathered = [
+    trained = [
         {
             "ranks": job.header["world_size"],
             "dtype": job.header["dtype"],
@@ -185,12 +185,8 @@ def _check_alike(native: Job, other: Job) -> None:
         }
         for job in (native, other)
     ]
-    differing = [
-        name for name in dict.fromkeys([*gathered[0], *gathered[1]]) if gathered[0].get(name) != gathered[1].get(name)
-    ]
-    if differing:
-        words = (f"{name} {gathered[0].get(name, '-')}, {gathered[1].get(name, '-')}" for name in differing)
-        raise SettingError(f"the two jobs did not train the same: {'; '.join(words)}")
+    if differing := differing_values(*trained):
+        raise SettingError(f"the two jobs did not train the same: {differing}")
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:

@@ -11,7 +11,7 @@ from statistics import mean
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.compare.memory import memory_gib
 from ditron_train.tools.compare.side_by_side import means_of, spread_of
-from ditron_train.tools.compare.steps import Job, Runs
+from ditron_train.tools.compare.steps import Job, Runs, differing_values
 from ditron_train.tools.results import TRAINING, TRAINING_STEP, Row, Stamp, kept_rows, result_path, write_results
 
 _VERSIONS = (
@@ -36,14 +36,9 @@ def _stamp_of(native: Job, fused: Job) -> Stamp:
             "no row: the notes do not say on which machine they were made; older versions' do not"
         ) from None
     own = ("ditron_train", "commit", "date", "settings")
-    gathered = [{name: value for name, value in asdict(stamp).items() if name not in own} for stamp in stamps]
-    differing = [
-        f"{name} {gathered[0][name]}, {gathered[1][name]}"
-        for name in gathered[0]
-        if gathered[0][name] != gathered[1][name]
-    ]
-    if differing:
-        raise SettingError(f"no row: the two jobs ran with {'; '.join(differing)}")
+    common = ({name: value for name, value in asdict(stamp).items() if name not in own} for stamp in stamps)
+    if differing := differing_values(*common):
+        raise SettingError(f"no row: the two jobs ran with {differing}")
     return stamps[1]
 
 

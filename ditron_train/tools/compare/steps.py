@@ -185,6 +185,12 @@ def read_job(folder: Path) -> Job:
     return Job(header, [steps[:shortest] for _, steps, _ in parsed], list(plan))
 
 
+def differing_values(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Name and both values of each entry that differs, in words; a dash for what is missing."""
+    names = [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
+    return "; ".join(f"{name} {one.get(name, '-')}, {other.get(name, '-')}" for name in names)
+
+
 def _pairs(one: Job, other: Job) -> Iterator[tuple[int, Step, Step]]:
     for steps in zip(zip(*one.ranks), zip(*other.ranks)):
         for rank, (a, b) in enumerate(zip(*steps)):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from ditron_train.tools.doctor.checks import Finding, find_problems
 from ditron_train.tools.doctor.facts import Facts, collect_facts
 from ditron_train.tools.doctor.features import FeatureState, judge_features
-from ditron_train.tools.text import aligned, show_text
+from ditron_train.tools.text import aligned
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,3 @@ def examine(facts: Facts | None = None) -> Report:
     """Judges this machine, or the one that ``facts`` describe."""
     facts = facts or collect_facts()
     return Report(facts, find_problems(facts), judge_features(facts))
-
-
-def show(report: Report) -> None:
-    """Prints the report."""
-    show_text(report.to_text())

@@ -46,11 +46,14 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
     "sp": (_on_gpus,),
     "ep": (_on_gpus,),
     "pp": (_on_gpus, _copy_engines),
-    "muon": (),
-    "adam": (),
-    "loss": (),
-    "det": (),
-    "wgrad": (),
+}
+#: When the other features, which need no peers, are fused.
+_FUSED = {
+    "loss": "every GPU, for logits in bf16 or fp16",
+    "adam": "with Transformer Engine's FusedAdam in the distributed optimizer",
+    "det": "in deterministic mode, where no bit depends on the fill",
+    "wgrad": "where apex's module is missing and fusion is asked for",
+    "muon": "every GPU, where the bits are native's",
 }
 
 
@@ -68,13 +71,13 @@ def _across_nodes(name: str, facts: Facts) -> str:
 
 
 def judge_features(facts: Facts) -> list[FeatureState]:
-    """Returns one state for each feature that this version of the package has; none where torch or Triton is missing,
+    """Returns one state for each feature; none where torch or Triton is missing,
     without which no feature can be asked for."""
     if any(facts.versions.get(name) is None for name in ("torch", "triton")):
         return []
-    from ditron_train.megatron.plugin.arguments import FEATURES, available_features
+    from ditron_train.megatron.plugin.arguments import FEATURES
 
-    return [replace(_judge(name, FEATURES[name], facts), ops=_ops_of(name)) for name in available_features()]
+    return [replace(_judge(name, about, facts), ops=_ops_of(name)) for name, about in FEATURES.items()]
 
 
 def _ops_of(name: str) -> tuple[str, ...]:
@@ -95,20 +98,12 @@ def _judge(name: str, about: str, facts: Facts) -> FeatureState:
         if facts.environment.get("TRITON_INTERPRET") == "1":
             return FeatureState(name, about, "interpreted", "CPU processes over shared memory, Triton's interpreter")
         return FeatureState(name, about, "native", "no GPU, and the interpreter is off", "TRITON_INTERPRET=1")
+    if name in _FUSED:
+        return FeatureState(name, about, "fused", _FUSED[name])
     for need in _NEEDS[name]:
         obstacle = need(facts)
         if obstacle is not None:
             return FeatureState(name, about, "native", *obstacle)
-    if name == "loss":
-        return FeatureState(name, about, "fused", "every GPU, for logits in bf16 or fp16")
-    if name == "adam":
-        return FeatureState(name, about, "fused", "with Transformer Engine's FusedAdam in the distributed optimizer")
-    if name == "det":
-        return FeatureState(name, about, "fused", "in deterministic mode, where no bit depends on the fill")
-    if name == "wgrad":
-        return FeatureState(name, about, "fused", "where apex's module is missing and fusion is asked for")
-    if name == "muon":
-        return FeatureState(name, about, "fused", "every GPU, where the bits are native's")
     all_of_them = [list(range(len(facts.gpus)))]
     where = (
         f"{len(facts.gpus)} GPUs"

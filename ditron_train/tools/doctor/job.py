@@ -69,13 +69,13 @@ def examine_job(words: Sequence[str], *, allow_unknown: bool = False) -> JobRepo
         NotSupportedError: megatron-core is not installed.
     """
     require_megatron("doctor")
-    from ditron_train.megatron.plugin.arguments import available_features
+    from ditron_train.megatron.plugin.arguments import FEATURES
     from ditron_train.tools.job.parts import parts_of
 
     job = read_job(words, allow_unknown=allow_unknown)
     with under_policy(job.ditron_policy or get_settings().policy):
         policy = get_settings().policy  # refused here if there is none of this name
-        parts, idle = parts_of(job, tuple(job.ditron or available_features()))
+        parts, idle = parts_of(job, tuple(job.ditron or FEATURES))
     if any(target.startswith("heterogeneous_layers_config") for target in job.given.values()):
         idle.append("--heterogeneous-layers-config-...: layers of the arguments' sizes were asked, not of their own")
     if job.overlap_moe_expert_parallel_comm and policy in ("strict", "fast"):

@@ -19,8 +19,9 @@ from ditron_train.runtime.files import read_regular
 _EVALUATION_S = 20
 _NO_PATH = "/dev/null/none"  # an empty one is the current folder
 # bash evaluates a launch script's variables, arrays and conditions, but starts nothing: no program can be found, the
-# shell is restricted, and this function notes the words of every command that is therefore not found. A training command
-# may run in the background: behind the script, bash notes that it is through and waits (the script's own waits do nothing).
+# shell is restricted, and this function notes the words of every command that is therefore not found. A training
+# command may run in the background: after the script, bash notes that it has come so far, and waits for what runs (the
+# script's own waits do nothing).
 _NOTE_COMMANDS = r"""
 command_not_found_handle() { printf '%s\0' "$@" $'\1' >&NOTES; }
 exit() { :; }; set() { :; }; exec() { "$@"; }; wait() { :; }; kill() { :; }; trap() { :; }; source() { :; }

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ditron_train.data.device_profiles import network_named, profile_named, shipped_profiles
-from ditron_train.megatron.plugin.arguments import WITH_OTHERS, available_features
+from ditron_train.megatron.plugin.arguments import FEATURES, WITH_OTHERS
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.job import Job, read_job
 from ditron_train.tools.job.arguments import add_job_options, require_megatron
@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError("--step-ms has to be a number above 0")
     job = read_job(arguments.job, allow_unknown=arguments.allow_unknown)
     cluster = _cluster(arguments, job)
-    features = job.ditron or available_features()
+    features = job.ditron or tuple(FEATURES)
     prediction = predict(job, cluster, features, arguments.step_ms)
     if arguments.json:
         show_text(json.dumps({"gpus": cluster.world_size, **asdict(prediction), "unknown": job.unknown}, indent=1))

@@ -22,26 +22,30 @@ from ditron_train.tools.tune.space import SearchSpace
 
 _WORTH = 0.99  # of the default's time; what gains less may be noise, and the default it stays
 _COMPILER_THREADS = 8
+_LIMITED_BY_POWER_US = 1000.0  # a GPU's clock follows its power within milliseconds
 _PARTS = ("gemm", "comm", "link")
 
 
 @dataclass(frozen=True)
 class Turns:
     """How long candidates are timed: in ``rounds`` they take turns, ``repetitions`` calls each, so drift hits all
-    alike."""
+    alike. At the end the quickest of long ops run ``sustained_s`` each, one after the other, as in a training step
+    whose clock the power limits: what takes less power for its work is quicker there."""
 
     rounds: int
     repetitions: int
+    sustained_s: int = 0
 
 
 @dataclass
 class Result:
     """What was seen of one shape: times by candidate (us, of those with the bits of stock Megatron), of that path and
-    of its parts."""
+    of its parts; ``num_tried``: candidates with the bits."""
 
     times_us: dict[Hashable, float] = field(default_factory=dict)
     native_us: float = math.inf
     parts_us: dict[str, float] = field(default_factory=dict)
+    num_tried: int = 0
 
 
 class ShapeClass:
@@ -105,7 +109,7 @@ class ShapeClass:
             "ditron_us": round(result.times_us[best], 1),
             "default_us": None if default_us is None else round(default_us, 1),
             "native_us": round(result.native_us, 1),
-            "tried": len(result.times_us),
+            "tried": result.num_tried,
         }
 
 
@@ -150,6 +154,29 @@ def search(
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
         keep()
+    if turns.sustained_s > 0:
+        for one in classes:
+            _sustain(one, turns.sustained_s, session)
+        keep()
+
+
+def _sustain(shape_class: ShapeClass, seconds: int, session: BenchSession) -> None:
+    """Times native, the default and the quickest two candidates of a long op again, each alone for ``seconds``, of
+    which the second half counts, forwards and backwards. Only these are ranked then."""
+    ranked = shape_class.ranked()
+    for trial, result in zip(shape_class.trials, shape_class.results, strict=True):
+        if len(ranked) < 2 or result.native_us < _LIMITED_BY_POWER_US:
+            continue
+        finalists = dict.fromkeys([*ranked[:2], *([shape_class.default] if shape_class.default in ranked else [])])
+        contenders: dict[Hashable, Contender] = {"native": trial.run(is_fused=False)}
+        contenders.update({one: _run_as(shape_class.space, trial, one) for one in finalists})
+        calls = math.ceil(seconds * 1e6 / result.native_us / 2)
+        with trial.case.surroundings(trial.shape):
+            timings = measure(
+                contenders, group=None, device=session.device, repetitions=calls, warmup=calls, interleaved=False
+            )
+        result.native_us = timings.pop("native").median_us
+        result.times_us = {one: timing.median_us for one, timing in timings.items()}
 
 
 def _run_as(space: SearchSpace[Any, Any], trial: OpCalls, candidate: Hashable) -> Contender:
@@ -215,6 +242,7 @@ def _time(
     scale = 1.0 if first else result.native_us / times["native"]
     for candidate in candidates:
         result.times_us.setdefault(candidate, times[candidate] * scale)
+    result.num_tried = len(result.times_us)
     if first:
         result.native_us = times["native"]
         result.parts_us = {str(name): times[name] for name in names if name != "native"}

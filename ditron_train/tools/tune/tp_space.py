@@ -11,7 +11,7 @@ import torch
 from ditron_train.policy import Function
 from ditron_train.tools.cases.tp_gemm import CASES, GemmCall, GemmCase
 from ditron_train.tools.tune.space import SearchSpace
-from ditron_train.tp.ag_gemm import AgGemmPlan
+from ditron_train.tp.ag_gemm import ag_gemm_by
 from ditron_train.tp.choices import (
     Choice,
     Problem,
@@ -62,7 +62,7 @@ class GemmSpace(SearchSpace[GemmCall, TPContext]):
             if self.case.op.kind == "gemm_ar":
                 prepared = gemm_ar_by(context, problem, choice, can_copy=can_copy(context))
             else:
-                prepare: Callable[..., Any] = AgGemmPlan if self.case.op.kind == "ag_gemm" else gemm_rs_by
+                prepare: Callable[..., Any] = ag_gemm_by if self.case.op.kind == "ag_gemm" else gemm_rs_by
                 prepared = prepare(context, _even(problem), problem, choice)
             context.prepared[key] = prepared
         return prepared
@@ -92,6 +92,7 @@ class GemmSpace(SearchSpace[GemmCall, TPContext]):
             candidate.gather.mode,
             candidate.scatter,
             candidate.rounds,
+            candidate.by_library,
         )
         return identity, lambda: prepared.compile(call.x, call.weight)
 
@@ -101,8 +102,8 @@ class GemmSpace(SearchSpace[GemmCall, TPContext]):
         return {**entry, "shape": f"{problem.m}x{problem.n}x{problem.k}"}
 
 
-def _way(choice: Choice) -> tuple[str, str, int]:
-    return choice.gather.mode, choice.scatter, choice.rounds
+def _way(choice: Choice) -> tuple[str, str, int, bool]:
+    return choice.gather.mode, choice.scatter, choice.rounds, choice.by_library
 
 
 def _even(problem: Problem) -> RowPartition:

@@ -80,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_count(parser, "rounds", "how often candidates take turns", on_gpu=4, on_cpu=1)
     add_count(parser, "repetitions", "timed calls of each turn", on_gpu=4, on_cpu=1)
+    text = "seconds that the quickest ways of a long op run alone at the end, at the clock that the power limit allows"
+    add_count(parser, "sustained-s", text, on_gpu=2, on_cpu=0)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             task = progress.add_task("compiling", total=num_steps)
             search(
                 classes,
-                Turns(arguments.rounds, arguments.repetitions),
+                Turns(arguments.rounds, arguments.repetitions, arguments.sustained_s),
                 session,
                 advance=lambda what: progress.update(task, advance=1, description=what),
                 keep=lambda: _save(table, classes, arguments.table, session),

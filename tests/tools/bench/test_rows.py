@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ditron_train.megatron.plugin.arguments import available_features
+from ditron_train.megatron.plugin.arguments import FEATURES
 from ditron_train.tools.results import (
     MEGATRON_TESTS,
     RESULTS,
@@ -25,11 +25,10 @@ from ditron_train.tools.results import (
     write_results,
 )
 from ditron_train.tools.stamp import collect_stamp
-from ditron_train.tools.tables import show_rows
+from ditron_train.tools.tables import cells_of, show_rows
 from documents.drawings import draw_speedups, draw_steps, draw_timeline, timelines
 from documents.results import (
     RESULTS_PAGE,
-    markdown_table,
     model_words,
     picture_path,
     render,
@@ -37,6 +36,7 @@ from documents.results import (
     result_parts,
     step_speedups,
 )
+from documents.tables import table
 
 ROOT = Path(__file__).parents[3]
 FULL = Row(
@@ -213,7 +213,7 @@ def test_the_page_says_what_older_rows_were_measured_under(tmp_path: Path) -> No
 
 
 def test_tables() -> None:
-    lines = markdown_table([FULL, SHORT]).splitlines()
+    lines = table(*cells_of([FULL, SHORT])).splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     assert "1.70x" in lines[2] and "80 %" in lines[2] and "DIFFER" in lines[3]
     console = Console(record=True, width=240)
@@ -264,7 +264,7 @@ def test_words_of_a_timeline_are_inside_of_their_boxes_and_every_color_is_in_the
 
 def test_readme_names_every_feature() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in available_features() if f"| `{name}` |" not in text] == []
+    assert [name for name in FEATURES if f"| `{name}` |" not in text] == []
 
 
 def test_every_result_file_reads_and_has_equal_bits() -> None:
@@ -323,7 +323,7 @@ def test_documents_show_results(tmp_path: Path) -> None:
     write_results(tmp_path / RESULTS, "verify", stamp(device="NVIDIA H200"), [SHORT])
     text = render(text, parts)
     assert "| `tp` | `ag_gemm` 1.70x | equal | 8 x H200 |" in text
-    assert markdown_table([FULL, SHORT]) in page
+    assert table(*cells_of([FULL, SHORT])) in page
     assert render(text, parts) == text
     shape = {
         "num_layers": 6,

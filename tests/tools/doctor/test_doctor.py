@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ditron_train.tools.doctor.examination import Report, examine, show
+from ditron_train.tools.doctor.examination import Report, examine
 from ditron_train.tools.doctor.facts import Facts, Gpu, collect_facts, parse_topology, read_nccl_files
 
 GOOD_VERSIONS = {
@@ -259,13 +259,12 @@ def test_topology_is_parsed() -> None:
     assert parse_topology("no such thing") == {}
 
 
-def test_this_machine_as_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_as_text_and_json() -> None:
     report = examine(collect_facts())
     values = json.loads(report.to_json())
     assert values["healthy"] is report.healthy
     assert values["facts"]["versions"]["triton"] == report.facts.versions["triton"]
-    show(report)
-    text = capsys.readouterr().out
+    text = report.to_text()
     for finding in report.findings:
         assert finding.text.split()[0] in text
 

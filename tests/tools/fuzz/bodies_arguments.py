@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ditron_train.gemm import matmul_nn, matmul_nt, matmul_tn
+from ditron_train.gemm import matmul_nn, matmul_nt
 from ditron_train.optim import Muon, newton_schulz
 from ditron_train.optim.products import addmm, gram, scaled_square
 from ditron_train.optim.sharding import newton_schulz_cost, shard_by_cost
@@ -59,7 +59,6 @@ def _cases() -> dict[str, tuple[Callable[..., object], list[st.SearchStrategy]]]
         "output_projection": (out, [*two, NUMBERS, NUMBERS]),
         "matmul_nt": (matmul_nt, two),
         "matmul_nn": (matmul_nn, two),
-        "matmul_tn": (matmul_tn, two),
         "gram": (gram, [tensors()]),
         "scaled_square": (scaled_square, [tensors(), FACTORS, FACTORS]),
         "addmm": (lambda c, a, b, f: addmm(c, a, b, alpha=f, beta=f), [tensors(), *two, FACTORS]),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Hashable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +30,8 @@ from ditron_train.data.tuning_table import (
 from ditron_train.gemm import GemmConfig
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.cases.tp_gemm import GemmCase, GemmOp
+from ditron_train.tools.timing import Timing
+from ditron_train.tools.tune import search
 from ditron_train.tools.tune.rates import Observed, fit_rates
 from ditron_train.tools.tune.search import Result, ShapeClass
 from ditron_train.tools.tune.tp_space import GemmSpace
@@ -62,7 +66,14 @@ plans = st.one_of(
     st.builds(GatherPlan, st.just("push"), push_programs=st.integers(1, 32)),
 )
 configs = st.sampled_from([TILE, dataclasses.replace(TILE, num_stages=3), dataclasses.replace(TILE, block_n=128)])
-choices = st.builds(Choice, configs, plans, st.sampled_from([16, 32, 64]), scatter=st.sampled_from(["store", "copy"]))
+choices = st.builds(
+    Choice,
+    configs,
+    plans,
+    st.sampled_from([16, 32, 64]),
+    scatter=st.sampled_from(["store", "copy"]),
+    by_library=st.booleans(),
+)
 problems = st.builds(
     lambda op, m, n, k, world: Problem(op, m * world, n, k, "nt", torch.bfloat16, world),
     ops,
@@ -254,6 +265,7 @@ def test_the_model_chooses_what_it_predicts_to_be_quickest(problem: Problem) -> 
     best = predict(problem, chosen, H200, RATES).ditron_us
     base = default_choice(problem, H200)
     others = [base, *transfer_variants(problem, H200, base), *tile_variants(H200, base)]
+    others = [other for other in others if not other.by_library]  # which only a table chooses
     assert all(best <= predict(problem, other, H200, RATES).ditron_us for other in others)
     assert len(set(others)) == len(others)
 
@@ -354,6 +366,53 @@ def test_tiles_are_tried_with_the_two_best_ways_of_moving_data() -> None:
         pushes[1].gather,
     }
     assert {choice.config for choice in second if choice.gather == pushes[1].gather} > {default.config}
+
+
+def test_products_by_cublas_are_tried_and_have_no_tiles_to_choose() -> None:
+    for op in ("ag_gemm", "gemm_rs"):
+        problem = Problem(op, 8192, 28672, 8192, "nt", torch.bfloat16, 2)
+        default = default_choice(problem, H200)
+        (by_library,) = (one for one in transfer_variants(problem, H200, default) if one.by_library)
+        assert tile_variants(H200, by_library) == [] and not modelled_choice(problem, H200).by_library
+        seen = predict(problem, by_library, H200, RATES)
+        limit = gemm_us(8192, 28672, 8192, TILE, 132, 132, RATES)
+        assert limit <= seen.ditron_us < 1.06 * limit  # each rank's rows end in a wave of their own
+        for other in (
+            dataclasses.replace(problem, dtype=torch.float8_e4m3fn),
+            dataclasses.replace(problem, world_size=1),
+        ):
+            assert not any(one.by_library for one in transfer_variants(other, H200, default))
+
+
+def test_at_the_end_the_quickest_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is quickest in turns need not be so at the clock that the power limit leaves it."""
+    problem = Problem("ag_gemm", 8192, 28672, 8192, "nt", torch.bfloat16, 2)
+    default = default_choice(problem, H200)
+    by_library, third = (dataclasses.replace(default, by_library=True), dataclasses.replace(default, reduce_rows=16))
+    shape_class_ = _shape_class(problem)
+    shape_class_.results = [
+        Result({default: 5600.0, by_library: 5500.0, third: 5650.0}, native_us=6000.0, num_tried=3)
+    ]
+    measured = []
+
+    def simulated(contenders: dict[Hashable, object], **options: object) -> dict[Hashable, Timing]:
+        measured.append((list(contenders), options["repetitions"], options["interleaved"]))
+        times = {"native": 6300.0, default: 5700.0, by_library: 5900.0}
+        return {name: Timing(times[name], 0.0) for name in contenders}
+
+    monkeypatch.setattr(search, "measure", simulated)
+    monkeypatch.setattr(_Trial, "run", lambda self, is_fused: None, raising=False)
+    monkeypatch.setattr(_Trial, "case", shape_class_.space.case, raising=False)
+    monkeypatch.setattr(_Trial, "shape", None, raising=False)
+    session = SimpleNamespace(device=torch.device("cpu"))
+    search._sustain(shape_class_, 2, session)
+    assert measured == [(["native", by_library, default], 167, False)]
+    entry = shape_class_.entry()
+    assert "products" not in entry and entry["tried"] == 3
+    assert (entry["ditron_us"], entry["native_us"]) == (5700.0, 6300.0)
+    shape_class_.results = [Result({default: 560.0, by_library: 550.0}, native_us=600.0, num_tried=2)]
+    search._sustain(shape_class_, 2, session)
+    assert len(measured) == 1 and shape_class_.entry()["products"] == "cuBLAS"
 
 
 @pytest.mark.parametrize(
