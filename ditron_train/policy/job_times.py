@@ -30,6 +30,7 @@ _WARM_UP_STEPS = 2  # training steps: of each path one
 _FIRST_LOOK_STEPS, _LAST_LOOK_STEPS = 4, 64  # training steps: native, fused, fused, native, again and again
 _MIN = 8  # times of each path
 _CLEAR = 2.5  # standard errors of the difference of two medians
+_CLEAR_STEPS = 4.0  # times of one training step depend on each other
 _ERROR_OF_MEDIAN = 1.2533 * 1.4826  # of normal values, by their median absolute deviation
 
 _Series = tuple[int, float, float]  # number of times, median, standard error
@@ -46,7 +47,7 @@ class JobTimes:
         native_us, fused_us: Medians per row, of the slowest rank, once they are known.
     """
 
-    _first_look, _last_look = _FIRST_LOOK, _LAST_LOOK
+    _first_look, _last_look, _clear = _FIRST_LOOK, _LAST_LOOK, _CLEAR
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -85,7 +86,7 @@ class JobTimes:
         if min_rows >= _MIN:
             self.native_us, self.fused_us = (max(rank[path][1] for rank in gathered) for path in (0, 1))
             noise = max(math.hypot(native[2], fused[2]) for native, fused in gathered)
-            if abs(self.native_us - self.fused_us) > _CLEAR * noise:
+            if abs(self.native_us - self.fused_us) > self._clear * noise:
                 self._settle(self.fused_us < self.native_us)
                 return
         if self._calls >= self._last_look:
@@ -165,7 +166,7 @@ class TimedRun:
 
 
 class TimedMicrobatch:
-    """Device time of one microbatch in a step, forward and backward, and its part of filling and draining the pipeline.
+    """Device time of one microbatch in a step, forward and backward, with a part of filling and draining the pipeline.
 
     Args:
         is_fused: The step's path.
@@ -198,7 +199,7 @@ class StepTimes(JobTimes):
     All ranks of the group run the same schedule, so they agree on the step's number and path without talking.
     """
 
-    _first_look, _last_look = _FIRST_LOOK_STEPS, _LAST_LOOK_STEPS
+    _first_look, _last_look, _clear = _FIRST_LOOK_STEPS, _LAST_LOOK_STEPS, _CLEAR_STEPS
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -210,7 +211,7 @@ class StepTimes(JobTimes):
     def path(self) -> bool:
         """Whether a call in the current step is fused (collective, between the hosts, at the first call of a step in
         which times are compared)."""
-        self._calls = number = _schedule.step - self._first_step - _WARM_UP_STEPS  # steps that were timed before
+        self._calls = number = self._timed_steps
         if self.is_due:
             self.look()
         if self.is_fused is None:
@@ -219,9 +220,16 @@ class StepTimes(JobTimes):
             self._is_fused_now = self.is_fused
         return self._is_fused_now
 
+    @property
+    def _timed_steps(self) -> int:
+        """Steps that were timed before the current one."""
+        return _schedule.step - self._first_step - _WARM_UP_STEPS
+
     def end_step(self) -> None:
-        """Keeps the times of the step's runs, but for those of a warm-up."""
-        if self._calls >= 0:
+        """Keeps the times of the step's runs, but for those of a warm-up; stops if no call came in the step."""
+        if self._calls != self._timed_steps:
+            _schedule.watching.discard(self)
+        elif self._calls >= 0:
             self._open += microbatches_of(self._is_fused_now, self.runs)
         self.runs.clear()
 
@@ -235,12 +243,12 @@ class _Schedule:
 
     @contextmanager
     def run(self, has_forward: bool, has_backward: bool) -> Iterator[None]:
-        watching = [times for times in self.watching if times.is_fused is None and not is_filling()]
         if has_forward and not has_backward and self._had_backward:
-            self.step += 1  # a pipeline is empty between two steps, and is filled by forwards alone
-            for times in watching:
+            for times in list(self.watching):
                 times.end_step()
+            self.step += 1  # a pipeline is empty between two steps, and is filled by forwards alone
         self._had_backward = has_backward
+        watching = [times for times in self.watching if times.is_fused is None and not is_filling()]
         run = TimedRun(has_forward and has_backward) if watching else None
         try:
             yield

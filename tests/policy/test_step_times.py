@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -111,6 +112,17 @@ def _fail(times: StepTimes) -> None:
         raise KeyboardInterrupt
 
 
+def test_a_layer_that_has_gone_native_for_another_reason_is_timed_no_longer() -> None:
+    times, us = StepTimes(None), {False: 100.0, True: 90.0}  # type: ignore[arg-type]
+    kinds = [FILL, *[BOTH] * 4, DRAIN]
+    assert [_run(times, us, *kinds) for _ in range(3)] == ALTERNATING[:3]
+    for _ in range(2):
+        for kind in kinds:
+            with run_of_schedule(*kind):
+                pass
+    assert times not in job_times._schedule.watching and not times.runs and len(times._open) == 4
+
+
 def test_events_that_are_not_over_are_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     times, us = StepTimes(None), {False: 100.0, True: 90.0}  # type: ignore[arg-type]
     kinds = [FILL, *[BOTH] * 4, DRAIN]
@@ -135,3 +147,19 @@ def test_the_slowest_rank_counts() -> None:
     quick, slow = {False: 100.0, True: 90.0}, {False: 99.0, True: 110.0}
     for paths, native_us, fused_us in run_workers(2, _decided, [quick, slow]):
         assert paths == [*ALTERNATING[:6], False, False] and (native_us, fused_us) == (125.0, 137.5)
+
+
+@pytest.mark.parametrize("gain_us, is_fused", [(-5.0, False), (20.0, True)])
+def test_steps_that_differ_from_each_other_mislead_nobody(gain_us: float, is_fused: bool) -> None:
+    """Runs of 500 us differ by a hundredth, and so do steps from each other."""
+    kinds, found = [FILL, *[BOTH] * 7, DRAIN], []
+    for seed in range(10):
+        times, draw = StepTimes(None), random.Random(seed)  # type: ignore[arg-type]
+        for _ in range(70):
+            of_step_us = draw.gauss(500.0, 5.0)
+            for kind in kinds:
+                with run_of_schedule(*kind):
+                    _ = kind[0] and times.path()
+                    _Event.now_us += draw.gauss(of_step_us, 5.0) - gain_us * times._is_fused_now
+        found.append(times.is_fused)
+    assert found == [is_fused] * 10

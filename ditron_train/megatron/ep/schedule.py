@@ -12,7 +12,8 @@ times whole runs of a plan (forward and backward) in the job's first steps, whic
 
 **No deadlock.** Number all launches in the order in which the host makes them. Ranks of an expert parallel group run
 the same plan and the same layers on the same kinds of streams, so an op has the same number on all of them. Whatever
-op n waits for (its stream, an event, the host's wait for counts, the same op on its peers) has a number of at most n.
+op n waits for (its stream, an event, the host's wait for counts, the same op on its peers) has a number of at most n;
+messages between pipeline stages are NCCL's and ordered as natively.
 So the first op that would never end has all before it ended on all ranks, and can lack nothing but multiprocessors.
 
 - ``CUDA_DEVICE_MAX_CONNECTIONS=1``: kernels start in the order of launches, whatever their streams. Multiprocessors
