@@ -150,10 +150,13 @@ def test_the_slowest_rank_counts() -> None:
 
 
 @pytest.mark.parametrize("gain_us, is_fused", [(-5.0, False), (20.0, True)])
-def test_steps_that_differ_from_each_other_mislead_nobody(gain_us: float, is_fused: bool) -> None:
+def test_steps_that_differ_from_each_other_mislead_nobody(
+    gain_us: float, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Runs of 500 us differ by a hundredth, and so do steps from each other."""
     kinds, found = [FILL, *[BOTH] * 7, DRAIN], []
     for seed in range(10):
+        monkeypatch.setattr(job_times, "_schedule", job_times._Schedule())
         times, draw = StepTimes(None), random.Random(seed)  # type: ignore[arg-type]
         for _ in range(70):
             of_step_us = draw.gauss(500.0, 5.0)
