@@ -217,6 +217,8 @@ def _decide(op: Op[Call, Context], call: Call, prepare: Callable[[Any], None] = 
     if decision.use_ditron and is_timed_later:
         group = op.group(call)
         assert group is not None, "ranks of a group time their steps"
+        words = f"{op.describe_shape(call)}the job's first steps alternate between native and fused, which times both"
+        log_once(f"steps {words}", words, name="policy")
         return Answer(context, steps=StepTimes(group))
     if decision.use_ditron:
         looks = op.looks_at_host and not is_forward_only(op) and get_settings().policy in ("strict", "fast")

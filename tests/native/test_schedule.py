@@ -27,7 +27,8 @@ def test_the_faster_path_stays_on_all_ranks(us_of_ranks, is_fused):
     """The slowest rank counts."""
     found = run_workers(2, timed_steps, us_of_ranks, env=STRICT)
     assert [one[:4] for one in found] == [([], [*ALTERNATING, is_fused], True, 0)] * 2
-    (line,) = found[0][4]
+    begun, line = found[0][4]
+    assert "torch.bfloat16: the job's first steps alternate between native and fused" in begun
     assert "top-2 of 4, torch.bfloat16: " in line and ", native 12" in line
     assert ("fused, faster in the job's steps (10" if is_fused else "native, ep movement in pieces 16 tokens") in line
     assert is_fused or "it is not faster in the job's steps by more than these differ (15" in line

@@ -31,13 +31,13 @@ jobs = _script()
 
 
 def _values(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Name of each option, with underscores: its value, True where it has none; but for the vocabulary, whose second
-    size replaces the common one, no option stands twice."""
+    """Name of each option, with underscores: its value, True where it has none; but for the vocabulary and the
+    number of steps, which replace the common ones, no option stands twice."""
     values: dict[str, Any] = {}
     for word in arguments:
         if word.startswith("--"):
             last = word[2:].replace("-", "_")
-            assert last not in values or last == "vocab_size", f"{word} stands twice"
+            assert last not in values or last in ("vocab_size", "train_iters"), f"{word} stands twice"
             values[last] = True
         else:
             assert values[last] is True, f"a second value of {last}"
@@ -105,6 +105,8 @@ def test_a_schedule_on_two_streams_has_several_connections() -> None:
     environments = {name: jobs.read_job(name).environment for name in jobs.job_names()}
     assert environments.pop("moe-128-ep-overlap") == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     assert not any(environments.values())
+    steps = {name: _values(jobs.read_job(name).arguments)["train_iters"] for name in jobs.job_names()}
+    assert steps.pop("moe-128-ep-overlap") == 28 and set(steps.values()) == {16}, "the first ten are not timed"
     assert jobs.resized(jobs.read_job("moe-128-ep-overlap"), 4).environment
 
 
