@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from ditron_train.policy import job_times
-from ditron_train.policy.job_times import StepTimes, run_of_schedule
+from ditron_train.policy.job_times import StepTimes, _Schedule, run_of_schedule
 from tests.support.processes import run_workers
 
 #: A step of each path to warm up, then native, fused, fused, native, again and again.
@@ -36,7 +37,7 @@ class _Event:
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_times, "_event", _Event)
     monkeypatch.setattr(job_times, "exchange", lambda group, mine: [mine, mine])
-    monkeypatch.setattr(job_times, "_schedule", job_times._Schedule())
+    monkeypatch.setattr(job_times, "_schedule", _Schedule())
 
 
 def _run(times: StepTimes, us: dict[bool, float], *kinds: tuple[bool, bool]) -> bool:
@@ -133,14 +134,14 @@ def test_events_that_are_not_over_are_waited_for_by_nobody(monkeypatch: pytest.M
 
 
 def _decided(by_rank: list[dict[bool, float]]) -> tuple[Any, ...]:
-    job_times._event, saved = _Event, job_times._event
-    try:
+    events, schedule = (
+        mock.patch.object(job_times, name, new) for name, new in (("_event", _Event), ("_schedule", _Schedule()))
+    )
+    with events, schedule:
         times = StepTimes(dist.group.WORLD)  # type: ignore[arg-type]
         kinds = [FILL, *[BOTH] * 4, DRAIN]
         paths = [_run(times, by_rank[dist.get_rank()], *kinds) for _ in range(8)]
         return paths, times.native_us, times.fused_us
-    finally:
-        job_times._event = saved
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -156,7 +157,7 @@ def test_steps_that_differ_from_each_other_mislead_nobody(
     """Runs of 500 us differ by a hundredth, and so do steps from each other."""
     kinds, found = [FILL, *[BOTH] * 7, DRAIN], []
     for seed in range(10):
-        monkeypatch.setattr(job_times, "_schedule", job_times._Schedule())
+        monkeypatch.setattr(job_times, "_schedule", _Schedule())
         times, draw = StepTimes(None), random.Random(seed)  # type: ignore[arg-type]
         for _ in range(70):
             of_step_us = draw.gauss(500.0, 5.0)

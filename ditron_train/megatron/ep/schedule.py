@@ -10,14 +10,14 @@ A plan runs a layer in pieces, one microbatch's forward during another one's bac
 times whole runs of a plan (forward and backward) in the job's first steps, which alternate between the paths
 (``policy.job_times.StepTimes``). Bits are equal either way.
 
-**No deadlock.** Number all launches in the order in which the host makes them. Ranks of an expert parallel group run
-the same plan and the same layers on the same kinds of streams, so an op has the same number on all of them. Whatever
-op n waits for (its stream, an event, the host's wait for counts, the same op on its peers) has a number of at most n;
-messages between pipeline stages are NCCL's and ordered as natively.
-So the first op that would never end has all before it ended on all ranks, and can lack nothing but multiprocessors.
+**No deadlock.** Number the ops that wait for peers in the order in which the host launches them. Ranks run the same
+plan and the same layers on the same kinds of streams, so an op has the same number on all of its ranks; messages
+between pipeline stages are NCCL's, in the native order. Whatever op n waits for (its stream, an event, the host's wait
+for counts, the same op on its peers) has a number of at most n. So the first op that would never end has all before it
+ended on all ranks, and can lack nothing but multiprocessors.
 
 - ``CUDA_DEVICE_MAX_CONNECTIONS=1``: kernels start in the order of launches, whatever their streams. Multiprocessors
-  are held by earlier kernels alone, which end.
+  are held by earlier kernels alone, which end; streams of another priority are as with more connections.
 - More connections: a later kernel may hold multiprocessors and wait for its peers. Such kernels are one that moves
   rows and one that exchanges counts, since both kinds are ordered each among themselves (``EPContext``), and NCCL's,
   of at most 32 blocks each. Those that move rows take no more than ``MoveConfig.num_concurrent`` multiprocessors here
