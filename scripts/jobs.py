@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +53,7 @@ class StandardJob:
         ditron: What ``--ditron`` names.
         gpus: How many it needs.
         arguments: Megatron's, the common ones in front.
+        environment: Variables that differ from `ENVIRONMENT`.
     """
 
     name: str
@@ -60,6 +61,7 @@ class StandardJob:
     ditron: str
     gpus: int
     arguments: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def job_names() -> list[str]:
@@ -80,12 +82,14 @@ def read_job(name: str) -> StandardJob:
     if name not in job_names():
         raise ValueError(f"no standard job {name!r}; there are: {', '.join(job_names())}")
     text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
-    head = re.match(r"# (?P<about>.+)\n# ditron: (?P<ditron>[a-z,]+)\n# gpus: (?P<gpus>\d+)\n", text)
+    fields = r"# (?P<about>.+)\n# ditron: (?P<ditron>[a-z,]+)\n# gpus: (?P<gpus>\d+)\n(# environment: (?P<env>.+)\n)?"
+    head = re.match(fields, text)
     if head is None:
         raise ValueError(f"{name}.txt does not begin with what it is, '# ditron: NAMES' and '# gpus: NUMBER'")
     common = (FOLDER / f"{COMMON}.txt").read_text(encoding="utf-8")
     words = (*_words(common), *_words(text))
-    return StandardJob(name, head["about"], head["ditron"], int(head["gpus"]), words)
+    environment = dict(word.split("=", 1) for word in _words(head["env"] or ""))
+    return StandardJob(name, head["about"], head["ditron"], int(head["gpus"]), words, environment)
 
 
 def _value(job: StandardJob, option: str) -> int | None:
@@ -218,10 +222,12 @@ def main() -> int:
         return 0
     path = os.pathsep.join([str(ROOT), str(arguments.megatron_lm.resolve()), os.environ.get("PYTHONPATH", "")])
     policy = {"DITRON_POLICY": "bits"} if arguments.simulated else {}  # times of ranks that share a GPU decide nothing
-    env = {**ENVIRONMENT, **policy, **os.environ, "PYTHONPATH": path}
-    return run_in_sequence(
-        jobs, lambda job: subprocess.run(commands[job.name], env=env, check=False).returncode, arguments.within
-    )
+
+    def run(job: StandardJob) -> int:
+        env = {**ENVIRONMENT, **job.environment, **policy, **os.environ, "PYTHONPATH": path}
+        return subprocess.run(commands[job.name], env=env, check=False).returncode
+
+    return run_in_sequence(jobs, run, arguments.within)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,8 @@ class MoveConfig:
         return_elements: Elements of a tile on its way back.
         sum_elements: Elements of a tile of sums.
         item_tokens: Tokens that a program sums at a time (a power of two).
+        num_concurrent: The most programs of a launch while another microbatch is computed, as many as a collective of
+            NCCL's takes: half of them push, the others place.
     """
 
     num_senders: int = 16
@@ -74,6 +76,7 @@ class MoveConfig:
     return_elements: int = 32768
     sum_elements: int = 8192
     item_tokens: int = 8
+    num_concurrent: int = 32
 
 
 def usual_senders(op: str, num_senders: int, world_size: int) -> int:
@@ -297,6 +300,10 @@ class EPContext(OpContext):
         Else there could be a deadlock: this rank's programs hold all multiprocessors and wait for rows of a peer,
         whose last programs wait for multiprocessors that NCCL holds until this rank has joined its collective."""
         self.move.num_programs = min(self.move.num_programs, max(self.num_sms - _NCCL_BLOCKS, 2))
+
+    def run_concurrently(self) -> None:
+        """Leaves multiprocessors to another microbatch's layers, which are computed while rows move."""
+        self.move.num_programs = min(self.move.num_programs, self.move.num_concurrent)
 
     @property
     def moves(self) -> CallOrder:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ditron_train.policy.cpu_bound import CpuBound
+from ditron_train.policy.job_times import StepTimes
 from ditron_train.runtime.logs import log_once
 
 
@@ -34,12 +35,14 @@ class Answer:
         reason: Why the call runs natively; None if it runs fused.
         cpu_bound: Checks at calls whether the job is CPU-bound, if that can change the answer.
         observer: Observes this call, if set.
+        steps: Times of both paths in the job's steps; the path of the step holds for the call.
     """
 
     context: Any
     reason: str | None = None
     cpu_bound: CpuBound | None = None
     observer: Observer | None = None
+    steps: StepTimes | None = None
 
     @property
     def is_fused(self) -> bool:

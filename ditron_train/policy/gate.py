@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,10 @@ from ditron_train.policy.answer import Answer, log_native
 from ditron_train.policy.audit import AuditedCall
 from ditron_train.policy.cpu_bound import cpu_bound_of
 from ditron_train.policy.decide import forget_decided, untimed
-from ditron_train.policy.lengths import MOST_KEYS, Family, Lengths
+from ditron_train.policy.job_times import StepTimes
+from ditron_train.policy.lengths import MEASURED, MOST_KEYS, Family, Lengths
 from ditron_train.policy.op import Call, Context, Op, is_forward_only
+from ditron_train.policy.probe import compares
 from ditron_train.policy.self_check import self_check
 from ditron_train.runtime.device import is_capturing
 from ditron_train.runtime.errors import ArenaError, NotSupportedError, PeerTimeoutError
@@ -90,18 +93,32 @@ class Gate:
     def _answer(self, op: Op[Call, Context], call: Call, key: _Key) -> Answer:
         answer = self._answers.get(key)
         if answer is None:
-            return self._ask(op, call, key)
-        if answer.cpu_bound is not None:
+            answer = self._ask(op, call, key)
+        elif answer.cpu_bound is not None:
             answer.cpu_bound.count()
             if answer.cpu_bound.is_over:
                 answer = self._answers[key] = _in_this_job(op, call, answer)
-        return answer
+        return answer if answer.steps is None else self._in_this_step(op, call, key, answer, answer.steps)
+
+    def _in_this_step(self, op: Op[Call, Context], call: Call, key: _Key, answer: Answer, steps: StepTimes) -> Answer:
+        """The answer in the current step of the job; one for good, with a log line, once times are known."""
+        is_fused = steps.path()
+        if steps.is_fused is None:
+            return answer if is_fused else Answer(None, MEASURED)
+        shape, seen = op.describe_shape(call), f"{steps.fused_us:.0f} us, native {steps.native_us:.0f} us a microbatch"
+        if is_fused:
+            settled = Answer(answer.context)
+            log_once(f"fused {key}", f"{shape}fused, faster in the job's steps ({seen})", name="policy")
+        else:
+            settled = _native(op, f"{shape}it is not faster in the job's steps by more than these differ ({seen})")
+        self._answers[key] = settled
+        return settled
 
     def recall(self, key: _Key) -> Answer | None:
         """What was decided for a key of ``key_of``: one lookup, which counts as a call. None if nothing was decided,
         or if the decision may change at this call: call ``answer_for`` then."""
         answer = self._answers.get(key)
-        if answer is None or self._audit_every:
+        if answer is None or self._audit_every or answer.steps is not None:
             return None
         if answer.cpu_bound is None:
             return answer
@@ -187,14 +204,22 @@ def _decide(op: Op[Call, Context], call: Call, prepare: Callable[[Any], None] = 
     reason = self_check(op.group(call), op.device(call))
     if reason is not None:  # it has said so, once for all ops
         return Answer(None, reason)
+    is_timed_later = op.runs_concurrently and get_settings().policy in ("strict", "fast") and compares(op.device(call))
     try:
         context = op.make_context(call)
         prepare(context)
-        decision = op.decide(call, context)
+        with untimed() if is_timed_later else nullcontext():
+            decision = op.decide(call, context)
     except (ArenaError, NotSupportedError) as error:  # raised by every rank alike
         return _native(op, str(error))
     except FAILURES as error:
         return _native(op, reason_all_failed(op.log_name or op.name, error, op.group(call)))
+    if decision.use_ditron and is_timed_later:
+        group = op.group(call)
+        assert group is not None, "ranks of a group time their steps"
+        words = f"{op.describe_shape(call)}the job's first steps alternate between native and fused, which times both"
+        log_once(f"steps {words}", words, name="policy")
+        return Answer(context, steps=StepTimes(group))
     if decision.use_ditron:
         looks = op.looks_at_host and not is_forward_only(op) and get_settings().policy in ("strict", "fast")
         return Answer(context, cpu_bound=cpu_bound_of(decision, op.device(call)) if looks else None)

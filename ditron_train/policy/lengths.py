@@ -40,7 +40,7 @@ _FIXED_LENGTHS = 2  # of a family, that are decided one by one: those of trainin
 MOST_KEYS = 1024  # calls of a family whose answer is kept by all that they depend on
 _OF_LIBRARIES = ("CUBLAS", "NVIDIA_", "NVTE_")  # names of variables that libraries read
 _CAPTURED = "a length was first seen while a CUDA graph was being captured (run a warm-up step before)"
-_MEASURED = "its times are being measured"
+MEASURED = "its times are being measured"
 
 
 class Family:
@@ -224,10 +224,10 @@ class Lengths:
             self._log_times(family, top, has_backward, times)
         if times.is_fused is None:
             if is_capturing(op.device(call)):
-                return Answer(None, _MEASURED), None
+                return Answer(None, MEASURED), None
             observer = times.next_call(rows, has_backward)
             family.num_fused += observer.is_fused
-            context, reason = (family.context, None) if observer.is_fused else (None, _MEASURED)
+            context, reason = (family.context, None) if observer.is_fused else (None, MEASURED)
             return Answer(context, reason, observer=observer), None
         family.num_fused += times.is_fused
         # Not kept by the call's key: a key does not say whether a backward follows.

@@ -110,6 +110,8 @@ class Op(_OfLengths[Call, Context], ABC):
             its group call equally often, since they agree at a call.
         synchronizes: Whether ``decide`` waits for the device at its end: memory is allocated and kernels are compiled
             then, so neither fails between a forward and its backward.
+        runs_concurrently: Whether a schedule runs it concurrently with another microbatch, so that only the schedule's
+            runs can be timed (``job_times.run_of_schedule``), in the job's own steps.
         is_observed: Whether its layers wrap their calls in ``observed``: timed in the job if lengths vary, and
         audited.
     """
@@ -119,6 +121,7 @@ class Op(_OfLengths[Call, Context], ABC):
     logs_native: bool = True
     decides_forward: bool = False
     looks_at_host: bool = False
+    runs_concurrently: bool = False
     is_observed: bool = False
     synchronizes: bool = False
 

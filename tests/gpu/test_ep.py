@@ -26,6 +26,7 @@ from ditron_train.tools.cases.ep_layers import zipf_routing  # noqa: E402
 from ditron_train.tools.cases.ep_moves import DispatcherPair, moe_config  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
+from child_job import found_by  # noqa: E402
 from ep_workers import COMBINED, combined_steps, gpt, with_and_without_plans  # noqa: E402
 
 import ditron_train.megatron as plugin  # noqa: E402
@@ -481,6 +482,24 @@ def test_combined_schedule(monkeypatch):
     for fused_result in results[2:]:
         wrong = [index for index, (a, b) in enumerate(zip(results[0], fused_result)) if not torch.equal(a, b)]
         assert not wrong, wrong
+
+
+@NEEDS_TE
+@pytest.mark.parametrize("connections", ["1", "32"])
+@pytest.mark.parametrize("delay", ["off", "on"])
+@pytest.mark.parametrize("policy", ["strict", "bits"])
+def test_combined_schedule_in_a_job_of_its_own(own_gpus, policy, delay, connections):
+    """CUDA reads the number of connections when a process starts. Under ``strict`` paths alternate from step to step,
+    until one is faster; bits are native's in all of them."""
+    settings = dict(DITRON_POLICY=policy, DELAY=delay, CUDA_DEVICE_MAX_CONNECTIONS=connections)
+    found = found_by("combined_program.py", NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", **settings)
+    assert not found["wrong"]
+    alternating = [False, True, False, True, True, False] if policy == "strict" else [True] * 6
+    assert found["fused"][:6] == alternating, found
+    paths = [None] * dist.get_world_size()
+    dist.all_gather_object(paths, found["fused"])
+    assert all(path == paths[0] for path in paths)
+    print(*found["lines"], sep="\n")
 
 
 @NEEDS_TE

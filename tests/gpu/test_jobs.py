@@ -71,6 +71,13 @@ _JOBS: dict[str, tuple[int, str, str, str | None, tuple[str, ...]]] = {
     "ep blockwise parameters": (2, "ep", _MOE + _EP + _FP8_PARAMETERS, "blockwise", _EP_OPS),
     "sp tensorwise": (2, "sp", _DENSE + _SP, "tensorwise", _SP_OPS),
     "sp blockwise": (2, "sp", _DENSE + _SP, "blockwise", _SP_OPS),
+    "ep in pieces": (
+        2,
+        "ep",
+        _MOE + _EP + " --overlap-moe-expert-parallel-comm --delay-wgrad-compute --global-batch-size 8",
+        None,
+        _EP_OPS,
+    ),
     "tp,ep": (2, "tp,ep", _MOE + _EP + _TP, None, (*_TP_OPS, *_EP_OPS)),
     "tp,pp": (4, "tp,pp", _DENSE + _TP + _PP, None, (*_TP_OPS, "exchange")),
     "tp,sp": (4, "tp,sp", _DENSE + _TP + _SP, None, (*_TP_OPS, *_SP_OPS)),

@@ -280,16 +280,8 @@ def test_the_policy_is_asked_by_all_slices_together():
         ({"moe_token_dispatcher_type": "allgather"}, "bits", None),
         ({"moe_expert_capacity_factor": 5.0}, "strict", None),
         (PADDED, "strict", None),
-        (
-            {"overlap_moe_expert_parallel_comm": True},
-            "strict",
-            "native dispatcher, overlap_moe_expert_parallel_comm runs it beside",
-        ),
-        (
-            {"overlap_moe_expert_parallel_comm": True},
-            "bits",
-            "movement and GEMMs are not fused, overlap_moe_expert_parallel_comm",
-        ),
+        ({"overlap_moe_expert_parallel_comm": True}, "strict", None),
+        ({"overlap_moe_expert_parallel_comm": True}, "bits", None),
         (
             {"overlap_moe_expert_parallel_comm": True, "context_parallel_size": 2},
             "force",
@@ -435,3 +427,22 @@ def test_launches_beside_collectives_of_shared_experts_leave_room(
     left = num_sms - inner.move.num_programs
     assert left == (32 if overlaps and tensor_parallel > 1 else 0)
     assert inner.move.num_senders < inner.move.num_programs
+
+
+@pytest.mark.parametrize("num_sms", [108, 132, 148])
+def test_launches_beside_another_microbatch_leave_room(monkeypatch, num_sms):
+    """To its layers, and so that they, an exchange of counts and two collectives of NCCL's are resident together."""
+    from ditron_train.ep.context import EPContext, MoveConfig
+    from ditron_train.megatron.ep import coverage
+
+    context = object.__new__(EPContext)
+    context.num_sms, context.move, context.tried_senders = num_sms, MoveConfig(num_programs=num_sms), 99
+    monkeypatch.setattr(coverage, "get_ep_context", lambda *arguments: context)
+    config = SimpleNamespace(
+        overlap_moe_expert_parallel_comm=True, moe_router_topk=2, moe_shared_expert_overlap=False,
+        tensor_model_parallel_size=1,
+    )  # fmt: skip
+    dispatcher = SimpleNamespace(config=config, ep_group=None, num_experts=8, tp_size=1)
+    assert coverage.context_of_layer(dispatcher, torch.device("cpu")) is context
+    assert context.move.num_programs + 1 + 2 * 32 <= num_sms
+    assert 0 < context.senders("dispatch", 7168) < context.move.num_programs

@@ -4,14 +4,11 @@ capture, for want of a context.
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.utils import ScheduleNode
 
 from ditron_train.ep import EPContext, RailContext, get_ep_context, get_rail_context
 from ditron_train.ep.context import DTYPES
@@ -21,34 +18,12 @@ from ditron_train.runtime.errors import ArenaError, NotSupportedError
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.runtime.settings import get_settings
 
-_running = threading.local()
-_run_native = ScheduleNode._forward
-
-
-@functools.wraps(_run_native)
-def _run(self: Any, *inputs: Any) -> Any:
-    outer = in_schedule_node()
-    _running.node = True
-    try:
-        return _run_native(self, *inputs)
-    finally:
-        _running.node = outer
-
-
-def watch_schedule_nodes() -> None:
-    """From now on nodes say when they run; for good, since layers that exist outlive `restore`."""
-    ScheduleNode._forward = _run
-
-
-def in_schedule_node() -> bool:
-    """Whether the forward of a node of a schedule plan is running in this thread."""
-    return getattr(_running, "node", False)
-
-
 #: Of a dispatcher that the policy compares with the fused path.
 COMPARED = "it is what the fused path is compared with"
 #: Of the GEMMs of a layer with the flex dispatcher.
 APART = "rows are added up at each rank before they return"
+#: Of the GEMMs of a layer whose pieces a schedule plan runs.
+IN_NODES = "overlap_moe_expert_parallel_comm runs movement and GEMMs in nodes of their own"
 #: Options that are native in groups that span nodes.
 _NOT_OVER_NODES = (
     "moe_pad_expert_input_to_capacity",
@@ -127,19 +102,14 @@ def unsupported_reason_config(dispatcher: Any) -> str | None:
         return "the expert parallel group has one rank"
     if config.moe_router_padding_for_quantization and config.moe_pad_expert_input_to_capacity:
         return "moe_router_padding_for_quantization and moe_pad_expert_input_to_capacity are both on"
-    if config.overlap_moe_expert_parallel_comm:
-        if get_settings().policy in ("strict", "fast"):
-            return (
-                "overlap_moe_expert_parallel_comm runs it beside another microbatch, not timed so "
-                "(DITRON_POLICY=bits: fused)"
-            )
-        # A dispatch holds all registers of the GPU until its peers send, an AG-GEMM its shared memory: ranks could
-        # wait in a circle.
-        if config.tensor_model_parallel_size * config.context_parallel_size > 1:
-            return (
-                "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for "
-                "peers, too"
-            )
+    # A dispatch holds registers until its peers send, an AG-GEMM shared memory of all multiprocessors: ranks could
+    # wait in a circle (``schedule``).
+    others = config.tensor_model_parallel_size * config.context_parallel_size * dispatcher.tp_size
+    if config.overlap_moe_expert_parallel_comm and others > 1:
+        return (
+            "overlap_moe_expert_parallel_comm runs it beside tensor or context parallel kernels that wait for peers, "
+            "too"
+        )
     reason = unsupported_reason_dispatcher(dispatcher)
     if reason is not None:
         return reason
@@ -208,6 +178,8 @@ def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailC
             context = get_ep_context(*arguments)
             if shares_with_collectives(config):
                 context.leave_room()
+            if config.overlap_moe_expert_parallel_comm:
+                context.run_concurrently()
             return context
         except (ArenaError, NotSupportedError):
             over_nodes = get_rail_context(*arguments) if rails == "auto" else None

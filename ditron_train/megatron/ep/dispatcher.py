@@ -35,18 +35,18 @@ from ditron_train.ep.plan import NEVER, OTHER_BITS
 from ditron_train.megatron.compat.config import padded_routing
 from ditron_train.megatron.ep.coverage import (
     COMPARED,
+    IN_NODES,
     context_of_layer,
-    in_schedule_node,
     unsupported_reason_beside,
     unsupported_reason_captured,
     unsupported_reason_config,
     unsupported_reason_tensors,
-    watch_schedule_nodes,
 )
 from ditron_train.megatron.ep.experts import TEGemm, unsupported_reason_called, unsupported_reason_fused_on_ranks
 from ditron_train.megatron.ep.gather import ExpertSlices, all_true, exchange_counts
 from ditron_train.megatron.ep.pair_spec import fused_pairs_here, logged_pairs_of_step, min_rows_of_layer, with_limits
-from ditron_train.megatron.ep.spec import MOVEMENT, MovementCall, warns_of_min_rows
+from ditron_train.megatron.ep.schedule import in_schedule_node, watch_schedule_nodes
+from ditron_train.megatron.ep.spec import IN_PIECES, MOVEMENT, MovementCall, warns_of_min_rows
 from ditron_train.megatron.shared.freed_memory import awaiting_freed_memory
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.interfaces import unsupported_reason_otherwise
@@ -236,10 +236,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         watch_schedule_nodes()
         if self._apart and self._native_because is None:
             self._pairs = frozenset()
-            log_once(
-                "ep apart overlap",
-                "ep: movement and GEMMs are not fused, overlap_moe_expert_parallel_comm runs them apart",
-            )
+            _log_apart(IN_NODES)
         _log_native(self._native_because)
 
     @property
@@ -300,10 +297,12 @@ class DitronMoEAlltoAllTokenDispatcher(
         if self._native_because is None:
             try:
                 if self.asks_policy and compares(device):
-                    self._native_because = self._ask_policy(hidden_states, routing_map, probs)
-                if self._native_because is not None:
-                    _log_native(self._native_because)
-                    return None
+                    reason = self._ask_policy(hidden_states, routing_map, probs)
+                    if not self.asks_policy:
+                        self._native_because = reason
+                        _log_native(reason)
+                    if reason is not None:
+                        return None
                 kept = self._kept_context
                 if kept is not None and kept.device == device and not kept.arena.closed:
                     return kept
@@ -320,8 +319,9 @@ class DitronMoEAlltoAllTokenDispatcher(
         return None
 
     def _ask_policy(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> str | None:
-        """Why the policy keeps layers of this kind native here, or None; asked once a dispatcher."""
-        self.asks_policy = False
+        """Why the policy keeps layers of this kind native here, or None; asked once a dispatcher, but at every call of
+        one that nodes run: there the answer may change from step to step, and evaluations run it whole."""
+        self.asks_policy = self._apart
         fused, topk = self.config.moe_permute_fusion, self.config.moe_router_topk
 
         def make(native: bool) -> DitronMoEAlltoAllTokenDispatcher:
@@ -336,7 +336,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         settings = get_settings()
         log_decision = settings.ep_rails == "on" and settings.policy == "strict" and spans_nodes(group)
         with under_policy("bits") if log_decision else contextlib.nullcontext():
-            return gate.answer_for(MOVEMENT, call).reason
+            return gate.answer_for(IN_PIECES if in_schedule_node() else MOVEMENT, call).reason
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor

@@ -32,13 +32,8 @@ from ditron_train.ep import (
     get_ep_context,
     index_add_order,
 )
-from ditron_train.megatron.ep.coverage import (
-    COMPARED,
-    in_schedule_node,
-    unsupported_reason_flex,
-    unsupported_reason_tensors,
-    watch_schedule_nodes,
-)
+from ditron_train.megatron.ep.coverage import COMPARED, unsupported_reason_flex, unsupported_reason_tensors
+from ditron_train.megatron.ep.schedule import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import FLEX, MovementCall
 from ditron_train.megatron.shared.freed_memory import awaiting_freed_memory
 from ditron_train.megatron.shared.in_place import EqualsBaseClass

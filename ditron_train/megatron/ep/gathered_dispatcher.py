@@ -18,16 +18,11 @@ from ditron_train.ep import SumOrder, index_add_order
 from ditron_train.ep.gather import GatheredLayout, RowLayout
 from ditron_train.ep.grouped_gemm import are_whole
 from ditron_train.ep.plan import MOST_FEW, NEVER, OTHER_BITS, min_rows_here, products_of
-from ditron_train.megatron.ep.coverage import (
-    COMPARED,
-    in_schedule_node,
-    unsupported_reason_gathered,
-    unsupported_reason_tensors,
-    watch_schedule_nodes,
-)
+from ditron_train.megatron.ep.coverage import COMPARED, unsupported_reason_gathered, unsupported_reason_tensors
 from ditron_train.megatron.ep.experts import unsupported_reason_called, unsupported_reason_fused_on_ranks
 from ditron_train.megatron.ep.gather import GatheredCall, gather_to_rows, given_up_on_error, scatter_rows, start
 from ditron_train.megatron.ep.gathered_spec import GATHERED, GATHERED_EXPERTS, ExpertsCall
+from ditron_train.megatron.ep.schedule import in_schedule_node, watch_schedule_nodes
 from ditron_train.megatron.ep.spec import MovementCall
 from ditron_train.megatron.shared.in_place import EqualsBaseClass
 from ditron_train.megatron.shared.values import own_or_normal

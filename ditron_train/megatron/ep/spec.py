@@ -119,10 +119,14 @@ class MovementOp(Op[MovementCall, None]):
     Args:
         name: The subpackage, then the movement.
         is_gathered: Tokens are gathered and results scattered, instead of sent to the ranks of their experts.
+        runs_concurrently: Whether it runs concurrently with another microbatch: a trial compares bits alone.
     """
 
-    def __init__(self, name: str = "ep movement", *, is_gathered: bool = False) -> None:
+    def __init__(
+        self, name: str = "ep movement", *, is_gathered: bool = False, runs_concurrently: bool = False
+    ) -> None:
         self.name, self.log_name, self.is_gathered = name, "ep", is_gathered
+        self.runs_concurrently = runs_concurrently
 
     def device(self, call: MovementCall) -> torch.device:
         return call.hidden_states.device
@@ -168,6 +172,10 @@ class MovementOp(Op[MovementCall, None]):
         fused, fused_given = (functools.partial(_forward_backward, accelerated, data) for data in (even, given))
         return Trial(words, native_run, fused, summed, [(native_given, fused_given)])
 
+    def describe_shape(self, call: MovementCall) -> str:
+        """Names the kind of layer where its times come later than the trial."""
+        return f"{_words(self.name, call, len(call.probs), None)}: " if self.runs_concurrently else ""
+
     def inputs(self, call: MovementCall) -> Sequence[torch.Tensor]:
         return call.hidden_states, call.routing_map, call.probs
 
@@ -184,7 +192,9 @@ class MovementOp(Op[MovementCall, None]):
 
 
 MOVEMENT, FLEX = MovementOp(), MovementOp("ep flex")
-OPS: Sequence[Op[Any, Any]] = (MOVEMENT, FLEX)
+#: Movement by the nodes of a schedule plan (``overlap_moe_expert_parallel_comm``).
+IN_PIECES = MovementOp("ep movement in pieces", runs_concurrently=True)
+OPS: Sequence[Op[Any, Any]] = (MOVEMENT, FLEX, IN_PIECES)
 
 
 def warns_of_min_rows(context: EPContext, needed: int) -> bool:

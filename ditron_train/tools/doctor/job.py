@@ -78,6 +78,8 @@ def examine_job(words: Sequence[str], *, allow_unknown: bool = False) -> JobRepo
         parts, idle = parts_of(job, tuple(job.ditron or FEATURES))
     if any(target.startswith("heterogeneous_layers_config") for target in job.given.values()):
         idle.append("--heterogeneous-layers-config-...: layers of the arguments' sizes were asked, not of their own")
+    if job.overlap_moe_expert_parallel_comm and policy in ("strict", "fast"):
+        idle.append("--overlap-moe-expert-parallel-comm: dispatch and combine are timed in the job's first steps")
     if job.has("use_mp_args_from_checkpoint_args"):
         idle.append(
             "--use-mp-args-from-checkpoint-args: the arguments' parallel sizes were asked, not the checkpoint's"

@@ -20,6 +20,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from ditron_train.megatron.compat.config import captured_parts, unsupported_reason_weight
 from ditron_train.megatron.ep.coverage import (
     APART,
+    IN_NODES,
     unsupported_reason_beside,
     unsupported_reason_config,
     unsupported_reason_flex,
@@ -391,6 +392,7 @@ def _experts(job: Job, config: Any) -> _Found:
     yield "experts: dispatch and combine", reason
     if reason is None:
         apart = APART if kind == "flex" else None if gathered else unsupported_reason_beside(slices)
+        apart = apart or (IN_NODES if config.overlap_moe_expert_parallel_comm else None)
         yield "experts: GEMMs in one kernel with them", apart or _unsupported_reason_fused(config)
         if _recipe_of(config) is not None and _is_te(config) and config.moe_grouped_gemm:
             yield "experts: grouped quantization to FP8", _unsupported_reason_quantised(config)

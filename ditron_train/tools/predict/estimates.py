@@ -220,7 +220,8 @@ def _experts(step: _Step) -> Iterator[tuple[str, Estimate]]:
         )
         for backward in (False, True)
     )  # fmt: skip
-    if slices > 1 or config.moe_token_dispatcher_type != "alltoall":  # of other dispatchers no op costs are known
+    # Of other dispatchers no op costs are known, nor of movement while another microbatch is computed.
+    if slices > 1 or config.moe_token_dispatcher_type != "alltoall" or config.overlap_moe_expert_parallel_comm:
         moved, moved_back, products = (one.natively() for one in (moved, moved_back, products))
     yield "experts: dispatch and combine", step.whole(moved, moved_back, count)
     yield "experts: GEMMs in one kernel with them", step.whole(products, products_back, count)

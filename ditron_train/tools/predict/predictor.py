@@ -133,6 +133,8 @@ def _assumed(job: Job, estimates: Parts) -> list[str]:
         lines.append(
             f"tokens count as moved by alltoall, not by {job.moe_token_dispatcher_type}; no gain is estimated"
         )
+    if job.overlap_moe_expert_parallel_comm:
+        lines.append("--overlap-moe-expert-parallel-comm: movement counts as without it; no gain is estimated")
     if job.tp_comm_overlap:
         lines.append("--tp-comm-overlap: linear layers count as without it")
     if job.cuda_graph_impl not in (None, "none"):

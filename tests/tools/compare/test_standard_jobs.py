@@ -31,13 +31,13 @@ jobs = _script()
 
 
 def _values(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Name of each option, with underscores: its value, True where it has none; but for the vocabulary, whose second
-    size replaces the common one, no option stands twice."""
+    """Name of each option, with underscores: its value, True where it has none; but for the vocabulary and the
+    number of steps, which replace the common ones, no option stands twice."""
     values: dict[str, Any] = {}
     for word in arguments:
         if word.startswith("--"):
             last = word[2:].replace("-", "_")
-            assert last not in values or last == "vocab_size", f"{word} stands twice"
+            assert last not in values or last in ("vocab_size", "train_iters"), f"{word} stands twice"
             values[last] = True
         else:
             assert values[last] is True, f"a second value of {last}"
@@ -74,10 +74,12 @@ def test_its_shapes_are_what_it_claims(name: str) -> None:
     assert ("qk_layernorm" in values) == (model in ("dense-32b", "moe-30b"))
     # The parts of its name are the features, and their groups have ranks.
     features = parse_features(job.ditron)
-    assert set(name.split("-")[2:]) - {"interleaved", "graphs", "te", "blockwise"} == set(features)
+    assert set(name.split("-")[2:]) - {"interleaved", "graphs", "te", "blockwise", "overlap"} == set(features)
     assert values.get("cuda_graph_impl") == (
         "transformer_engine" if name.endswith("te") else "local" if "graphs" in name else None
     )
+    overlaps = {values.get(option, False) for option in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")}
+    assert overlaps == {name.endswith("overlap")}
     sizes = {feature: values.get(SIZE_ARGUMENTS[feature], 1) for feature in SIZE_ARGUMENTS}
     assert {feature for feature, size in sizes.items() if size > 1} == set(features) - {"muon", "det"}
     assert ("fp8_recipe" in values) == ("fp8_param_gather" in values) == name.endswith("blockwise")
@@ -99,6 +101,16 @@ def test_all_train_as_production_does(name: str) -> None:
     assert "no_gradient_accumulation_fusion" not in values and values["transformer_impl"] == "transformer_engine"
     assert values["bf16"] and values["no_create_attention_mask_in_dataloader"]
     assert values["no_check_for_nan_in_loss_and_grad"] and values["train_iters"] >= 12
+
+
+def test_a_schedule_on_two_streams_has_several_connections() -> None:
+    """Else kernels start in the order of launches, whatever their streams."""
+    environments = {name: jobs.read_job(name).environment for name in jobs.job_names()}
+    assert environments.pop("moe-128-ep-overlap") == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert not any(environments.values())
+    steps = {name: _values(jobs.read_job(name).arguments)["train_iters"] for name in jobs.job_names()}
+    assert steps.pop("moe-128-ep-overlap") == 28 and set(steps.values()) == {16}, "the first ten are not timed"
+    assert jobs.resized(jobs.read_job("moe-128-ep-overlap"), 4).environment
 
 
 def test_the_page_lists_each_job_as_it_is() -> None:

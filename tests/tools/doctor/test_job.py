@@ -99,7 +99,19 @@ def test_a_job_of_usual_flags_is_fast_all_over(base: str) -> None:
             MOVED,
             "are both on",
         ),
-        (f"{EP} --overlap-moe-expert-parallel-comm", MOVED, "beside another microbatch"),
+        (f"{EP} --overlap-moe-expert-parallel-comm", FUSED, "movement and GEMMs in nodes of their own"),
+        (f"{EP} {FLEX} --overlap-moe-expert-parallel-comm", MOVED, "the flex dispatcher beside another microbatch"),
+        (
+            f"{EP} --overlap-moe-expert-parallel-comm --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-tensor-parallel-size 1",
+            MOVED,
+            "beside tensor or context parallel kernels",
+        ),
+        (
+            f"{EP} --overlap-moe-expert-parallel-comm --expert-tensor-parallel-size 2",
+            MOVED,
+            "beside tensor or context parallel kernels",
+        ),
         (f"{EP} --cuda-graph-impl local", MOVED, "captured in a CUDA graph"),
         (f"{EP} --recompute-granularity selective --recompute-modules moe_act", FUSED, "moe_act is recomputed"),
         (f"{EP} --transformer-impl local", FUSED, "SequentialMLP computes expert by expert"),
@@ -395,10 +407,10 @@ def test_slices_of_experts_without_expert_parallelism_are_gathered() -> None:
 
 def test_the_jobs_own_policy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"{EP} --overlap-moe-expert-parallel-comm"
-    assert reasons(f"{words} --ditron-policy bits")[MOVED] is None
+    timed = "dispatch and combine are timed in the job's first steps"
     monkeypatch.setenv("DITRON_POLICY", "bits")
-    assert reasons(words)[MOVED] is None
-    assert "beside another microbatch" in (reasons(f"{words} --ditron-policy strict")[MOVED] or "")
+    assert reasons(words)[MOVED] is None and timed not in examine_job(words).to_text()
+    assert timed in examine_job(f"{words} --ditron-policy strict").to_text()
     with pytest.raises(SettingError, match="--ditron-policy: 'quick': must be one of"):
         examine_job(f"{words} --ditron-policy quick")
     text = examine_job(words).to_text()

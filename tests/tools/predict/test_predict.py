@@ -96,7 +96,7 @@ def test_the_gain_is_out_of_the_step_that_the_user_states() -> None:
         ),
         (f"{EP} --moe-token-dispatcher-type flex", {"experts: GEMMs in one kernel with them"}),
         (f"{EP} --cuda-graph-impl local", {"experts: dispatch and combine"}),
-        (f"{EP} --overlap-moe-expert-parallel-comm", {"experts: dispatch and combine"}),
+        (f"{EP} --overlap-moe-expert-parallel-comm", {"experts: GEMMs in one kernel with them"}),
         (f"{SP} --attention-dropout 0.1", {"attention: exchanges"}),
         (f"{DENSE} --context-parallel-size 8 --cp-comm-type p2p", {"attention: exchanges"}),
         (f"{GATHERED} --attention-dropout 0.1", {GATHERS}),
@@ -108,6 +108,12 @@ def test_what_runs_natively_gains_nothing_for_the_doctors_reason(words: str, nat
     assert native <= found.native.keys() and not native & found.parts.keys()
     for name in native:
         assert found.native[name] == reasons[name] is not None
+
+
+def test_movement_during_another_microbatch_is_not_estimated() -> None:
+    found = predicted(f"{EP} --overlap-moe-expert-parallel-comm")
+    assert found.native["experts: dispatch and combine"] == "no gain by the estimate" and found.gain == 1
+    assert any("--overlap-moe-expert-parallel-comm: movement counts as without it" in line for line in found.idle)
 
 
 def test_gradients_and_the_optimizer_follow_their_options() -> None:
