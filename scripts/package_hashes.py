@@ -1,7 +1,7 @@
-"""The files that CI may install, by their hashes: ``hashes.txt``. Only the standard library is needed.
+"""The files that CI may install, by their hashes: ``hashes.txt``. To read it needs nothing but the standard library.
 
     python scripts/package_hashes.py NAME==VERSION ...      prints requirements with hashes
-    python scripts/package_hashes.py                        writes it anew: pip 23.3 and the Pythons, six minutes
+    python scripts/package_hashes.py                        writes it anew: by uv, with Python 3.11 or newer
 
 It holds what the versions of ``constraints.txt`` ask for on Linux on x86-64, for every Python that is supported: with
 torch's CPU build where an index here has one, with its CUDA build, and beside it the tritons of
@@ -10,9 +10,7 @@ torch's CPU build where an index here has one, with its CUDA build, and beside i
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).resolve().parent.parent / "hashes.txt"
-PYTHONS = ("3.11", "3.10", "3.12", "3.13")  # the first decides what the others take, too, where they can
+PYTHONS = ("3.11", "3.12", "3.13", "3.10")  # the first decides what the others take, too, where they can
 _OLD = "3.10"
-_GLIBCS = (39, 28)  # the newest files that machines of these years take; torch and triton need 2.28
+_PLATFORM = "x86_64-manylinux_2_39"  # pip takes other files of a version where the C library is older: all are listed
 _HEAD = """\
 # Files that CI may install (scripts/package_hashes.py writes this; scripts/environment.py has pip compare). Linux on
 # x86-64, Python 3.10 to 3.13. Versions that this package does not constrain are what these ask for. Of torch there are
@@ -75,25 +73,19 @@ def _key(item: Mapping[str, Any]) -> tuple[str, str]:
     return re.sub(r"[-_.]+", "-", metadata["name"]).lower(), metadata["version"]
 
 
-def _resolve(wanted: Iterable[str], python: str, glibc: int, *options: str) -> list[Any] | None:
-    """What pip would install on another machine; None where it finds nothing. It runs by that Python, since what is
-    asked for there depends on the one that asks."""
-    tags = [f"manylinux_2_{minor}_x86_64" for minor in range(glibc, 4, -1)]
-    tags += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.json")
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", "--python", str(shutil.which(f"python{python}")), "install", "--quiet",
-             "--dry-run", "--ignore-installed", "--target", folder, "--only-binary=:all:", "--implementation", "cp",
-             "--python-version", python, *(word for tag in tags for word in ("--platform", tag)),
-             "--report", str(report), *options, *wanted],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode != 0:
-            last = [line for line in done.stderr.splitlines() if line.startswith("ERROR")][-1:]
-            print(f"python {python}, glibc 2.{glibc}: {' '.join(last)}", file=sys.stderr)
-            return None
-        return list(json.loads(report.read_text())["install"])
+def _resolve(wanted: list[str], python: str, *options: str) -> list[Any]:
+    """What a machine with this Python would install; nothing where an index here lacks some of it."""
+    import tomllib
+
+    done = subprocess.run(
+        ["uv", "pip", "compile", "-", "--quiet", "--format", "pylock.toml", "--no-build",
+         "--python-version", python, "--python-platform", _PLATFORM, *options],
+        input="\n".join(wanted), capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode != 0:
+        print(f"python {python}, {wanted[0]}: {done.stderr}", file=sys.stderr)
+        return []
+    return list(tomllib.loads(done.stdout)["packages"])
 
 
 def _groups(python: str) -> Iterable[list[str]]:
@@ -107,8 +99,7 @@ def _groups(python: str) -> Iterable[list[str]]:
     yield [f"{pinned['torch']}+cpu", pinned["triton"], pinned["setuptools"], *others]
     yield [f"torch=={environment.CUDA_TORCH}", f"triton=={environment.triton_for(environment.CUDA_TORCH)}",
            "cuda-bindings", *others]  # fmt: skip
-    if python != _OLD:  # mkdocs-material needs a newer one
-        yield docs
+    yield docs  # mkdocs-material needs a Python newer than _OLD
 
 
 def _alone() -> Iterable[str]:
@@ -124,7 +115,7 @@ def _alone() -> Iterable[str]:
 
 
 def main() -> int:
-    """Prints the hashes of what is named; without a name asks pip for every Python, and writes the file."""
+    """Prints the hashes of what is named; without a name asks uv for every Python, and writes the file."""
     if sys.argv[1:]:
         named = [dict(zip(("name", "version"), word.split("=="), strict=True)) for word in sys.argv[1:]]
         try:
@@ -141,25 +132,19 @@ def _files() -> tuple[dict[tuple[str, str], set[str]], dict[tuple[str, str], set
     """Hashes, and Pythons, by name and version."""
     files: dict[tuple[str, str], set[str]] = {}
     pythons: dict[tuple[str, str], set[str]] = {}
-    first: dict[int, dict[str, str]] = {}
-    for python in PYTHONS:
-        for glibc in _GLIBCS:
-            answers = [_resolve([word], python, glibc, "--no-deps") for word in _alone()]
+    with tempfile.TemporaryDirectory() as folder:
+        for python in PYTHONS:
+            answers = [_resolve([word], python, "--no-deps") for word in _alone()]
             for index, group in enumerate(_groups(python)):
-                kept = {} if python == _OLD else first.get(index) or first.get(1, {})
-                with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-                    named = {word.split("==")[0] for word in group} | {"torch", "triton", "setuptools"}
-                    lines = (f"{name}=={version}\n" for name, version in kept.items() if name not in named)
-                    constraints.write("".join(lines))
-                    constraints.flush()
-                    answers.append(found := _resolve(group, python, glibc, "-c", constraints.name))
-                if found is not None:
-                    first.setdefault(index, dict(map(_key, found)))
-            for item in (item for found in answers for item in found or ()):
-                files.setdefault(_key(item), set()).add(
-                    f"sha256:{item['download_info']['archive_info']['hashes']['sha256']}"
-                )
-                pythons.setdefault(_key(item), set()).add(python)
+                kept = Path(folder, f"{index}.txt")
+                found = _resolve(group, python, *["-c", str(kept)] * (python not in (PYTHONS[0], _OLD)))
+                if python == PYTHONS[0]:
+                    kept.write_text("".join(f"{item['name']}=={item['version']}\n" for item in found))
+                answers.append(found)
+            for item in (item for found in answers for item in found):
+                key = item["name"], item["version"]
+                files.setdefault(key, set()).update(f"sha256:{file['hashes']['sha256']}" for file in item["wheels"])
+                pythons.setdefault(key, set()).add(python)
     return files, pythons
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ditron_train.policy.order import VALUES
+from ditron_train.policy.order import VALUES, sum_in_order, various_values
 from ditron_train.runtime.groups import GroupCache
 from ditron_train.symm.exchange import exchange
 
@@ -185,21 +185,13 @@ def _rounds_each_hop(
 ) -> bool:
     """Whether random values of very different magnitudes have the bits of these reductions with a rounding at every
     hop."""
-    generator = torch.Generator().manual_seed(17)  # the same on every rank: each knows what all have
-    values = torch.randn(world, _SAMPLE, device="cpu", generator=generator)
-    values *= torch.exp2(torch.randint(-6, 7, values.shape, device="cpu", generator=generator).float())
-    values = values.to(dtype).to(device)
+    values = various_values(world, _SAMPLE, device=device, dtype=dtype)
     num_elements = sums.ends[-1]
     repeats = -(-num_elements // _SAMPLE)
     x = values[rank].repeat(repeats)[:num_elements].contiguous()
     all_reduce(x)
     is_equal = torch.ones((), device=device, dtype=torch.bool)
-    reductions = []
-    for first, *others in sums.orders:
-        total = values[first]
-        for source in others:
-            total = (total.float() + values[source].float()).to(dtype)
-        reductions.append(total)
+    reductions = [sum_in_order(values[source] for source in order) for order in sums.orders]
     start = 0
     for end, order in zip(sums.ends, sums.order_of_run):
         expected = reductions[order][torch.arange(start, end, device=device) % _SAMPLE]

@@ -11,8 +11,9 @@ of very different magnitudes in the order that was found.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -212,13 +213,20 @@ def _rounds_each_hop(
     every hop."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     num_elements = _ELEMENTS[0]
-    generator = torch.Generator().manual_seed(17)  # the same on every rank: each knows what all have
-    values = torch.randn(world, world, num_elements, device="cpu", generator=generator)
-    values *= torch.exp2(torch.randint(-6, 7, values.shape, device="cpu", generator=generator).float())
-    values = values.to(dtype).to(device)  # [source, destination, element]
+    values = various_values(world, world, num_elements, device=device, dtype=dtype)  # [source, destination, element]
     out = torch.empty(num_elements, device=device, dtype=dtype)
     reduce_scatter(out, values[rank].contiguous())
-    total = values[(rank + step) % world, rank]
-    for hop in range(2, world + 1):
-        total = (total.float() + values[(rank + step * hop) % world, rank].float()).to(dtype)
-    return torch.equal(out, total)
+    return torch.equal(out, sum_in_order(values[(rank + step * hop) % world, rank] for hop in range(1, world + 1)))
+
+
+def various_values(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Random values of very different magnitudes, the same on every rank: each knows what all have."""
+    generator = torch.Generator().manual_seed(17)
+    values = torch.randn(shape, device="cpu", generator=generator)
+    values *= torch.exp2(torch.randint(-6, 7, shape, device="cpu", generator=generator).float())
+    return values.to(dtype).to(device)
+
+
+def sum_in_order(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum from left to right, rounded to the type of ``parts`` at every hop."""
+    return functools.reduce(lambda total, part: (total.float() + part.float()).to(part.dtype), parts)

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -291,16 +292,21 @@ def check_versions() -> bool:
         VersionError: Something required is missing, or something installed is outside its range; names all of them.
         SettingError: ``DITRON_VERSIONS`` is neither.
     """
-    from ditron_train.runtime.errors import VersionError
-    from ditron_train.runtime.logs import log_once
     from ditron_train.runtime.settings import get_settings
 
-    problems = version_problems(strict=get_settings().versions == "strict")
+    _tell(version_problems(strict=get_settings().versions == "strict"), version_warnings)
+    return bool(newer_libraries())
+
+
+def _tell(problems: list[str], warnings: Callable[[], list[str]]) -> None:
+    """Raises VersionError where there are problems; else logs the warnings, each once."""
+    from ditron_train.runtime.errors import VersionError
+    from ditron_train.runtime.logs import log_once
+
     if problems:
         raise VersionError("; ".join(problems))
-    for sentence in version_warnings():
+    for sentence in warnings():
         log_once(sentence, sentence, level=logging.WARNING)
-    return bool(newer_libraries())
 
 
 def check_used(*names: str) -> None:
@@ -309,8 +315,6 @@ def check_used(*names: str) -> None:
     Raises:
         VersionError: One of ``names`` is installed outside its range, or newer under ``DITRON_VERSIONS=strict``.
     """
-    from ditron_train.runtime.errors import VersionError
-    from ditron_train.runtime.logs import log_once
     from ditron_train.runtime.settings import get_settings
 
     versions, strict = find_versions(), get_settings().versions == "strict"
@@ -320,7 +324,4 @@ def check_used(*names: str) -> None:
         if versions.get(name) is not None
         for problem in _problems_of(_entry(name), str(versions[name]), versions, strict)
     ]
-    if problems:
-        raise VersionError("; ".join(problems))
-    for sentence in installed_twice(*names):
-        log_once(sentence, sentence, level=logging.WARNING)
+    _tell(problems, lambda: installed_twice(*names))
