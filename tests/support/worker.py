@@ -179,11 +179,11 @@ def _import_all(modules: Sequence[str]) -> None:
     import torch
     import triton  # noqa: F401
 
-    from ditron_train.cpu import interpreter
     from ditron_train.cpu import megatron_shim as megatron_cpu
+    from tests.support import quick_interpreter
 
     if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreter.install()
+        quick_interpreter.install()
     torch.compile = megatron_cpu.leave_uncompiled
     for name in modules:
         importlib.import_module(name)
