@@ -9,6 +9,7 @@ those of Triton's own path. What cannot be remembered (a result that does not co
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,17 @@ def install() -> None:
         setattr(interpreter, _MARK, True)
         _remember_operations(interpreter)
         _shorten_handles(interpreter)
+
+
+def rewrite_kernels() -> None:
+    """Has the interpreter read and compile all kernels that are imported, once for all forks of this process."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("ditron_train.", "triton.language.")):
+            for member in list(vars(module).values()):
+                if isinstance(member, InterpretedFunction):
+                    member.rewrite()
 
 
 def _shorten_handles(interpreter: Any) -> None:

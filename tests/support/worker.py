@@ -187,6 +187,8 @@ def _import_all(modules: Sequence[str]) -> None:
     torch.compile = megatron_cpu.leave_uncompiled
     for name in modules:
         importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quick_interpreter.rewrite_kernels()
 
 
 def main() -> None:
@@ -199,6 +201,7 @@ def main() -> None:
     _import_all(sys.argv[2:])
     gc.collect()
     gc.freeze()  # workers, which collect often, need not look through all that was imported
+    gc.set_threshold(100_000, 50, 100)  # the interpreter makes many small objects and leaves few circles
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 2)
         if not message:
