@@ -8,6 +8,7 @@ those of Triton's own path. What cannot be remembered (a result that does not co
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -40,6 +41,8 @@ def install() -> None:
         setattr(interpreter, _MARK, True)
         _remember_operations(interpreter)
         _shorten_handles(interpreter)
+        _remember_arguments(interpreter)
+        _leave_arguments_where_they_are(interpreter)
 
 
 def rewrite_kernels() -> None:
@@ -81,6 +84,68 @@ def _shorten_handles(interpreter: Any) -> None:
         return handle(found, lhs.dtype)
 
     handle.__init__, builder.binary_op = init, binary_op
+
+
+def _remember_arguments(interpreter: Any) -> None:
+    """The type of a tensor's pointer is found once for each type of its elements, that of a number for each range."""
+    import torch
+    from triton.language import core
+
+    native, handle, semantic = interpreter._implicit_cvt, interpreter.TensorHandle, interpreter.interpreter_semantic
+    native_to_tensor = semantic.to_tensor
+    pointers: dict[Any, Any] = {}
+    small = native(7).type
+    zero_d, whole = native(7).handle.data.dtype, interpreter.np.array
+
+    def implicit_cvt(arg: Any) -> Any:
+        if arg.__class__ is int and -(2**31) <= arg < 2**31:
+            return core.tensor(handle(whole([arg], dtype=zero_d), small), small)
+        if isinstance(arg, torch.Tensor):
+            if arg.dtype not in pointers:
+                pointers[arg.dtype] = native(arg).type
+            pointer = pointers[arg.dtype]
+            return core.tensor(handle(whole([arg.data_ptr()], dtype="uint64"), pointer), pointer)
+        return native(arg)  # which comes back here for the items of a tuple
+
+    def to_tensor(x: Any, check_type: bool = True) -> Any:
+        return x if x.__class__ is core.tensor else native_to_tensor(x, check_type)
+
+    interpreter._implicit_cvt, semantic.to_tensor = implicit_cvt, to_tensor
+
+
+def _leave_arguments_where_they_are(interpreter: Any) -> None:
+    """Tensors of a CPU need not be brought there; what a kernel's arguments are called is read once."""
+    executor = interpreter.GridExecutor
+    parameters = [*inspect.signature(executor.__init__).parameters]
+    native_init, known = executor.__init__, {}
+
+    def init(self: Any, fn: Any, arg_names: Any, grid: Any, pre_run_hooks: Any = ()) -> None:
+        if fn not in known:
+            native_init(self, fn, arg_names, grid, pre_run_hooks)
+            known[fn] = self.constexprs
+        self.fn, self.arg_names, self.grid, self.pre_run_hooks = fn, arg_names, grid, pre_run_hooks
+        self.constexprs = known[fn]
+
+    class Inspect:
+        """``inspect``, which remembers what functions are called with."""
+
+        getfullargspec = staticmethod(functools.cache(inspect.getfullargspec))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inspect, name)
+
+        def getcallargs(self, fn: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            """Arguments by name."""
+            names = self.getfullargspec(fn).args
+            found = {**dict(zip(names, args)), **kwargs}
+            is_plain = len(found) == len(names) == len(args) + len(kwargs)
+            return found if is_plain else inspect.getcallargs(fn, *args, **kwargs)
+
+    if parameters == ["self", "fn", "arg_names", "grid", "pre_run_hooks"]:
+        executor.__init__ = init
+    executor._init_args_hst = lambda self, args, kwargs: ([*args], dict(kwargs))
+    executor._restore_args_dev = lambda self, *arguments: None
+    interpreter.inspect = Inspect()
 
 
 class _Plan:

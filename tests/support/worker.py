@@ -180,7 +180,7 @@ def _import_all(modules: Sequence[str]) -> None:
     import triton  # noqa: F401
 
     from ditron_train.cpu import megatron_shim as megatron_cpu
-    from tests.support import quick_interpreter
+    from tests.support import patient_polls, quick_interpreter
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.install()
@@ -189,6 +189,7 @@ def _import_all(modules: Sequence[str]) -> None:
         importlib.import_module(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.rewrite_kernels()
+        patient_polls.install()
 
 
 def main() -> None:
