@@ -23,6 +23,7 @@ def _many(x_ptr, y_ptr, found_ptr, whole_ptr, n, step, N: tl.constexpr, ROUNDS: 
         total = tl.maximum(total, -total) if turn == 2 else total
         count += (step // 3) * turn + step % 3
         tl.atomic_add(whole_ptr, count)
+    total = total * total + total * x
     square = tl.trans(total[:, None] * (total[None, :] + 1))
     places = lanes[:, None] * N + lanes[None, :]
     tl.store(found_ptr + places, tl.dot(square.to(tl.bfloat16), square.to(tl.bfloat16)), mask=places % 5 != 1)

@@ -31,7 +31,7 @@ class _Unknown(Exception):
 
 
 def install() -> None:
-    """Repairs the interpreter of this process (``ditron_train.cpu.interpreter``), then lets it remember. Idempotent."""
+    """Repairs the interpreter of this process (``ditron_train.cpu.interpreter``) and lets it remember. Idempotent."""
     import triton.runtime.interpreter as interpreter
 
     from ditron_train.cpu import interpreter as repairs
@@ -161,7 +161,9 @@ class _Plan:
 
     __slots__ = ("steps", "constants", "result", "kept")
 
-    def __init__(self, steps: list[Any], constants: list[Any], result: tuple[int | None, Any], kept: list[Any]) -> None:
+    def __init__(
+        self, steps: list[Any], constants: list[Any], result: tuple[int | None, Any], kept: list[Any]
+    ) -> None:
         self.steps, self.constants, self.result, self.kept = steps, constants, result, kept
 
 
@@ -333,7 +335,7 @@ def _remember_operations(interpreter: Any) -> None:
             return tuple(key), handles
 
         def first(args: Any, kwargs: Any, key: Any, handles: list[Any]) -> Any:
-            if len(plans) >= _MOST:
+            if len(plans) >= _MOST or len({*map(id, handles)}) < len(handles):  # x * x does not say what x * y is
                 return function(*args, **kwargs, _semantic=semantic)
             kept: list[Any] = []
             share_types([*args, *kwargs.values()], kept)
