@@ -76,7 +76,7 @@ def _shorten_handles(interpreter: Any) -> None:
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
         most = most_bytes.get(id(lhs.dtype))
-        if most is None:
+        if most is None or lhs.data.dtype == bool:  # newer versions add truth values as integers of one bit
             return native_binary(self, lhs, rhs, op)
         found = op(lhs.data, rhs.data)
         if found.itemsize > most:
@@ -270,9 +270,8 @@ def _remember_operations(interpreter: Any) -> None:
 
     tensor, constexpr, builder = core.tensor, core.constexpr, interpreter.interpreter_builder
     descriptors = core.tensor_descriptor_base
-    recording = _Recording(
-        builder, (interpreter.TensorHandle, interpreter.TensorDescHandle, interpreter.BlockPointerHandle)
-    )
+    handle_names = ("TensorHandle", "TensorDescHandle", "BlockPointerHandle")  # newer versions lack the last
+    recording = _Recording(builder, tuple(getattr(interpreter, n) for n in handle_names if hasattr(interpreter, n)))
     semantic, recording_semantic = interpreter.TritonSemantic(builder), interpreter.TritonSemantic(recording)
     plans = _plans
     types: dict[Any, Any] = {}  # one object for all types that are alike
