@@ -12,32 +12,20 @@ export TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile the package
 
-parts=(
-  "tests/tools/compare tests/examples tests/megatron_plugin tests/native"
-  "tests/tools tests/nodes tests/policy tests/reach tests/faults tests/harness tests/hook tests/docs"
-)
+parts=("tests/tools/compare tests/examples tests/megatron_plugin tests/native"
+  "tests/tools tests/nodes tests/policy tests/reach tests/faults tests/harness tests/hook tests/docs")
 said=$(mktemp -d)
 running=()
-end_all() {
-  for part in "${running[@]}"; do
-    kill -INT "$part" 2>/dev/null || true
-    wait "$part" || true
-  done
-  rm -rf "$said"
-}
-trap end_all EXIT
+trap 'kill -INT "${running[@]}" 2>/dev/null || true; wait; rm -rf "$said"' EXIT
 ignored=(--ignore=tests/gpu)
-for number in "${!parts[@]}"; do
-  read -ra folders <<<"${parts[number]}"
-  "$PY" -m pytest -p no:cacheprovider "${ignored[@]}" "${folders[@]}" >"$said/$number" 2>&1 &
+for part in "${parts[@]}"; do
+  read -ra folders <<<"$part"
+  "$PY" -m pytest -p no:cacheprovider "${ignored[@]}" "${folders[@]}" >"$said/${#running[@]}" 2>&1 &
   running+=($!)
   ignored+=("${folders[@]/#/--ignore=}") # what a part has run, later ones leave out
 done
 status=0
 "$PY" -m pytest "${ignored[@]}" || status=$?
-for number in "${!parts[@]}"; do
-  wait "${running[number]}" || status=$?
-  cat "$said/$number"
-done
-running=()
+for part in "${running[@]}"; do wait "$part" || status=$?; done
+cat "$said"/*
 exit "$status"
