@@ -37,7 +37,7 @@ class Trial:
         summed_dtype: The type that NCCL adds up over the ranks on the native path, if it does.
         extra_cases: Further runs of both paths on other data: compared, not timed.
         host_counts: Whether the fused path has to be faster also when the device waits for the host, since what runs
-            around the call may keep the host from being ahead; ``alone``: only then.
+            around the call may keep the host from being ahead; ``alone``: only then, but no slower otherwise.
         log_decision: Whether to log that the fused path runs; False for a part of another decision.
     """
 

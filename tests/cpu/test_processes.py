@@ -74,7 +74,7 @@ def test_timeout_kills_the_workers_and_shows_where_they_were():
     start = time.monotonic()
     with pytest.raises(WorkerError, match="(?s)did not finish within 1 s.*_sleep"):
         run_workers(2, _sleep, 600, timeout_s=1)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 300
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

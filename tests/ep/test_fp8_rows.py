@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ditron_train.cpu import interpreter
 from ditron_train.ep.grouped_quantization import quantised_rows
 from ditron_train.runtime.errors import NotSupportedError
+from tests.support import quick_interpreter
 
 UNTOUCHED = 7.0
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -17,7 +17,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 @pytest.fixture(autouse=True, scope="module")
 def _repaired_interpreter():
-    interpreter.install()
+    quick_interpreter.install()
 
 
 def numbers(count):

@@ -7,20 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditron_train.cpu import interpreter
 from ditron_train.ep import grouped_gemm as module
 from ditron_train.ep.dispatcher import group_linear
 from ditron_train.ep.grouped_gemm import group_gemm, group_wgrad, group_wgrad_into, row_tiles
 from ditron_train.gemm.configs import GemmConfig
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
+from tests.support import quick_interpreter
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _repaired_interpreter():
-    interpreter.install()
+    quick_interpreter.install()
 
 
 def integers(*shape, dtype, seed):

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditron_train.cpu import interpreter
 from ditron_train.gemm.operands import FP8_DTYPES, TensorScales
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
+from tests.support import quick_interpreter
 from tests.support.matmul_fp8 import matmul_fp8
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
@@ -21,7 +21,7 @@ ONE = torch.ones(1)
 
 @pytest.fixture(autouse=True, scope="module")
 def _repaired_interpreter():
-    interpreter.install()
+    quick_interpreter.install()
 
 
 def integers(*shape, dtype, seed):

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditron_train.cpu import interpreter
 from ditron_train.gemm import GemmConfig, aligned_operand, make_descriptor, matmul_nn, matmul_nt
 from ditron_train.gemm.operands import empty_aligned, is_aligned
 from ditron_train.gemm.ops import launch_gemm
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
+from tests.support import quick_interpreter
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True, scope="module")
 def _repaired_interpreter():
-    interpreter.install()
+    quick_interpreter.install()
 
 
 def integers(*shape, dtype, seed):

@@ -65,7 +65,7 @@ def test_the_same_words_on_every_rank(early, variables, words, tmp_path):
     }
     logged = run_workers(3, _apply_with, variables, [2], early, ("tp", "tp"))
     for error, seconds in logged:
-        assert error == f"ranks differ in {words} set it to one value everywhere" and seconds < 20
+        assert error == f"ranks differ in {words} set it to one value everywhere" and seconds < 25
 
 
 def test_features_too():

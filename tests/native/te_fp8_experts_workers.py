@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from te_stand_in import modules
 
-from ditron_train.cpu import interpreter
+from tests.support import quick_interpreter
 
 _MORE_OPERANDS = """
 def split_quantize(tensor, splits, quantizers):
@@ -144,7 +144,7 @@ def install(change=("", ""), minor=10):
     """The stand-in for 2.``minor``."""
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
-    interpreter.install()
+    quick_interpreter.install()
     sources = modules(minor)
     sources["transformer_engine.pytorch.tensor.float8_tensor"] += _MORE_OPERANDS + (
         _WITHOUT_NUMBERS if minor >= 16 else ""

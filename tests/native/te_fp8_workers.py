@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from te_stand_in import modules
 
-from ditron_train.cpu import interpreter
+from tests.support import quick_interpreter
 from tests.support.processes import run_workers_once
 
 
@@ -40,7 +40,7 @@ def _classes(change: tuple[str, str] = ("", ""), minor: int = 10) -> tuple[type,
     """A layer as megatron-core derives it from Transformer Engine's, and the fused path."""
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
-    interpreter.install()
+    quick_interpreter.install()
     return _derived(install(modules(minor), change).Linear)
 
 
@@ -100,7 +100,7 @@ def compare_sources(mode: str, recipe: str, checkout: str, module: str, name: st
     operands."""
     import ditron_train.megatron.tp.spec  # noqa: F401  (megatron-core looks for the real one)
 
-    interpreter.install()
+    quick_interpreter.install()
     return _compare(*_derived(te_sources.pose(checkout, module, name)), mode, recipe)
 
 

@@ -24,18 +24,18 @@ from gathered_workers import (  # noqa: E402
     weight_grads_of_frozen_tokens,
 )
 
-from ditron_train.cpu import interpreter  # noqa: E402
 from ditron_train.ep import grouped_gemm  # noqa: E402
 from ditron_train.ep.gather import GatheredLayout, place, sum_to_tokens  # noqa: E402
 from ditron_train.megatron.ep import gathered_dispatcher  # noqa: E402
 from ditron_train.megatron.ep.gather import GatheredCall, given_up_on_error  # noqa: E402
 from ditron_train.runtime.errors import NotSupportedError  # noqa: E402
+from tests.support import quick_interpreter  # noqa: E402
 from tests.support.processes import run_workers  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _repaired_interpreter():
-    interpreter.install()
+    quick_interpreter.install()
 
 
 Dispatcher = gathered_dispatcher.DitronMoEAllGatherTokenDispatcher

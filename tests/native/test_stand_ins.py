@@ -120,14 +120,14 @@ def test_gradients_of_fused_experts_go_where_megatron_fsdp_makes_room_for_them(m
 @pytest.mark.parametrize("odd", [0, 1], ids=["whole", "odd-addresses"])
 def test_our_grouped_gemm_adds_to_main_grad_as_the_layer_would(counts_microbatches, odd):
     """Three microbatches of exact sums; the first is written over what is there, where the layer counts them."""
-    from ditron_train.cpu import interpreter
     from ditron_train.ep.grouped_gemm import row_tiles
     from ditron_train.megatron.ep.experts import triton_wgrad_into
     from ditron_train.runtime.device import is_interpreter
+    from tests.support import quick_interpreter
 
     if not is_interpreter():
         pytest.skip("runs in Triton's interpreter")
-    interpreter.install()
+    quick_interpreter.install()
     linear = _Grouped(24, 40, 1)
     assert triton_wgrad_into(linear) is None  # without fusion: tensors of their own
     linear.fuse_wgrad_accumulation, linear.disable_parameter_transpose_cache = True, not counts_microbatches

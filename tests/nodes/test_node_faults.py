@@ -46,7 +46,7 @@ def test_survivors_name_the_missing_rank(op, case, outcomes):
     for rank, (waiting, missing, taken_s, num_errors) in answers.items():
         assert (waiting, missing) == (rank, {failing[0]})
         if rank not in failing:  # the missing rank itself hears of it when it comes, at its next call at last
-            assert num_errors == 2 and taken_s < TIMEOUT_S + 5
+            assert num_errors == 2 and taken_s < TIMEOUT_S + 20
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -65,7 +65,7 @@ def test_link_too_slow_for_the_deadline(op, tmp_path):
         for rank, (waiting, missing, taken_s, num_errors) in enumerate(told.result()):
             assert (waiting, num_errors) == (rank, 2)
             named |= missing
-            assert rank in NODE or taken_s < TIMEOUT_S + 5
+            assert rank in NODE or taken_s < TIMEOUT_S + 20
     assert len(named) == 1, "all name the same rank"
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ditron_train.cpu import interpreter
 from ditron_train.optim.adam import AdamOptions, AdamPlan, Shard, find_form, results_of, sample_shard
 from ditron_train.policy.probe import same_bits
 from ditron_train.runtime.device import is_interpreter
+from tests.support import quick_interpreter
 from tests.support.fused_adam import fp32, multi_tensor_adam
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
@@ -21,7 +21,7 @@ SIZES = [1, 15, 16, 2047, 2048, 2049, 5000, 4096]
 
 @pytest.fixture(autouse=True, scope="module")
 def _repaired_interpreter():
-    interpreter.install()
+    quick_interpreter.install()
 
 
 def _native(shard, options, scale):

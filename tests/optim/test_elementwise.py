@@ -6,17 +6,17 @@ import pytest
 import torch
 import triton
 
-from ditron_train.cpu import interpreter
 from ditron_train.optim.elementwise import momentum_step
 from ditron_train.optim.kernels import momentum_kernel, normalize_kernel, update_kernel
 from ditron_train.runtime.device import is_interpreter
+from tests.support import quick_interpreter
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _repaired_interpreter():
-    interpreter.install()
+    quick_interpreter.install()
 
 
 def dyadic(*shape, seed):

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_train.cpu import interpreter
 from ditron_train.gemm import matmul_nt
 from ditron_train.optim import Muon, muon_scale, newton_schulz, orthogonalize, products, reference
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
+from tests.support import quick_interpreter
 
 needs_interpreter = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 
@@ -22,7 +22,7 @@ needs_interpreter = pytest.mark.skipif(not is_interpreter(), reason="runs in Tri
 @pytest.fixture(autouse=True, scope="module")
 def _repaired_interpreter():
     if is_interpreter():
-        interpreter.install()
+        quick_interpreter.install()
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditron_train.cpu import interpreter
 from ditron_train.gemm import GemmConfig, matmul_nt
 from ditron_train.optim import plans, products
 from ditron_train.optim.plans import plan_products
@@ -19,6 +18,7 @@ from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.logs import decisions, forget_decisions
+from tests.support import quick_interpreter
 
 pytestmark = pytest.mark.skipif(not is_interpreter(), reason="runs in Triton's interpreter")
 
@@ -28,7 +28,7 @@ SQUARE = GemmConfig(32, 32, 32, 4, 1, group_m=3)
 
 @pytest.fixture(autouse=True, scope="module")
 def _repaired_interpreter():
-    interpreter.install()
+    quick_interpreter.install()
 
 
 def integers(*shape, dtype, seed):

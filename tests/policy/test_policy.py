@@ -55,10 +55,10 @@ class _FakeDevice:
     type = "cuda"
 
 
-def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True, host_counts=False):
+def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True, host_counts=False, idle_us=80.0):
     """What a probe says where one rank computes a wrong bit, of its own data or of other data, and where one rank is
-    slow; ``times``: of each turn, over and over. The host takes 80 us longer for the fused path, and so does a device
-    that is idle."""
+    slow; ``times``: of each turn, over and over. The host takes 80 us longer for the fused path, and a device that is
+    idle ``idle_us``."""
     rank = dist.get_rank()
     exact = torch.arange(6.0)
     wrong = exact.clone()
@@ -75,7 +75,7 @@ def _observe(wrong_on, slow_on, also_wrong_on=None, times=None, needs_bits=True,
     def times_us(run, device, group, launches_us, is_ahead):
         name = names[id(run())]
         launches_us.append({"native": 20.0, "fused": 100.0}[name])
-        return [one + 80.0 * (name == "fused" and not is_ahead) for one in next(times[name])]
+        return [one + idle_us * (name == "fused" and not is_ahead) for one in next(times[name])]
 
     probe_module.times_us = times_us
     torch.cuda.synchronize = lambda device=None: None
@@ -106,10 +106,13 @@ def test_the_host_counts_where_it_is_not_ahead():
     assert slow == [Observation(True, 100.0, 150.0)] * 2
     quick = {"native": [[110.0, 111.0]], "fused": [[10.0, 11.0]]}
     assert run_workers(2, _observe, None, None, None, quick, True, True) == [Observation(True, 110.5, 90.5)] * 2
-    # What always begins on an idle device is timed there alone.
     late = {"native": [[110.0, 111.0]], "fused": [[150.0, 151.0]]}
     for host_counts, fused_us in ((True, 150.5), ("alone", 230.5)):
         seen = run_workers(2, _observe, None, None, None, late, True, host_counts)
+        assert seen == [Observation(True, 110.5, fused_us)] * 2
+    # What gains on an idle device must not lose where the host is ahead.
+    for times, fused_us in ((late, 150.5), ({**late, "fused": [[100.0, 101.0]]}, 20.5)):
+        seen = run_workers(2, _observe, None, None, None, times, True, "alone", -80.0)
         assert seen == [Observation(True, 110.5, fused_us)] * 2
 
 

@@ -28,6 +28,20 @@ FIXED_ENV = {
 #: Libraries of other people that are imported once for all workers, if they are imported here. Torch's compiler, which
 #: takes 5 s, is what ``torch.use_deterministic_algorithms`` imports.
 _SHARED = ("megatron.core", "torch._dynamo", "torch._inductor")
+#: What nearly every worker of a test with megatron-core imports in its first call, with what these import.
+_WITH_MEGATRON = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+    "ditron_train.megatron.det.first_step",
+    "ditron_train.megatron.ep.spec",
+    "ditron_train.megatron.loss.cross_entropy",
+    "ditron_train.megatron.pp.communicator",
+    "ditron_train.megatron.plugin.rank_agreement",
+    "ditron_train.megatron.sp.spec",
+    "ditron_train.megatron.tp.spec",
+    "ditron_train.megatron.wgrad.stand_in",
+)
 # Since 0.18 importing megatron-core settles whether emerging_optimizers is there, which tests have to choose.
 _SETTLES = ("megatron.", "ditron_train.megatron.") if is_newer_than_0_17() else ()
 
@@ -46,6 +60,8 @@ class _Template:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         modules = [name for name in sys.modules if name in _SHARED or name.startswith("ditron_train.")]
+        if "megatron.core" in modules:
+            modules += _WITH_MEGATRON
         modules = [name for name in modules if not f"{name}.".startswith(_SETTLES)]
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.support.worker", str(theirs.fileno()), *modules],

@@ -179,14 +179,17 @@ def _import_all(modules: Sequence[str]) -> None:
     import torch
     import triton  # noqa: F401
 
-    from ditron_train.cpu import interpreter
     from ditron_train.cpu import megatron_shim as megatron_cpu
+    from tests.support import patient_polls, quick_interpreter
 
     if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreter.install()
+        quick_interpreter.install()
     torch.compile = megatron_cpu.leave_uncompiled
     for name in modules:
         importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quick_interpreter.rewrite_kernels()
+        patient_polls.install()
 
 
 def main() -> None:
@@ -199,6 +202,7 @@ def main() -> None:
     _import_all(sys.argv[2:])
     gc.collect()
     gc.freeze()  # workers, which collect often, need not look through all that was imported
+    gc.set_threshold(100_000, 50, 100)  # the interpreter makes many small objects and leaves few circles
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 2)
         if not message:

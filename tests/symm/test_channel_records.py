@@ -92,9 +92,9 @@ def _wait_after_the_host_gave_up() -> tuple[float, list[int], bool]:
 
 def test_a_hosts_failure_ends_the_waits_of_kernels() -> None:
     for waited_s, kernels_record, failed in run_workers(
-        2, _wait_after_the_host_gave_up, env={"DITRON_TIMEOUT_S": "8"}
+        2, _wait_after_the_host_gave_up, env={"DITRON_TIMEOUT_S": "60"}
     ):
-        assert waited_s < 4 and kernels_record == [0] * RECORD_WORDS and failed
+        assert waited_s < 30 and kernels_record == [0] * RECORD_WORDS and failed
 
 
 class _Gpu:

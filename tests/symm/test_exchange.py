@@ -68,14 +68,14 @@ def test_a_group_made_anew_meets_though_one_of_its_ranks_never_came_to_the_old_o
 def test_who_leaves_an_exchange_takes_nobody_in() -> None:
     interrupted, *others = run_workers(3, bodies.a_rank_is_interrupted)
     assert interrupted[0].startswith("KeyboardInterrupt")
-    assert all(words == "PeerTimeoutError 0" and seconds < 10 for words, seconds, _ in others)
+    assert all(words == "PeerTimeoutError 0" and seconds < 25 for words, seconds, _ in others)
     assert all(logged == [f"rank {rank}" for rank in range(3)] for _, _, logged in (interrupted, *others))
 
 
 def test_a_rank_that_stays_away_is_not_waited_for() -> None:
     first, absent, third = run_workers(3, bodies.a_rank_stays_away)
     assert absent[0] == "no error"
-    assert all(words == "PeerTimeoutError 1" and seconds < 10 for words, seconds, _ in (first, third))
+    assert all(words == "PeerTimeoutError 1" and seconds < 25 for words, seconds, _ in (first, third))
     assert all(logged == [f"rank {rank}" for rank in range(3)] for _, _, logged in (first, absent, third))
 
 

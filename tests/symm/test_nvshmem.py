@@ -63,7 +63,7 @@ def test_a_group_that_is_not_the_whole_job_does_not_wait_for_the_others() -> Non
             "starts on all 3 ranks of a job at once, and this group has 2: call ditron_train.symm.start_nvshmem()"
             in words[0]
         )
-        assert words[1:] == ["no error"] and seconds < 10
+        assert words[1:] == ["no error"] and seconds < 25
 
 
 def test_reserves_of_different_sizes_are_the_same_error_on_every_rank() -> None:

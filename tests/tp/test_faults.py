@@ -25,5 +25,5 @@ def test_survivors_raise_peer_timeout(op, fault):
             continue
         name, waited_s, words = outcome.value
         assert name == "PeerTimeoutError"
-        assert waited_s < TIMEOUT_S + 5
+        assert waited_s < TIMEOUT_S + 20
         assert f"rank {outcome.rank} waited" in words and f"for rank {missing}" in words
