@@ -31,7 +31,7 @@ PAGES = [
     *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
 #: What the changelog and the measurements tell of is gone.
-REMOVED_VARIABLES = {"DITRON_MUON_OPT_INS", "DITRON_SP_ORDER"}
+REMOVED_VARIABLES = {"DITRON_KEEP_GATHERED", "DITRON_MUON_OPT_INS", "DITRON_SP_ORDER"}
 TOP_FOLDERS = ("ditron_train", "tests", "scripts", "docs", "examples", "benchmarks", ".ci")
 COMMANDS = {"bash", "cd", "export", "mypy", "pip", "python", "ruff", "torchrun"}
 #: Of frameworks, whose own command lines nobody checks here.
