@@ -41,6 +41,7 @@ class _Op:
     """An op of 2 ranks that the device gains 50 us from."""
 
     name, log_name, logs_native, decides_forward, is_observed = "tp test", "tp test", True, False, False
+    runs_concurrently = False
 
     def __init__(self, longer_us: float, looks_at_host: bool) -> None:
         self._longer_us, self.looks_at_host = longer_us, looks_at_host

@@ -377,11 +377,8 @@ def test_products_by_cublas_are_tried_and_have_no_tiles_to_choose() -> None:
         seen = predict(problem, by_library, H200, RATES)
         limit = gemm_us(8192, 28672, 8192, TILE, 132, 132, RATES)
         assert limit <= seen.ditron_us < 1.06 * limit  # each rank's rows end in a wave of their own
-        for other in (
-            dataclasses.replace(problem, dtype=torch.float8_e4m3fn),
-            dataclasses.replace(problem, world_size=1),
-        ):
-            assert not any(one.by_library for one in transfer_variants(other, H200, default))
+        alone = dataclasses.replace(problem, world_size=1)
+        assert not any(one.by_library for one in transfer_variants(alone, H200, default))
 
 
 def test_at_the_end_the_quickest_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
