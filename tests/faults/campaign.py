@@ -35,7 +35,7 @@ from tests.faults.one_job import run_one
 _TIMEOUT_S = 2.0
 _SHARING = 2.0  # deadlines of ranks that take turns on a GPU
 _POLL_S = 0.02
-_ATTEMPTS = 4
+_ATTEMPTS = 8
 _MOST_AT_ONCE = 64
 _ON_GPU = tuple(kind for kind in KINDS if kind not in ("no memory", "full disk", "read-only disk"))
 

@@ -38,7 +38,7 @@ JOBS = {name: (2, 3) for name in MODULES}
 def test_forty_faults(tmp_path: Path) -> None:
     """Of all kinds, where steps are short; what a run of all subpackages found is committed."""
     path = tmp_path / "faults.json"
-    words = ("--count", "40", "--seed", "5000", "--at-once", "4", "--results", str(path))
+    words = ("--count", "40", "--seed", "5000", "--at-once", "2", "--results", str(path))
     words += ("--jobs", "tp,sp,pp,probe")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.faults", *words],
