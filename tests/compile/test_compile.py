@@ -30,7 +30,11 @@ RECORDED = json.loads((pathlib.Path(__file__).parent / "memory_order.json").read
 # Bytes that a kernel spills under other versions of Triton than 3.6, for which its blocks and warps were measured.
 # With 3.9 `bench sp` takes as long (docs/measurements/runtime.md); gradients into main_grad were not timed there.
 SPILLS = {
-    "3.8": {"ep_return_rows_fused_with_grads": 32},
+    "3.8": {
+        "ep_return_rows_fused_with_grads": 32,
+        "ep_return_rows_by_rank": 64,
+        "ep_return_rows_by_rank_with_grads": 48,
+    },
     "3.9": {"sp_receive_heads_3": 612, "sp_receive_sequence_1": 16},
 }
 
