@@ -16,6 +16,7 @@ what became of every rank: for tests in which a worker dies.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -31,6 +32,7 @@ from typing import Any
 
 from tests.support.forking import FIXED_ENV, ForkedProcess, close_template, search_path
 from tests.support.patience import HANG_S
+from tests.support.worker import LEAVE_GROUPS
 
 _GRACE_AFTER_ERROR_S = 5.0
 _LOG_TAIL_CHARS = 6000
@@ -166,6 +168,9 @@ class WorkerPool:
                 sys.stdout.write("".join(f"[rank {worker.rank}] {line}\n" for line in text.splitlines()))
         if not all(outcome.ok for outcome in outcomes):
             self.close()
+        for worker in self.workers:
+            with contextlib.suppress(OSError):  # it has died since; the next call says so
+                worker.connection.send_bytes(LEAVE_GROUPS)
         return outcomes
 
     def values(

@@ -30,6 +30,9 @@ from typing import Any
 
 from tests.support.patience import HANG_S
 
+#: A message instead of a request: all ranks have answered.
+LEAVE_GROUPS = b""
+
 
 def _exit_with_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
@@ -88,10 +91,14 @@ def _init_process_group(store_path: str, rank: int, world_size: int) -> None:
 
 
 def _leave_groups() -> None:
-    """Destroy the groups that the last call has left: each has threads that wake a hundred times a second."""
+    """Destroy the groups that the last call has left: each has threads that wake a hundred times a second, also while
+    nothing is asked of this worker. No rank uses them any more: all have answered."""
     from tests.support.model_parallel import destroy_groups
 
     if destroy_groups():
+        groups = sys.modules.get("ditron_train.runtime.groups")
+        if groups is not None:
+            groups.forget_destroyed_groups()  # else the next use of a group would
         gc.collect()
 
 
@@ -133,7 +140,9 @@ def _serve(connection: Connection, parent_pid: int) -> None:
             request = connection.recv_bytes()
         except EOFError:
             break
-        _leave_groups()  # now every rank has answered, so none uses them
+        if request == LEAVE_GROUPS:
+            _leave_groups()
+            continue
         answer = _run_one(request)
         sys.stdout.flush()
         sys.stderr.flush()
