@@ -311,10 +311,6 @@ def _remember_shapes() -> None:
 
 
 def _remember_builtins(interpreter: Any) -> None:
-    from triton.language import core
-
-    # By id of a module or class, all of which live as long as the process.
-    builtins: dict[int, list[tuple[str, Any]]] = {}
     semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
 
     def interpreted(member: Any) -> Any:
@@ -326,11 +322,21 @@ def _remember_builtins(interpreter: Any) -> None:
 
         return call
 
+    patch_builtins(interpreter, interpreted)
+
+
+def patch_builtins(interpreter: Any, wrapped: Callable[[Any], Any]) -> None:
+    """Has kernels find Triton's functions as ``wrapped``, which is called once for each."""
+    from triton.language import core
+
+    # By id of a module or class, all of which live as long as the process.
+    builtins: dict[int, list[tuple[str, Any]]] = {}
+
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         key = id(package)
         if key not in builtins:
             found = inspect.getmembers(package, core.is_builtin)
-            builtins[key] = [(name, interpreted(member)) for name, member in found]
+            builtins[key] = [(name, wrapped(member)) for name, member in found]
         for name, member in builtins[key]:
             scope.set_attr(package, name, member)
 

@@ -24,8 +24,8 @@ def tile_product(
     That order, one accumulator and one rounding at the end are what cuBLAS does where it does not split K: the tile
     sizes do not change a bit. Beyond the edges of a matrix descriptors read zeros, so any K is right.
 
-    Descriptor blocks: a [BLOCK_M, BLOCK_K] of A [M, K]; b
-    [BLOCK_K, BLOCK_N] of B [K, N] (with TRANSPOSE_B [BLOCK_N, BLOCK_K] of B^T [N, K], a weight as Linear stores it).
+    Descriptor blocks: a [BLOCK_M, BLOCK_K] of A [M, K]; b [BLOCK_K, BLOCK_N] of B [K, N] (with TRANSPOSE_B [BLOCK_N,
+    BLOCK_K] of B^T [N, K], a weight as Linear stores it).
 
     FP8_CHAIN: of FP8 operands, how many products are summed by the tensor cores alone, whose sums are shorter than
     fp32; None: all of K, cuBLAS's fast accumulation. 128, with blocks as deep, is cuBLAS's split accumulator.

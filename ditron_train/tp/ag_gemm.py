@@ -361,8 +361,7 @@ class LibraryAgGemmPlan(Plan[TPContext]):
         self, context: TPContext, partition: RowPartition, problem: Problem, keeps_gathered: bool = False
     ) -> None:
         k, dtype, self.m, self.n = problem.k, problem.dtype, problem.m, problem.n
-        columns = padded_columns(k, dtype)
-        self.gather = Gather(context, partition, columns, dtype, GatherPlan("copy"), block_m=1)
+        self.gather = Gather(context, partition, padded_columns(k, dtype), dtype, GatherPlan("copy"), block_m=1)
         super().__init__(context, self.gather.channel)
         self.gathered = self.gather.buffer.local[:, :k]
         self._rows = [slice(*ends) for ends in zip(partition.starts, partition.starts[1:])]

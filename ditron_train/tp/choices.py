@@ -393,10 +393,7 @@ def _ar_plans(problem: Problem) -> list[GatherPlan]:
 
 def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[Choice]:
     """``base`` with other ways to move its data: copy engines or SMs, their number, chunks, rows of a ring-order
-    reduction; and with products by cuBLAS."""
-    by_library = []
-    if machine.target != "interpreter" and problem.world_size > 1:
-        by_library = [replace(base, gather=GatherPlan("copy"), scatter="copy", by_library=True)]
+    reduction."""
     if problem.op == "gemm_ar":
         variants = [replace(base, gather=plan) for plan in _ar_plans(problem)[1:]]
         if problem.world_size > 2 and base.gather.mode == "copy":
@@ -409,19 +406,22 @@ def transfer_variants(problem: Problem, machine: Machine, base: Choice) -> list[
             for count in rows
             if count <= base.config.block_m and count != base.reduce_rows
         ]
-        return [*variants, replace(base, scatter="copy"), *by_library] if problem.world_size > 1 else variants
+        return [*variants, replace(base, scatter="copy")] if problem.world_size > 1 else variants
     plans = [GatherPlan("copy", num_chunks=chunks) for chunks in (1, 2, 4)]
     plans += [
         GatherPlan("push", push_programs=programs)
         for programs in ((1,) if machine.target == "interpreter" else (8, 12, 16))
     ]
-    return [*(replace(base, gather=plan) for plan in plans if plan != base.gather), *by_library]
+    return [replace(base, gather=plan) for plan in plans if plan != base.gather]
+
+
+def with_library(choice: Choice) -> Choice:
+    """``choice`` with cuBLAS's products, whose rows or partial sums copy engines send."""
+    return replace(choice, gather=GatherPlan("copy"), scatter="copy", by_library=True)
 
 
 def tile_variants(machine: Machine, base: Choice) -> list[Choice]:
-    """``base`` with other tile sizes, stages and groups; none if it takes cuBLAS's."""
-    if base.by_library:
-        return []
+    """``base`` with other tile sizes, stages and groups."""
     configs = config_variants(base.config, machine.target)
     return [replace(base, config=config, reduce_rows=min(base.reduce_rows, config.block_m)) for config in configs]
 
@@ -466,7 +466,6 @@ def _modelled(problem: Problem, machine: Machine, rates: MachineRates) -> Choice
         return base
     # The first of equals, so the default is kept if the model sees no difference.
     tried = [base, *transfer_variants(problem, machine, base)]
-    tried = [choice for choice in tried if not choice.by_library]  # cuBLAS is faster by less than the model knows
     tried += [variant for choice in tried for variant in tile_variants(machine, choice)]
     best = min(tried, key=lambda choice: predict(problem, choice, machine, rates).ditron_us)
     return replace(best, source="model")
@@ -505,8 +504,8 @@ def _choice_of(entry: dict[str, Any], problem: Problem) -> Choice:
     """Inverse of ``entry_of``."""
     try:
         config = replace(config_of_entry(entry), operand_bytes=1 if problem.is_fp8 else 2)
-        by_library = entry.get("products", "tiles") == "cuBLAS"
-        choice = Choice(config, by_library=by_library, use_native=bool(entry.get("native")), source="table")
+        is_native, has_tiles = bool(entry.get("native")), entry.get("products", "tiles") == "tiles"
+        choice = Choice(config, by_library=not has_tiles, use_native=is_native, source="table")
         if problem.op == "gemm_ar":
             choice = replace(choice, rounds=min(as_count(entry["rounds"]), 2))
         if problem.op == "gemm_rs":

@@ -28,7 +28,7 @@ from ditron_train.schedule.orders import gather_row_tile_order, scatter_row_tile
 from ditron_train.stream.driver import has_driver
 from ditron_train.stream.op_context import OpContext, context_of
 from ditron_train.symm.arena import SymmetricTensor
-from ditron_train.tp.choices import PUSH_BYTES, Choice, GatherPlan, Layout, Problem, choose, choose_without_copies
+from ditron_train.tp.choices import PUSH_BYTES, Choice, Layout, Problem, choose, choose_without_copies, with_library
 from ditron_train.tp.split_products import have_bits_of_whole
 
 _Found = TypeVar("_Found")
@@ -165,7 +165,7 @@ class TPContext(OpContext):
             return replace(choice, by_library=False)
         if self._tried is not None:
             self._tried.add(problem)
-        return replace(choice, gather=GatherPlan("copy"), scatter="copy", by_library=True)
+        return with_library(choice)
 
     @contextmanager
     def trying_library(self) -> Iterator[set[Problem]]:

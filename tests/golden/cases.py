@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -99,12 +99,11 @@ def _context(stack: contextlib.ExitStack, group: dist.ProcessGroup) -> Prepared:
 
 def _by_library(stack: contextlib.ExitStack) -> None:
     """As a tuning table may choose."""
-    from ditron_train.tp import GatherPlan, choices
+    from ditron_train.tp import choices
     from ditron_train.tp import context as tp_context
 
     def chosen(problem, machine):
-        given = choices.choose(problem, machine)
-        return replace(given, gather=GatherPlan("copy"), scatter="copy", by_library=True)
+        return choices.with_library(choices.choose(problem, machine))
 
     stack.enter_context(mock.patch.object(tp_context, "choose", chosen))
 

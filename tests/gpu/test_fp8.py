@@ -6,7 +6,6 @@ Transformer Engine's layers in FP8 are in ``test_megatron_tp``.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def test_gathers_and_scatters_have_the_bits_of_nccl_and_cublas(device, all_equal
 
     def chosen(problem, machine):
         given = choices.choose(problem, machine)
-        return replace(given, gather=GatherPlan("copy"), scatter="copy", by_library=True) if by_library else given
+        return choices.with_library(given) if by_library else given
 
     monkeypatch.setattr(tp_context, "choose", chosen)
     for index in range(12):

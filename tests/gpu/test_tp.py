@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -141,8 +140,7 @@ def test_cublas_multiplies_rank_by_rank(device, all_equal, monkeypatch, m, n, k)
     unless cuBLAS splits the sums of all rows."""
 
     def chosen(problem, machine):
-        given = choices.choose(problem, machine)
-        return replace(given, gather=GatherPlan("copy"), scatter="copy", by_library=True)
+        return choices.with_library(choices.choose(problem, machine))
 
     monkeypatch.setattr(tp_context, "choose", chosen)
     context = TPContext(dist.new_group(list(range(dist.get_world_size()))), device)

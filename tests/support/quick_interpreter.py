@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ditron_train.cpu.interpreter import patch_builtins
+
 _MARK = "_ditron_remembers_operations"
 #: Operations that one process remembers. A loop over a thousand Python integers is a thousand of them.
 _MOST = 20_000
@@ -378,14 +380,4 @@ def _remember_operations(interpreter: Any) -> None:
 
         return call
 
-    builtins: dict[int, list[tuple[str, Any]]] = {}  # by id of a module or class, which live as long as the process
-
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        key = id(package)
-        if key not in builtins:
-            found = inspect.getmembers(package, core.is_builtin)
-            builtins[key] = [(name, remembered(member)) for name, member in found]
-        for name, member in builtins[key]:
-            scope.set_attr(package, name, member)
-
-    interpreter._patch_builtin = patch_builtin
+    patch_builtins(interpreter, remembered)

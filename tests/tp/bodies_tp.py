@@ -292,8 +292,7 @@ def _by_library():
     """Shapes are chosen to be multiplied by the library, rank by rank."""
 
     def chosen(problem, machine):
-        given = choices.choose(problem, machine)
-        return dataclasses.replace(given, gather=GatherPlan("copy"), scatter="copy", by_library=True)
+        return choices.with_library(choices.choose(problem, machine))
 
     with mock.patch.object(tp_context, "choose", chosen):
         yield

@@ -71,8 +71,8 @@ def decide_with_library(decide: Callable[[], Decision], context: TPContext) -> D
     """The decision about a layer, first with products by this package's tiles. If these were compared and refused,
     since they are no faster or cuBLAS splits its sums, the same with cuBLAS's products, rank by rank (collective)."""
     decision = decide()
-    is_compared = decision.bits_equal is not None and get_settings().policy != "force"
-    if decision.use_ditron or not is_compared or is_untimed() or context.varies or context.arena.graph_captured:
+    is_final = is_untimed() or context.varies or context.arena.graph_captured
+    if decision.use_ditron or decision.bits_equal is None or is_final:
         return decision
     with context.trying_library() as problems:
         by_library = decide()

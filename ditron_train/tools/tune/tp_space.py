@@ -20,6 +20,7 @@ from ditron_train.tp.choices import (
     modelled_choice,
     tile_variants,
     transfer_variants,
+    with_library,
 )
 from ditron_train.tp.context import RowPartition, TPContext, can_copy
 from ditron_train.tp.gemm_ar import gemm_ar_by
@@ -46,12 +47,15 @@ class GemmSpace(SearchSpace[GemmCall, TPContext]):
         if not ranked:
             default = default_choice(problem, machine)
             modelled = replace(modelled_choice(problem, machine), source=default.source)
-            return list(dict.fromkeys([default, *transfer_variants(problem, machine, default), modelled]))
+            can_split = problem.op != "gemm_ar" and machine.target != "interpreter" and problem.world_size > 1
+            library = [with_library(default)] if can_split else []
+            return list(dict.fromkeys([default, *transfer_variants(problem, machine, default), *library, modelled]))
         other = next((one for one in ranked if _way(one) != _way(ranked[0])), None)
         ways = [ranked[0]] if other is None else [ranked[0], other]
         if self.case.op.kind == "gemm_ar" and ranked[0].gather.mode == "push":  # behind a product of cuBLAS's
             return ways
-        return list(dict.fromkeys([*ways, *(variant for way in ways for variant in tile_variants(machine, way))]))
+        tiled = [way for way in ways if not way.by_library]
+        return list(dict.fromkeys([*ways, *(variant for way in tiled for variant in tile_variants(machine, way))]))
 
     def _prepared(self, call: GemmCall, context: TPContext, choice: Choice) -> Any:
         """The op as ``choice`` says (collective where it is new here, or buffers have grown since)."""

@@ -52,6 +52,7 @@ from ditron_train.tp.choices import (
     tile_variants,
     transfer_variants,
     wire_bytes,
+    with_library,
 )
 
 H200 = Machine("NVIDIA H200", "sm_90", 132)
@@ -265,7 +266,6 @@ def test_the_model_chooses_what_it_predicts_to_be_quickest(problem: Problem) -> 
     best = predict(problem, chosen, H200, RATES).ditron_us
     base = default_choice(problem, H200)
     others = [base, *transfer_variants(problem, H200, base), *tile_variants(H200, base)]
-    others = [other for other in others if not other.by_library]  # which only a table chooses
     assert all(best <= predict(problem, other, H200, RATES).ditron_us for other in others)
     assert len(set(others)) == len(others)
 
@@ -372,13 +372,19 @@ def test_products_by_cublas_are_tried_and_have_no_tiles_to_choose() -> None:
     for op in ("ag_gemm", "gemm_rs"):
         problem = Problem(op, 8192, 28672, 8192, "nt", torch.bfloat16, 2)
         default = default_choice(problem, H200)
-        (by_library,) = (one for one in transfer_variants(problem, H200, default) if one.by_library)
-        assert tile_variants(H200, by_library) == [] and not modelled_choice(problem, H200).by_library
+        by_library = with_library(default)
+        assert not modelled_choice(problem, H200).by_library
         seen = predict(problem, by_library, H200, RATES)
         limit = gemm_us(8192, 28672, 8192, TILE, 132, 132, RATES)
         assert limit <= seen.ditron_us < 1.06 * limit  # each rank's rows end in a wave of their own
-        alone = dataclasses.replace(problem, world_size=1)
-        assert not any(one.by_library for one in transfer_variants(alone, H200, default))
+    for world_size in (1, 2):
+        problem = Problem("ag_gemm", 8192, 28672, 8192, "nt", torch.bfloat16, world_size)
+        shape_class_ = _shape_class(problem)
+        first = shape_class_.candidates()
+        assert any(one.by_library for one in first) is (world_size > 1)
+        shape_class_.results = [Result({one: 50.0 if one.by_library else 60.0 for one in first}, native_us=100.0)]
+        second = shape_class_.candidates()
+        assert sum(one.by_library for one in second) == world_size - 1 and len(second) > 3
 
 
 def test_at_the_end_the_quickest_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
