@@ -52,6 +52,8 @@ SHAPES = {
     "dense-8b": (4096, 14336, 32, 128, None, None, None),
     "ulysses-32k": (4096, 14336, 32, 128, 32768, None, None),
     "ulysses-64k": (4096, 14336, 32, 128, 65536, None, None),
+    "gathered-32k": (4096, 14336, 32, 128, 32768, None, None),
+    "windowed-64k": (4096, 14336, 32, 128, 65536, None, None),
     "moe-128": (7168, None, 56, 128, 4096, 128, 2048),
     "moe-256": (7168, None, 56, 128, 4096, 256, 2048),
     "moe-30b": (2048, 6144, 32, 128, 4096, 128, 768),
@@ -89,9 +91,10 @@ def test_its_shapes_are_what_it_claims(name: str) -> None:
     assert job.gpus in (1, 2, 4) and job.gpus % model_ranks == 0 and job.gpus % sizes["ep"] == 0
     assert values["num_layers"] % sizes["pp"] == 0
     assert values["global_batch_size"] % (values["micro_batch_size"] * job.gpus // model_ranks) == 0
-    assert ("sequence_parallel" in values) == (sizes["tp"] > 1) and (values.get("cp_comm_type") == "a2a") == (
-        sizes["sp"] > 1
-    )
+    assert ("sequence_parallel" in values) == (sizes["tp"] > 1)
+    exchange = {"ulysses": "a2a", "gathered": "all_gather", "windowed": "all_gather"}.get(model.split("-")[0])
+    assert values.get("cp_comm_type") == exchange and (exchange is not None) == (sizes["sp"] > 1)
+    assert values.get("window_size") == ("4096,0" if model.startswith("windowed") else None)
     assert ("num_layers_per_virtual_pipeline_stage" in values) == name.endswith("interleaved")
 
 
