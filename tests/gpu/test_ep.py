@@ -485,9 +485,10 @@ def test_combined_schedule(monkeypatch):
 
 
 @NEEDS_TE
-@pytest.mark.parametrize("connections", ["1", "32"])
-@pytest.mark.parametrize("delay", ["off", "on"])
-@pytest.mark.parametrize("policy", ["strict", "bits"])
+@pytest.mark.parametrize(
+    "policy, delay, connections",
+    [("strict", "off", "1"), ("strict", "on", "32"), ("bits", "on", "1"), ("bits", "off", "32")],
+)
 def test_combined_schedule_in_a_job_of_its_own(own_gpus, policy, delay, connections):
     """CUDA reads the number of connections when a process starts. Under ``strict`` paths alternate from step to step,
     until one is faster; bits are native's in all of them."""

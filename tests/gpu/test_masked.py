@@ -39,6 +39,6 @@ def test_release_and_wake(device, own_gpus):
     found = _found("release")
     assert found["fused"] > 0 and len(set(found["losses"])) == 1
     assert found["asleep"][0] < found["awake"][0] - found["held"] // 2, "nothing was given back"
-    for name in ("awake", "asleep"):  # the first ones load kernels
-        first, *others = found[name][2:]
-        assert max(others) <= first + 2 * _MIB, (name, found[name])
+    for name in ("awake", "asleep"):  # the first two load kernels; which of torch's segments are free varies a little
+        early, late = found[name][2:7], found[name][7:]
+        assert min(late) <= min(early) + 2 * _MIB, (name, found[name])
