@@ -83,10 +83,13 @@ def grouped_us(
 
 
 def attention_us(
-    num_tokens: int, num_heads: float, channels: int, rates: MachineRates, *, batch: int = 1, backward: bool = False
-) -> float:
-    """Causal attention over sequences of ``num_tokens``, without scores in memory."""
-    flops = 2.0 * num_tokens**2 * num_heads * channels * batch
+    num_tokens: int, num_heads: float, channels: int, rates: MachineRates, *, keys: int | None = None, batch: int = 1,
+    backward: bool = False,
+) -> float:  # fmt: skip
+    """Causal attention over sequences of ``num_tokens``, to the last ``keys`` (default: all) before each, without
+    scores in memory."""
+    keys = num_tokens if keys is None else min(keys, num_tokens)
+    flops = 4.0 * (num_tokens - keys / 2) * keys * num_heads * channels * batch
     if backward:
         return rates.launch_us + _BACKWARD_FLOPS * flops / (rates.attention_backward_tflops * 1e6)
     return rates.launch_us + flops / (rates.attention_tflops * 1e6)

@@ -60,6 +60,15 @@ def layer_counts(job: Job) -> Counter[str]:
     return +counts
 
 
+def windowed_layers(job: Job) -> int:
+    """How many attentions reach back over ``--window-size`` keys only."""
+    layers, skipped = layer_counts(job)["*"], job.window_attn_skip_freq
+    if job.window_size is None or job.window_size[0] < 0:
+        return 0
+    named = _every(skipped, layers, last=True) if skipped is not None else 0
+    return named if skipped is not None and not str(skipped).isdecimal() else layers - named
+
+
 def has_sparse_attention(job: Job) -> bool:
     """Whether every attention is one over a part of the keys (DSA)."""
     letters = set(job.hybrid_layer_pattern or "")

@@ -30,7 +30,7 @@ from ditron_train.sp.cost_model import (
     qkv_forward,
 )
 from ditron_train.tools.job import Job
-from ditron_train.tools.job.model import Matrix, layer_counts, matrices_of
+from ditron_train.tools.job.model import Matrix, layer_counts, matrices_of, windowed_layers
 from ditron_train.tp.linear_costs import linear_backward, linear_forward, reduced
 
 _ITEMSIZE = 2
@@ -172,10 +172,16 @@ def _attention(step: _Step) -> Iterator[tuple[str, Estimate]]:
     mla = config.multi_latent_attention
     value_dim = config.v_head_dim if mla else model.channels
     q_dim = config.qk_head_dim + config.qk_pos_emb_head_dim if mla else model.channels
+    windowed = windowed_layers(step.job) / count
+    # Of a chunk of a context parallel rank kernels skip nothing: its first row's keys and its last row's are attended.
+    reach = config.window_size[0] + (model.seq_length // (4 * step.cp) if step.cp > 1 else 0) if windowed else None
     forward_us, backward_us = (
-        attention_us(
-            model.seq_length, model.heads / (step.tp * step.cp), (q_dim + value_dim) // 2, rates,
-            batch=model.micro_batch_size, backward=backward,
+        sum(
+            share * attention_us(
+                model.seq_length, model.heads / (step.tp * step.cp), (q_dim + value_dim) // 2, rates,
+                keys=keys, batch=model.micro_batch_size, backward=backward,
+            )
+            for keys, share in ((reach, windowed), (None, 1.0 - windowed))
         )
         for backward in (False, True)
     )  # fmt: skip
@@ -220,8 +226,10 @@ def _experts(step: _Step) -> Iterator[tuple[str, Estimate]]:
         )
         for backward in (False, True)
     )  # fmt: skip
-    # Of other dispatchers no op costs are known, nor of movement while another microbatch is computed.
-    if slices > 1 or config.moe_token_dispatcher_type != "alltoall" or config.overlap_moe_expert_parallel_comm:
+    # Of other dispatchers no op costs are known. While another microbatch is computed, separate kernels multiply.
+    if config.overlap_moe_expert_parallel_comm:
+        products = products.natively()
+    if slices > 1 or config.moe_token_dispatcher_type != "alltoall":
         moved, moved_back, products = (one.natively() for one in (moved, moved_back, products))
     yield "experts: dispatch and combine", step.whole(moved, moved_back, count)
     yield "experts: GEMMs in one kernel with them", step.whole(products, products_back, count)

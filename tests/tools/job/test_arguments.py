@@ -11,7 +11,7 @@ import pytest
 from ditron_train.runtime.errors import SettingError
 from ditron_train.tools.job import read_job
 from ditron_train.tools.job.arguments import pattern_values
-from ditron_train.tools.job.model import layer_counts, matrices_of
+from ditron_train.tools.job.model import layer_counts, matrices_of, windowed_layers
 from tests.tools.job.record_arguments import PATH, merged, of_checkout
 
 SIZES = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192"
@@ -97,6 +97,20 @@ def test_stages_of_a_hybrid_pattern() -> None:
 )
 def test_layers_are_counted(words: str, counts: dict[str, int]) -> None:
     assert dict(layer_counts(job(f"{SIZES} {words}"))) == counts
+
+
+@pytest.mark.parametrize(
+    "words, windowed",
+    [
+        ("", 0),
+        ("--window-size 4096,0", 8),
+        ("--window-size (-1,0)", 0),
+        ("--window-size 4096,0 --window-attn-skip-freq 4", 6),  # all but each fourth
+        ("--window-size 4096,0 --window-attn-skip-freq ([1]*3+[0])*2", 6),
+    ],
+)
+def test_attentions_with_a_window_are_counted(words: str, windowed: int) -> None:
+    assert windowed_layers(job(f"{SIZES} {words}")) == windowed
 
 
 def test_a_hybrid_model_has_the_layers_of_its_pattern_alone() -> None:

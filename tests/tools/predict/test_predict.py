@@ -110,10 +110,20 @@ def test_what_runs_natively_gains_nothing_for_the_doctors_reason(words: str, nat
         assert found.native[name] == reasons[name] is not None
 
 
-def test_movement_during_another_microbatch_is_not_estimated() -> None:
-    found = predicted(f"{EP} --overlap-moe-expert-parallel-comm")
-    assert found.native["experts: dispatch and combine"] == "no gain by the estimate" and found.gain == 1
+def test_movement_during_another_microbatch_counts_and_its_products_do_not() -> None:
+    found, other = predicted(f"{EP} --overlap-moe-expert-parallel-comm"), predicted(EP)
+    assert list(found.parts) == ["experts: dispatch and combine"] and 1 < found.gain < other.gain
     assert any("--overlap-moe-expert-parallel-comm: movement counts as without it" in line for line in found.idle)
+
+
+def test_a_window_takes_attention_away() -> None:
+    name, windowed = "attention itself", f"{DENSE} --window-size 1024,0"
+    whole, near = (step_us(words)[name] for words in (DENSE, windowed))
+    assert near < 0.5 * whole
+    mixed = step_us(f"{windowed} --window-attn-skip-freq 2")[name]
+    assert mixed == pytest.approx((whole + near) / 2, rel=1e-6)
+    gathered = "--context-parallel-size 2 --cp-comm-type all_gather"
+    assert near / 2 < step_us(f"{windowed} {gathered}")[name] < whole / 2  # kernels compute the corners of each chunk
 
 
 def test_gradients_and_the_optimizer_follow_their_options() -> None:
