@@ -102,6 +102,7 @@ def _leave_groups() -> None:
         if groups is not None:
             groups.forget_destroyed_groups()  # else the next use of a group would
         gc.collect()
+        gc.freeze()  # what is left, modules most of all, is not looked through at the end of the next call
 
 
 def _run_one(request: bytes) -> bytes:
