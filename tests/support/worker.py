@@ -32,7 +32,7 @@ from tests.support.patience import HANG_S
 
 #: A message instead of a request: all ranks have answered.
 LEAVE_GROUPS = b""
-_MANY_THREADS = 12  # of a worker whose only group is the world: 5
+_threads_left = 12  # most threads that were left after a call; a worker whose only group is the world has 5
 
 
 def _exit_with_parent(parent_pid: int) -> None:
@@ -95,14 +95,22 @@ def _leave_groups() -> None:
     """Destroy the groups that the last call has left: each has threads that wake a hundred times a second, also while
     nothing is asked of this worker. No rank uses them any more: all have answered. Groups that the call has destroyed
     itself have their threads, too, until the cycles of references that they are in are collected."""
+    global _threads_left
     from tests.support.model_parallel import destroy_groups
 
-    if destroy_groups() or len(os.listdir("/proc/self/task")) > _MANY_THREADS:
+    if destroy_groups() or _count_threads() > _threads_left:
         groups = sys.modules.get("ditron_train.runtime.groups")
         if groups is not None:
             groups.forget_destroyed_groups()  # else the next use of a group would
         gc.collect()
-        gc.freeze()  # what is left, modules most of all, is not looked through at the end of the next call
+        left = _count_threads()
+        if left <= _threads_left:  # no group of the call is left, so none of its models either
+            gc.freeze()  # modules most of all: they are not looked through at the end of the next call
+        _threads_left = max(left, _threads_left)
+
+
+def _count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _run_one(request: bytes) -> bytes:
