@@ -281,7 +281,8 @@ class HostCounts:
 
 @dataclass
 class EPHandle:
-    """One routing on this rank: made by ``begin_layout``, completed by dispatch, used by combine and by backward.
+    """One routing on this rank: made by ``finish`` of what ``begin_layout`` returns, completed by dispatch, used by
+    combine and by backward.
 
     Shapes: T tokens of this rank, K top-k (``topk_lanes``: padded to a power of two), R ranks, E experts of a rank,
     N rows of this rank's experts, P places: T * K, or the most entries that a padded routing map can have. All tensors

@@ -108,7 +108,7 @@ def gemm_kernel(
     """C [M, N] = A @ B, of FP8 operands times their ``scales`` (else None), persistent: program p computes tiles p,
     p + num_programs, ... of the grouped order.
 
-    With SPLIT_LAST_WAVE only the first ``num_whole_tiles`` are computed whole; the rest, less than half a wave, is
+    With SPLIT_LAST_WAVE only the first ``num_whole_tiles`` are computed whole; the rest, at most half a wave, is
     computed in halves of BLOCK_N // 2 columns, so that the last wave takes half the time. ``half_b_desc`` reads B in
     such halves (else it is ``b_desc``). It needs SPLIT_STORE.
 

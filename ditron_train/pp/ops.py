@@ -111,8 +111,9 @@ def exchange(
     """Sends tensors to the next and the previous stage and receives from them; all four are optional.
 
     Sends start at once, in the order next, previous; they follow what the current stream has done and do not hold it
-    up. Receives are tensors that get their contents when their handle's ``wait`` is called (``endpoints`` says why not
-    before). The tensors that are sent must not be written to until their handle's ``wait``; they may be freed.
+    up (with more than two on their way, the oldest has to be out first). Receives are tensors that get their contents
+    when their handle's ``wait`` is called (``endpoints`` says why not before). The tensors that are sent must not be
+    written to until their handle's ``wait``; they may be freed.
 
     Args:
         context: Of the pipeline group; ``context.reserve`` must have made room for the messages.

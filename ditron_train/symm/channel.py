@@ -1,8 +1,10 @@
 """``Channel``: the signals of one op on one group, with its epochs, its deadline and its record of what went wrong.
 
-Two ops, or two groups, never share a signal buffer. Epochs are monotonic and wrap cyclically at 2**31; a signal is
-never reset: a waiter waits until ``signal - epoch >= 0``. The epoch is counted in device memory by the kernels
-themselves (``lang.next_epoch``), so a captured CUDA graph replays with fresh epochs.
+Two groups never share a signal buffer, and ops do only if they run one after the other in the order of the context
+(``tp``'s gathers; ``ep``'s combine, alone and with a GEMM). Epochs are monotonic and wrap cyclically at 2**31; a
+signal is never reset: a waiter waits until ``signal - epoch >= 0``. The epoch is counted in device memory by the
+kernels themselves (``lang.next_epoch``), so a captured CUDA graph replays with fresh epochs; ``pp``, whose messages
+are not captured, counts on the host.
 """
 
 from __future__ import annotations

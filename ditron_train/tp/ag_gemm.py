@@ -13,11 +13,12 @@ arrive:
     fused    compute   | GEMM: local shard  | rows of r+1       | rows of r+2       | rows of r+3       |
     fused    waits     |                    | ^ rows of r+1     | ^ rows of r+2     | ^ rows of r+3     |
 
-If a table of ``tune`` says so, or if the policy finds tiles no faster than native, cuBLAS multiplies instead of one
-kernel's tiles: a product of the local shard, then one of each rank's rows, before which the stream waits for them.
+If a table of ``tune`` says so, or if the policy finds tiles no faster than native or their bits different, cuBLAS
+multiplies instead of one kernel's tiles: a product of the local shard, then one of each rank's rows, before which the
+stream waits for them.
 
-Who waits for whom: the sends to a peer wait for its start signal of this epoch, since the gathered rows ``[M, K]`` are
-a single buffer of a rank: the signal says that everything the peer's stream had before is done. A tile of the GEMM
+Who waits for whom: sends wait for the start signals of all peers of this epoch, since the gathered rows ``[M, K]`` are
+a single buffer of a rank: a signal says that everything that peer's stream had before is done. A tile of the GEMM
 waits for the arrival flags of the rows that it reads. Flags hold the epoch, one for each (source rank, block of rows).
 The gather itself, by copy engines or by multiprocessors that push, is in ``tp.gather``.
 
@@ -170,8 +171,9 @@ def ag_gemm_kernel(
 ):
     """C [M, N] = gathered A [M, K] @ B, persistent; a tile starts when the rows that it reads have arrived.
 
-    It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch,
-    which are enqueued before it and need no SM that this grid could take (the grid leaves theirs free).
+    It waits (acquire, then a fence for the descriptor loads) for the peers' pushes or copy engines of this epoch. Each
+    rank enqueues its own sends before this kernel, and they need no SM that this grid could take (it leaves theirs
+    free), so every rank's rows arrive whatever the others' grids wait for.
 
     Program p computes tiles p, p + num_programs, ... of the gather's order, this rank's own rows first, as one
     pipelined loop (``flatten``): a tile waits when its first loads are issued, during the last products of the tile

@@ -2,7 +2,8 @@
 looked up.
 
 First a table (the user's, ``DITRON_TUNING``, or the one that ships for this GPU), else the cost model. Every rank
-reads the same table and computes the same model, so all ranks make the same choice without communication.
+reads the same table and computes the same model, so all ranks make the same choice without communication (whether
+cuBLAS may multiply rank by rank is agreed on by ``TPContext.choose``).
 
 The cost model estimates an op's time, native and fused, from the rates of a machine:
 

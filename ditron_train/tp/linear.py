@@ -85,11 +85,11 @@ def product_and_reduce_scatter(
     """dX of a gradient with strides, as stock Megatron computes it: a plain GEMM, then the process group's
     reduce-scatter.
 
-    This is the one place where an op of ``tp`` falls back to the process group instead of raising
-    ``NotSupportedError``. The strides of a gradient are known in backward only, when the forward has already run
-    fused, and cuBLAS may choose another kernel for them than the one that was compared with the native product. It is
-    needed if the weight is frozen, or if rows cannot be copied by copy engines: the normal backward
-    (``_column_gradients``) multiplies the gradient by cuBLAS in any case.
+    Like its callers in this file it falls back to the process group instead of raising ``NotSupportedError``. The
+    strides of a gradient are known in backward only, when the forward has already run fused, and cuBLAS may choose
+    another kernel for them than the one that was compared with the native product. It is needed if the weight is
+    frozen, or if rows cannot be copied by copy engines: the normal backward (``_column_gradients``) multiplies the
+    gradient by cuBLAS in any case.
     """
     if is_frozen:
         log_native("tp column", "a gradient with strides goes back through a frozen weight")

@@ -205,7 +205,8 @@ class DitronMoEAlltoAllTokenDispatcher(
     ``dispatch_preprocess`` exchanges counts on the device, ``token_dispatch`` waits for them (the one host sync that
     native has too) and moves the tokens straight into [local expert, source rank, token] order, ``token_combine``
     returns every row and adds each token's up in the native order. ``dispatch_postprocess`` and ``combine_preprocess``
-    have nothing left to move.
+    have nothing left to move, unless a movement and a GEMM run as a pair, tokens left ahead of the counts, or experts
+    are sliced by tensor parallelism: then rows move there.
     """
 
     shared_experts: Any

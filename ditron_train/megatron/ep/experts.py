@@ -2,8 +2,8 @@
 
 ``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. Where a movement and a
 GEMM run as one kernel the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the counts, and
-gets tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused, and all
-weight gradients, are Transformer Engine's.
+gets tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused are
+Transformer Engine's, weight gradients too, unless one kernel for all experts was measured faster.
 """
 
 from __future__ import annotations
