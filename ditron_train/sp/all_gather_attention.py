@@ -173,10 +173,11 @@ class _AllGatherAttention(torch.autograd.Function):
             x.movedim(0, seq_dim).contiguous()
             for x in call.moves.scatter([one[0] for one in grads], [one[1] for one in grads], len(k))
         )
-        if k.is_cuda and call.second_stream is not None:
+        if k.is_cuda and call.second_stream is not None and not torch.cuda.is_current_stream_capturing():
             # Memory of the second step's gradients goes back to that stream as soon as it is free. ``record_stream``
             # would keep it until the host has seen the sum end, and a kernel's workspace, of which it was a part,
-            # would be reserved twice: 16 GiB of LLaMA-8B's deterministic attention at 32768 tokens.
+            # would be reserved twice: 16 GiB of LLaMA-8B's deterministic attention at 32768 tokens. In a capture the
+            # wait of the next ``run`` has to do: a stream that joins a capture again would have to leave it again.
             call.second_stream.wait_stream(torch.cuda.current_stream())
         return grad_q.view(*q.shape[:seq_dim], -1, *q.shape[seq_dim + 2 :]), grad_k, grad_v, None
 

@@ -32,7 +32,8 @@ from tests.support.patience import HANG_S
 
 #: A message instead of a request: all ranks have answered.
 LEAVE_GROUPS = b""
-_threads_left = 12  # most threads that were left after a call; a worker whose only group is the world has 5
+_FEW_THREADS = 12  # a worker whose only group is the world has 5
+_threads_left = _FEW_THREADS  # after the last collection
 
 
 def _exit_with_parent(parent_pid: int) -> None:
@@ -106,7 +107,7 @@ def _leave_groups() -> None:
         left = _count_threads()
         if left <= _threads_left:  # no group of the call is left, so none of its models either
             gc.freeze()  # modules most of all: they are not looked through at the end of the next call
-        _threads_left = max(left, _threads_left)
+        _threads_left = max(left, _FEW_THREADS)
 
 
 def _count_threads() -> int:

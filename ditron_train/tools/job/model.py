@@ -62,11 +62,11 @@ def layer_counts(job: Job) -> Counter[str]:
 
 def windowed_layers(job: Job) -> int:
     """How many attentions reach back over ``--window-size`` keys only."""
-    layers, skipped = layer_counts(job)["*"], job.window_attn_skip_freq
-    if job.window_size is None or job.window_size[0] < 0:
-        return 0
-    named = _every(skipped, layers, last=True) if skipped is not None else 0
-    return named if skipped is not None and not str(skipped).isdecimal() else layers - named
+    layers, has_window = layer_counts(job)["*"], job.window_size is not None and job.window_size[0] >= 0
+    frequency = str(job.window_attn_skip_freq or layers + 1)
+    named = min(_every(frequency, layers, last=True), layers)  # a number names those without, a pattern those with one
+    windowed = layers - named if frequency.isdecimal() else named
+    return windowed if has_window else 0
 
 
 def has_sparse_attention(job: Job) -> bool:

@@ -173,15 +173,16 @@ def _attention(step: _Step) -> Iterator[tuple[str, Estimate]]:
     value_dim = config.v_head_dim if mla else model.channels
     q_dim = config.qk_head_dim + config.qk_pos_emb_head_dim if mla else model.channels
     windowed = windowed_layers(step.job) / count
-    # Of a chunk of a context parallel rank kernels skip nothing: its first row's keys and its last row's are attended.
-    reach = config.window_size[0] + (model.seq_length // (4 * step.cp) if step.cp > 1 else 0) if windowed else None
+    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    # With gathered keys a step computes all that its chunk of queries may see: half a chunk more on average.
+    more = model.seq_length // (4 * step.cp) if step.cp > 1 and "all_gather" in kinds else 0
     forward_us, backward_us = (
         sum(
             share * attention_us(
                 model.seq_length, model.heads / (step.tp * step.cp), (q_dim + value_dim) // 2, rates,
                 keys=keys, batch=model.micro_batch_size, backward=backward,
             )
-            for keys, share in ((reach, windowed), (None, 1.0 - windowed))
+            for keys, share in ((config.window_size[0] + more if windowed else None, windowed), (None, 1.0 - windowed))
         )
         for backward in (False, True)
     )  # fmt: skip
@@ -191,7 +192,6 @@ def _attention(step: _Step) -> Iterator[tuple[str, Estimate]]:
     if step.cp == 1:
         return
     span = step.cluster.span(step.cp, step.tp)
-    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
     if step.fused_heads and not mla:
         sizes = AttentionSizes(step.tokens, model.hidden, model.heads, model.groups, model.channels)
         where = (sizes, span, step.machine, rates)
