@@ -44,11 +44,12 @@ _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
     "sp": (("gemm_a2a", "forward"), ("a2a_gemm", "forward"), ("attention_layer", "forward_backward")),
     "ep": (
         ("dispatch", "forward"),
+        ("group_gemm", "forward"),
         ("combine", "forward"),
         ("moe_layer", "forward_backward"),
         ("gathered_experts", "forward_backward"),
     ),
-    "pp": (("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
+    "pp": (("send_recv", "forward"), ("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
     "muon": (("newton_schulz", "forward"), ("muon_step", "forward")),
     "loss": (("cross_entropy", "forward_backward"),),
     "det": (),
