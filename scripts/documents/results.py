@@ -43,9 +43,7 @@ _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
     "tp fp8_blockwise": _TP,
     "sp": (("gemm_a2a", "forward"), ("a2a_gemm", "forward"), ("attention_layer", "forward_backward")),
     "ep": (
-        ("dispatch", "forward"),
-        ("group_gemm", "forward"),
-        ("combine", "forward"),
+        *((op, "forward") for op in ("dispatch", "group_gemm", "combine")),
         ("moe_layer", "forward_backward"),
         ("gathered_experts", "forward_backward"),
     ),

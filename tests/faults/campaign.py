@@ -31,6 +31,7 @@ from tests.faults.fault import KINDS, Fault, draw
 from tests.faults.jobs import MODULES, PATIENCE, jobs_here
 from tests.faults.judge import NEVER_CAME
 from tests.faults.one_job import run_one
+from tests.support.gloo_device import share_gloo_device
 
 _TIMEOUT_S = 2.0
 _SHARING = 2.0  # deadlines of ranks that take turns on a GPU
@@ -130,6 +131,7 @@ def _import_all(device_type: str, jobs: Mapping[str, Sequence[int]]) -> None:
 
         interpreter.install()
         torch.compile = megatron_shim.leave_uncompiled  # type: ignore[assignment]
+        share_gloo_device()
     for name in jobs:
         for module in MODULES[name]:
             importlib.import_module(module)

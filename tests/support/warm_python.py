@@ -8,7 +8,7 @@ imported before the fork.
 What a fork could not do as a new interpreter would goes to the real one: options that are not known here, a
 ``sitecustomize`` on the path, inherited files, variables that those libraries read when they are imported.
 
-This file imports nothing but the standard library, since it is run by its path.
+This file imports nothing but the standard library when it is imported, since it is run by its path.
 """
 
 from __future__ import annotations
@@ -326,6 +326,7 @@ def _serve() -> list[str]:
     sys.path.pop(0)  # this file's folder
     for name in modules:
         importlib.import_module(name)
+    runpy.run_path(str(Path(__file__).with_name("gloo_device.py")))["share_gloo_device"]()
     gc.collect()
     gc.freeze()
     return _become(program, *_Forks(listening).next_command())

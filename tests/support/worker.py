@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
+from tests.support.gloo_device import share_gloo_device
 from tests.support.patience import HANG_S
 
 #: A message instead of a request: all ranks have answered.
@@ -206,6 +207,7 @@ def _import_all(modules: Sequence[str]) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.install()
     torch.compile = megatron_cpu.leave_uncompiled
+    share_gloo_device()
     for name in modules:
         importlib.import_module(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
