@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs the CPU tests; arguments go to pytest.
 #
-# Without arguments two halves run beside each other, since processes of a test wait for one another: one after the other they left
-# a quarter of two cores idle (23.8 minutes instead of 16.9). What the second half says is printed behind the first.
+# Without arguments three parts run concurrently, since processes of a test wait for one another and for deadlines: one part alone
+# leaves much of two cores idle. The output of the second and the third is printed after that of the first.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 prepare test
@@ -11,14 +11,19 @@ export TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 [ $# = 0 ] || exec "$PY" -m pytest --ignore=tests/gpu "$@"
 
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile the package
-jobs_of_megatron=(tests/tools/compare tests/examples tests/megatron_plugin tests/native)
-said=$(mktemp)
-"$PY" -m pytest -p no:cacheprovider "${jobs_of_megatron[@]}" >"$said" 2>&1 &
-half=$!
-trap 'kill -INT "$half" 2>/dev/null || true; wait "$half" || true; rm -f "$said"' EXIT
+waiting=(tests/faults tests/nodes tests/policy tests/reach tests/harness tests/golden tests/cpu tests/pp tests/symm)
+layers=(tests/native tests/examples)
+logs=$(mktemp -d)
+"$PY" -m pytest -p no:cacheprovider "${waiting[@]}" >"$logs/waiting" 2>&1 &
+parts=($!)
+"$PY" -m pytest -p no:cacheprovider "${layers[@]}" >"$logs/layers" 2>&1 &
+parts+=($!)
+trap 'kill -INT "${parts[@]}" 2>/dev/null || true; wait || true; rm -rf "$logs"' EXIT
 status=0
-"$PY" -m pytest --ignore=tests/gpu "${jobs_of_megatron[@]/#/--ignore=}" || status=$?
-wait "$half" || status=$?
-trap 'rm -f "$said"' EXIT
-cat "$said"
+"$PY" -m pytest --ignore=tests/gpu "${waiting[@]/#/--ignore=}" "${layers[@]/#/--ignore=}" || status=$?
+for part in "${parts[@]}"; do
+    wait "$part" || status=$?
+done
+trap 'rm -rf "$logs"' EXIT
+cat "$logs/waiting" "$logs/layers"
 exit "$status"

@@ -42,8 +42,10 @@ _WITH_MEGATRON = (
     "ditron_train.megatron.tp.spec",
     "ditron_train.megatron.wgrad.stand_in",
 )
-# Since 0.18 importing megatron-core settles whether emerging_optimizers is there, which tests have to choose.
-_SETTLES = ("megatron.", "ditron_train.megatron.") if is_newer_than_0_17() else ()
+# Importing these settles whether emerging_optimizers is there, which tests have to choose; since 0.18 all of megatron-core.
+_SETTLES = ("ditron_train.megatron.muon.", "ditron_train.megatron.compat.muon.")
+if is_newer_than_0_17():
+    _SETTLES = ("megatron.", "ditron_train.megatron.")
 
 
 def search_path() -> list[str]:

@@ -1,9 +1,10 @@
 """One gloo device for all groups of a process.
 
-Each device of gloo has a thread that wakes a hundred times a second, whether there is something to do or not, and torch
-makes a device for each group. In processes with some hundred groups these threads took a third of all processor time.
+Each device of gloo has a thread that wakes a hundred times a second, whether there is something to do or not, and
+torch makes a device for each group. In processes with some hundred groups these threads took a third of all processor
+time.
 
-This file imports nothing of the package or the tests, since commands load it by its path (``tests.support.warm_python``).
+This file imports nothing of the package or the tests: ``tests.support.warm_python`` loads it by its path.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from tests.support.patience import HANG_S
 
 #: A message instead of a request: all ranks have answered.
 LEAVE_GROUPS = b""
-_FEW_THREADS = 12  # a worker whose only group is the world has 5
-_threads_left = _FEW_THREADS  # after the last collection
+_MANY_THREADS = 200
+_threads_left = 0  # by the last collection
 
 
 def _exit_with_parent(parent_pid: int) -> None:
@@ -94,21 +94,19 @@ def _init_process_group(store_path: str, rank: int, world_size: int) -> None:
 
 
 def _leave_groups() -> None:
-    """Destroy the groups that the last call has left: each has threads that wake a hundred times a second, also while
-    nothing is asked of this worker. No rank uses them any more: all have answered. Groups that the call has destroyed
-    itself have their threads, too, until the cycles of references that they are in are collected."""
+    """Destroy the groups that the last call has left; no rank uses them any more, since all have answered. Groups that
+    calls have destroyed themselves keep threads and files until the cycles of references that they are in are
+    collected, which takes long, so it happens rarely."""
     global _threads_left
     from tests.support.model_parallel import destroy_groups
 
-    if destroy_groups() or _count_threads() > _threads_left:
+    destroy_groups()
+    if _count_threads() > _threads_left + _MANY_THREADS:
         groups = sys.modules.get("ditron_train.runtime.groups")
         if groups is not None:
-            groups.forget_destroyed_groups()  # else the next use of a group would
+            groups.forget_destroyed_groups()
         gc.collect()
-        left = _count_threads()
-        if left <= _threads_left:  # no group of the call is left, so none of its models either
-            gc.freeze()  # modules most of all: they are not looked through at the end of the next call
-        _threads_left = max(left, _FEW_THREADS)
+        _threads_left = _count_threads()
 
 
 def _count_threads() -> int:
