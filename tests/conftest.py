@@ -3,6 +3,7 @@
 Checks that compile kernels start a process of their own with ``TRITON_INTERPRET=0``.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,13 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("any_machine", settings.get_profile("search"), derandomize=True)
 settings.load_profile("any_machine")
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests are not looked through for garbage again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

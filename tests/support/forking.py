@@ -42,7 +42,8 @@ _WITH_MEGATRON = (
     "ditron_train.megatron.tp.spec",
     "ditron_train.megatron.wgrad.stand_in",
 )
-# Importing these settles whether emerging_optimizers is there, which tests have to choose; since 0.18 all of megatron-core.
+# Importing these settles whether emerging_optimizers is there, which tests have to choose; since 0.18 all of
+# megatron-core does.
 _SETTLES = ("ditron_train.megatron.muon.", "ditron_train.megatron.compat.muon.")
 if is_newer_than_0_17():
     _SETTLES = ("megatron.", "ditron_train.megatron.")
