@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,18 @@ def _die(rank):
 
 def _start_child():
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+def _sums_and_gloo_loops(num_groups):
+    """What each of some groups adds up, and how many threads of this process poll for gloo."""
+    groups = [dist.new_group(backend="gloo") for _ in range(num_groups)]
+    sums = []
+    for group in groups:
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        sums.append(value.item())
+    tasks = [f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task")]
+    return sums, sum(Path(task).read_text().startswith("gloo_tcp_loop") for task in tasks)
 
 
 def _return_error_type():
@@ -94,6 +107,10 @@ def test_what_a_worker_has_started_ends_with_it():
     while _is_running(outcomes[0].value) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _is_running(outcomes[0].value)
+
+
+def test_all_groups_of_a_worker_share_one_gloo_device():
+    assert run_workers(2, _sums_and_gloo_loops, 4) == [([2.0] * 4, 1)] * 2
 
 
 def test_environment_of_one_call():

@@ -33,8 +33,8 @@ from tests.support.patience import HANG_S
 
 #: A message instead of a request: all ranks have answered.
 LEAVE_GROUPS = b""
-_MANY_THREADS = 200
-_threads_left = 0  # by the last collection
+_MANY_THREADS = 200  # of groups, more than after the last collection
+_threads_left = 0  # after the last collection
 
 
 def _exit_with_parent(parent_pid: int) -> None:
