@@ -220,8 +220,8 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--ditron-record",
         metavar="DIR",
         help="Notes the losses, the gradient norm and the time of every step there, and a digest of the parameters "
-        "after the first and the last; also without --ditron. `python -m ditron_train compare` makes two such jobs "
-        "and compares them.",
+        "after the first, each hundredth and the last; also without --ditron. `python -m ditron_train compare` makes "
+        "two such jobs and compares them.",
     )
     group.add_argument(
         "--ditron-record-trace",

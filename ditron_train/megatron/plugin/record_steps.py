@@ -152,9 +152,10 @@ class StepRecorder:
             self._tracer.start()
 
     def step(self, iteration: int | None, losses: dict[str, torch.Tensor], grad_norm: Any, optimizer: Any) -> None:
-        """Notes one step; after the first and the last one also a digest of the parameters that this rank's optimizer
-        holds, after the last one what ran by which path. With every step: the calls of the fused path by feature, the
-        most that torch has reserved on the GPU so far, and the bytes of symmetric memory, which rank 0 logs at last.
+        """Notes one step; after the first, each hundredth and the last one also a digest of the parameters that this
+        rank's optimizer holds, after the last one what ran by which path. With every step: the calls of the fused path
+        by feature, the most that torch has reserved on the GPU so far, and the bytes of symmetric memory, which rank 0
+        logs at last.
 
         Of the step that is traced no time is noted. Collective where it is traced.
 
@@ -186,7 +187,7 @@ class StepRecorder:
         if taken_mj is not None and self._taken_mj is not None:
             values["joules"] = None if before_s is None else (taken_mj - self._taken_mj) / 1e3
         self._steps += 1
-        if self._steps == 1 or number == self._last:
+        if self._steps == 1 or number % 100 == 0 or number == self._last:
             values["digest"] = digest(p for group in optimizer.param_groups for p in group["params"])
         if number == self._last:
             values["plan"] = decisions()

@@ -1,7 +1,7 @@
 """Trains natively and with ditron_train by your own command, torchrun and all, and compares the losses and gradient
-norms of every step, and the parameters after the first and the last one, on every rank, bit for bit; then the time of
-a step. Each is trained twice, natively first and last: what comes later finds warmer GPUs. The command follows the
-options of this one."""
+norms of every step, and the parameters after the first, each hundredth and the last one, on every rank, bit for bit;
+then the time of a step. Each is trained twice, natively first and last: what comes later finds warmer GPUs. The
+command follows the options of this one."""
 
 from __future__ import annotations
 

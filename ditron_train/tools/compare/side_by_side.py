@@ -110,7 +110,7 @@ def _digests(jobs: Sequence[Job]) -> tuple[str, str]:
     as in a job that ended before the step that Megatron was told is the last."""
     steps = list(zip(*(steps for job in jobs for steps in job.ranks)))
     noted = [one[0].number for one in steps if all(PARAMETERS in step.figures for step in one)]
-    after = f"step{'s' if len(noted) > 1 else ''} {' and '.join(map(str, noted))}"
+    after = f"step{'s' if len(noted) > 1 else ''} {', '.join(map(str, noted))}"
     what = f", digests of the optimizer's parameters after {after}" if noted else ""
     last = steps[-1][0].number
     missing = f"; parameters after the last step, {last}, were NOT compared: the jobs ended before they noted a digest"

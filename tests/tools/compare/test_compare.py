@@ -23,7 +23,7 @@ from ditron_train.tools.compare.comparison import add_arguments, run
 from ditron_train.tools.compare.launch import LAUNCHER, RunningJob, may_start_together, with_launcher
 from ditron_train.tools.compare.row import write_row
 from ditron_train.tools.compare.side_by_side import show
-from ditron_train.tools.compare.steps import Runs, differences, read_job
+from ditron_train.tools.compare.steps import PARAMETERS, Runs, differences, read_job
 from ditron_train.tools.nothing_compared import NothingComparedError
 from ditron_train.tools.results import read_results, write_results
 from tests.support.patience import HANG_S
@@ -481,7 +481,7 @@ def test_the_verdict_names_the_steps_whose_digests_were_compared(tmp_path, capsy
             path.write_text("\n".join([header, step, *others]) + "\n")
     for name, says in (
         ("whole", "equal: all 10 figures of 3 steps on 2 ranks (losses, gradient norms, digests of the optimizer's "
-                  "parameters after steps 1 and 3)"),
+                  "parameters after steps 1, 3)"),
         ("early", "equal: all 8 figures of 3 steps on 2 ranks (losses, gradient norms, digests of the optimizer's "
                   "parameters after step 1); parameters after the last step, 3, were NOT compared"),
         ("none", "equal: all 6 figures of 3 steps on 2 ranks (losses, gradient norms); parameters after the last "
@@ -692,6 +692,18 @@ def test_energy_is_noted_from_step_to_step(monkeypatch, tmp_path):
     assert job.step_joules(1) == 60.25 and job.step_joules(4) is None and job.power_w(4) is None
     seconds = sum(job.ranks[0][index].seconds for index in (1, 3))
     assert job.power_w(1) == pytest.approx(120.5 / seconds)
+
+
+def test_a_digest_after_the_first_each_hundredth_and_the_last_step(monkeypatch, tmp_path):
+    monkeypatch.setattr(record_steps.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(record_steps.dist, "get_world_size", lambda: 1)
+    arguments = SimpleNamespace(train_iters=207)
+    recorder = record_steps.StepRecorder(tmp_path, [], arguments, torch.device("cpu"), 5, None)
+    optimizer = SimpleNamespace(param_groups=[{"params": [torch.ones(3)]}])
+    for iteration in range(4, 207):  # as after a checkpoint
+        recorder.step(iteration, {}, None, optimizer)
+    noted = [step.number for step in read_job(tmp_path).ranks[0] if step.figures.get(PARAMETERS)]
+    assert noted == [5, 100, 200, 207]
 
 
 @pytest.mark.parametrize("torchrun", [["torchrun"], ["torchrun", "--standalone"]], ids=["one_by_one", "together"])
