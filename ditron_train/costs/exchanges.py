@@ -17,7 +17,7 @@ class Span:
     Attributes:
         ranks: All of them.
         per_node: How many of them one node holds.
-        network: Between nodes; None where they are on one.
+        network: Between nodes; None if they are on one.
     """
 
     ranks: int

@@ -154,7 +154,7 @@ class EPBuffers:
         return RowBuffers(rows.local, rows.addresses, grads.local, grads.addresses)
 
     def reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
-        """Makes every buffer that a layout needs large enough (collective where one must grow).
+        """Makes every buffer that a layout needs large enough (collective if one must grow).
 
         Args:
             room: The largest need of any rank.

@@ -33,7 +33,7 @@ PAIRS: tuple[Pair, ...] = (
     *("gemm_combine", "overlap_wgrad"),
     *("fc1_gemm", "fc2_gemm", "fc2_dgrad", "fc1_dgrad", "group_wgrad"),
 )
-# Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
+# If cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
 _WAVE_TILES = 132
 #: The largest part of all rows that may belong to such experts: their products run before the kernel, when no rows are
 #: returned yet.

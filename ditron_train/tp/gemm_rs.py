@@ -8,7 +8,7 @@ There are two ways to move the partial sums.
 
 By copy engines, in chunks: a GEMM for the rows that each rank owns, sent while the next one runs. The rows that this
 rank owns are last, so that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``). cuBLAS
-multiplies where it does so for ``ag_gemm``.
+multiplies if it does so for ``ag_gemm``.
 
 Timeline of ``gemm_rs`` on rank r of 4, by copy engines:
 

@@ -400,7 +400,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         return dispatch_tokens(hidden_states, probs, self._layout, self.ep_context, self._order)
 
     def _expert_call(self, hidden_states: torch.Tensor) -> ExpertCall | None:
-        """What the experts need to move tokens themselves, or None where movement and GEMMs are apart."""
+        """What the experts need to move tokens themselves, or None if movement and GEMMs are apart."""
         if self._slices is not None:
             _log_apart(unsupported_reason_beside(self.tp_size))
             return None

@@ -116,7 +116,7 @@ class DitronMoEAllGatherTokenDispatcher(
     """``MoEAllGatherTokenDispatcher`` whose tokens travel while the routing is exchanged and rows are placed, and
     whose results leave rank by rank as they are added up.
 
-    Where the experts' GEMMs go beside, ``dispatch_postprocess`` hands over tokens and a ``GatheredCall``, and the
+    If the experts' GEMMs go beside, ``dispatch_postprocess`` hands over tokens and a ``GatheredCall``, and the
     experts return tokens.
     """
 

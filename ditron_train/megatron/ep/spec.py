@@ -90,7 +90,7 @@ class MovementCall(NamedTuple):
         topk: Experts of a token.
         is_fused: Whether ``moe_permute_fusion`` is on.
         group: The expert parallel group.
-        pad_factor: Capacity factor where tokens are padded to capacity.
+        pad_factor: Capacity factor if tokens are padded to capacity.
     """
 
     make: Callable[[bool], Any]
@@ -173,7 +173,7 @@ class MovementOp(Op[MovementCall, None]):
         return Trial(words, native_run, fused, summed, [(native_given, fused_given)])
 
     def describe_shape(self, call: MovementCall) -> str:
-        """Names the kind of layer where its times come later than the trial."""
+        """Names the kind of layer if its times come later than the trial."""
         return f"{_words(self.name, call, len(call.probs), None)}: " if self.runs_concurrently else ""
 
     def inputs(self, call: MovementCall) -> Sequence[torch.Tensor]:

@@ -3,7 +3,7 @@ with grouped quantization of a layer in FP8.
 
 ``TEGroupedMLP`` passes what it gets as ``tokens_per_expert`` through ``tolist()`` to its two grouped linear layers.
 With a capacity these counts exist on the device alone: ``DeviceCounts`` takes the place of the list, and the linear
-layers run our grouped GEMMs for it. Imported only where Transformer Engine is installed.
+layers run our grouped GEMMs for it. Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations

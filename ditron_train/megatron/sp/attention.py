@@ -49,7 +49,7 @@ from ditron_train.sp import SPContext, late_wgrad
 
 @outside_compile
 class DitronSelfAttention(SelfAttention, metaclass=EqualsBaseClass, native=SelfAttention):
-    """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as
+    """``SelfAttention`` whose projections are fused with Ulysses' exchanges if that covers it, else as
     inherited."""
 
     @signed_as(SelfAttention.forward)
@@ -185,7 +185,7 @@ class DitronSelfAttention(SelfAttention, metaclass=EqualsBaseClass, native=SelfA
 
 @outside_compile
 class DitronMLASelfAttention(MLASelfAttention, metaclass=EqualsBaseClass, native=MLASelfAttention):
-    """``MLASelfAttention`` whose output projection is fused with its exchange where that covers it."""
+    """``MLASelfAttention`` whose output projection is fused with its exchange if that covers it."""
 
     @signed_as(MLASelfAttention.forward)
     def forward(
@@ -198,7 +198,7 @@ class DitronMLASelfAttention(MLASelfAttention, metaclass=EqualsBaseClass, native
 
 
 def class_map() -> dict[type, type]:
-    """The native classes and the fused ones; Transformer Engine's attention is among them where it is installed."""
+    """The native classes and the fused ones; Transformer Engine's attention is among them if it is installed."""
     classes: dict[type, type] = {
         SelfAttention: DitronSelfAttention,
         MLASelfAttention: DitronMLASelfAttention,
