@@ -1,5 +1,5 @@
-"""What a layer of experts runs: the fused pairs of a movement and a GEMM, the experts' native products, and the
-minimum rows of an expert, measured, from which on our products are bitwise identical to the native ones.
+"""What a layer of experts runs: the fused pairs of a dispatch or combine and a GEMM, the experts' native products, and
+the minimum rows of an expert, measured, from which on our products are bitwise identical to the native ones.
 
 cuBLAS splits the sum of a product with few tiles over several programs (split-K), and then adds up in another order
 than our kernels. Up to how many rows it does so depends on the shape: sums of 28672 terms into 4096 columns were split

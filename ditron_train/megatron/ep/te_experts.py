@@ -52,7 +52,7 @@ _GROUPED_BASE: Any = grouped_base()
 
 
 class DeviceCounts:
-    """Rows of each local expert of one layout, known on the device alone."""
+    """Rows of each local expert of one handle, known on the device alone."""
 
     def __init__(self, handle: EPHandle) -> None:
         self._handle = handle
