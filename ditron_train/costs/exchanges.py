@@ -1,4 +1,4 @@
-"""Times of exchanges between ranks, inside a node and across nodes, in us: NCCL's, and copy engines'."""
+"""Times of communication between ranks, inside a node and across nodes, in us: NCCL's, and copy engines'."""
 
 from __future__ import annotations
 

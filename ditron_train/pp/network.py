@@ -1,4 +1,5 @@
-"""Messages to a neighbour whose memory cannot be addressed (another node), and messages larger than a slot.
+"""Messages to a neighbour whose memory cannot be addressed (another node), and messages larger than
+a slot (receive buffer).
 
 They go through point-to-point operations of ``torch.distributed`` on groups of their own, one a lane so that the two
 directions between the same two ranks never match each other's messages, limited to one block of NCCL if torch

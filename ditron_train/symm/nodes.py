@@ -1,9 +1,10 @@
 """Groups that span nodes: the ranks of a node, the rails between nodes, and who is missing if one does not come.
 
-A *rail* is the ranks with the same place in their nodes, whose adapters face each other. Between nodes the process
-group's backend moves data, which knows no deadline and names nobody: gloo breaks off or waits for half an hour, NCCL
-waits until its watchdog ends the process. So the host waits by a deadline of its own when it has to wait anyway; who
-cannot go on, whatever stopped it, answers a *roll call* in the group's store, and all who answer name the same rank.
+A *rail* is the ranks with the same local rank on their nodes, whose adapters face each other. Between nodes the
+process group's backend moves data, which knows no deadline and names nobody: gloo breaks off or waits for half an
+hour, NCCL waits until its watchdog ends the process. So the host waits by a deadline of its own when it has to wait
+anyway; who cannot go on, whatever stopped it, answers a *roll call* in the group's store, and all who answer name the
+same rank.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class NodeGroups:
     Attributes:
         group: All ranks, node by node.
         node_group: Those of this rank's node.
-        rail: Those with this rank's place in their nodes.
+        rail: Those with this rank's local rank on their nodes.
         num_nodes, local_size: Nodes, and ranks of each.
         node, local: This rank's node, and its place there.
     """

@@ -1,4 +1,4 @@
-"""The product of FP8 operands by itself, which the package computes beside movement alone."""
+"""The product of FP8 operands by itself, which the package computes only overlapped with communication."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Transformer Engine's grouped experts with the token movement inside their linear layers (part of feature ``ep``).
+"""Transformer Engine's grouped experts with dispatch and combine inside their linear layers (feature ``ep``).
 
-``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. If a movement and a
-GEMM run as one kernel the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the counts, and
-gets tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused are
-Transformer Engine's, weight gradients too, unless one kernel for all experts was measured faster.
+``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. If a dispatch or combine
+and a GEMM run as one kernel, the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the
+counts, and gets tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused
+are Transformer Engine's, weight gradients too, unless one kernel for all experts was measured faster.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def unsupported_reason_options(config: Any, *more: str) -> str | None:
 
 
 def unsupported_reason_fused(experts: Any, device: torch.device) -> str | None:
-    """Why movement and GEMMs of these experts stay kernels of their own, or None."""
+    """Why the GEMMs of these experts are not fused with dispatch or combine, or None."""
     reason = unsupported_reason_called(experts)
     if reason is not None:
         return reason

@@ -149,7 +149,7 @@ class GatheredCall:
         sum_dtype: Type in which results are added up over ranks: that of the probabilities.
         started: The gather of the tokens that has been started.
         wgrad: The native GEMM of the weight gradients; None: ``group_wgrad``.
-        gemm: As of ``ExpertCall``; products that overlap with a movement are fused in any case.
+        gemm: As of ``ExpertCall``; products that overlap with a transfer are fused in any case.
         min_rows: Experts with fewer rows, from all sources, are multiplied by ``few``.
         few: The native product of those experts; None: the fused path multiplies them, too.
     """

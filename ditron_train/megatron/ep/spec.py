@@ -1,4 +1,4 @@
-"""Expert parallelism declared for the policy: the movement of tokens, and each pair of a movement and a grouped GEMM.
+"""Expert parallelism declared for the policy: the movement of tokens (dispatch and combine), and its pairs with GEMMs.
 
 Ranks may hold different numbers of tokens, so the movement is asked about once for each kind of MoE layer, for the
 largest number of the first step, and the answer holds for every later one; the first step's own tokens, wherever they
@@ -192,7 +192,7 @@ class MovementOp(Op[MovementCall, None]):
 
 
 MOVEMENT, FLEX = MovementOp(), MovementOp("ep flex")
-#: Movement by the nodes of a schedule plan (``overlap_moe_expert_parallel_comm``).
+#: Dispatch and combine in the nodes of a schedule plan (``overlap_moe_expert_parallel_comm``).
 IN_PIECES = MovementOp("ep movement in pieces", runs_concurrently=True)
 OPS: Sequence[Op[Any, Any]] = (MOVEMENT, FLEX, IN_PIECES)
 

@@ -11,7 +11,8 @@ receives through ``ditron_train.pp``; signatures, timers and attributes are inhe
 - No device sync: neither after a batch (``batch_p2p_sync``) nor for shapes (``variable_seq_lengths``) inside a node.
   Messages larger than those that their step began with, which go natively, have native's.
 
-The schedules make a communicator every step; slots and flags belong to the group and live across steps.
+The schedules make a communicator every step; slots (receive buffers) and flags belong to the group and live across
+steps.
 """
 
 from __future__ import annotations

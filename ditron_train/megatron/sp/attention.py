@@ -1,10 +1,10 @@
 """Ulysses attention: ``--context-parallel-size N --cp-comm-type a2a`` (feature ``sp``).
 
-megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. If only
-norms of heads come between a projection and its exchange, the two are fused; RoPE then comes after the exchange,
-with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output
-projection is fused with its exchange (``output``), or only the exchanges are fused. Causal masks are made
-by the attention; a mask that is passed with them is not looked at, as Transformer Engine does.
+megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. If only norms
+of heads come between a projection and its exchange (all-to-all), the two are fused; RoPE then comes after the
+exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output projection is
+fused with its exchange (``output``), or only the exchanges are fused. Causal masks are made by the attention; a mask
+that is passed with them is not looked at, as Transformer Engine does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The ops around an attention of Ulysses, declared for the policy: the two exchanges, and the
-projections fused with them.
+"""The ops around an attention of Ulysses, declared for the policy: the two exchanges (all-to-alls), and
+the projections fused with them.
 
 What all ranks see alike is decided without communication; the rest is tried once per shape, all ranks together
 (`ditron_train.policy`): whether memory can be had, and on GPUs bits and times.
