@@ -1,6 +1,6 @@
 """The command line: ``ditron doctor``, ``ditron bench``, ... or ``python -m ditron_train doctor``.
 
-Every command is a function that imports what it needs, so that ``--help`` is quick and works where nothing is
+Every command is a function that imports what it needs, so that ``--help`` is quick and works if nothing is
 installed. `EXIT_STATUS` says what a command returns.
 """
 

@@ -4,7 +4,7 @@
 
 Only the standard library is needed. A torch or triton that the calling interpreter can import is used as it is and
 never replaced: the new environment then sees the outer one behind its own packages. What is missing is installed with
-the versions of ``constraints.txt``; what is there already and in the supported range stays. Of torch and triton, where
+the versions of ``constraints.txt``; what is there already and in the supported range stays. Of torch and triton, if
 one is there the other is its partner (``PAIRS``). ``TORCH=2.15.0`` names another version of torch to install.
 
 For ``ci`` and ``docs`` pip takes no file but those of ``hashes.txt``; ``docs``, which makes the site, has no torch.
@@ -44,7 +44,7 @@ MODULES = {name: name.replace("-", "_") for needs in PURPOSES.values() for name 
 MODULES.update({"mkdocs-material": "material", "mkdocstrings-python": "mkdocstrings_handlers"})
 MODULES.update({"megatron-core": "megatron.core", "cuda-bindings": "cuda.bindings"})
 HASHED = ("ci", "docs")
-known_hashes: dict[tuple[str, str], list[str]] = {}  # by name and version; empty where pip may take any file
+known_hashes: dict[tuple[str, str], list[str]] = {}  # by name and version; empty if pip may take any file
 # Run inside the environment: which of the modules named on the command line are there, and which version.
 _LOOK = """
 import importlib.util, json, sys
@@ -111,7 +111,7 @@ def check_interpreter() -> None:
 
 
 def make_venv(folder: Path) -> Path:
-    """Creates the environment where it is not there yet and returns its interpreter."""
+    """Creates the environment if it is not there yet and returns its interpreter."""
     python = folder / "bin" / "python"
     if python.exists():
         version = _output([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"]).strip()
@@ -134,7 +134,7 @@ def make_venv(folder: Path) -> Path:
 
 
 def link_outside(python: Path) -> None:
-    """Puts the checkout, and the outer environment where it has torch or triton, on the environment's path."""
+    """Puts the checkout, and the outer environment if it has torch or triton, on the environment's path."""
     lines, own = [str(ROOT)], python.parent.parent.resolve()
     if any(importlib.util.find_spec(name) for name in ("torch", "triton")):
         outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
@@ -147,7 +147,7 @@ def link_outside(python: Path) -> None:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """Returns what of ``MODULES`` the environment can import, with versions ("" where unknown)."""
+    """Returns what of ``MODULES`` the environment can import, with versions ("" if unknown)."""
     return json.loads(_output([python, "-c", _LOOK, json.dumps(MODULES)]))
 
 
@@ -207,12 +207,12 @@ def _minor(version: str) -> str:
 
 
 def torch_for(triton: str) -> str:
-    """The newest torch whose CUDA build goes with this ``triton``; the newest of all where none is known."""
+    """The newest torch whose CUDA build goes with this ``triton``; the newest of all if none is known."""
     return next((torch for torch, its in reversed(PAIRS) if _minor(its) == _minor(triton)), PAIRS[-1][0])
 
 
 def triton_for(torch: str) -> str:
-    """The triton that the CUDA build of this ``torch`` asks for; the newest of all where none is known."""
+    """The triton that the CUDA build of this ``torch`` asks for; the newest of all if none is known."""
     return next((triton for known, triton in PAIRS if _minor(known) == _minor(torch)), PAIRS[-1][1])
 
 
@@ -287,7 +287,7 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Sets the environment up; prints nothing where nothing is missing."""
+    """Sets the environment up; prints nothing if nothing is missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("purpose", choices=PURPOSES)

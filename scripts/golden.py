@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python scripts/golden.py [--record] [--only SUBSTRING] [--part kernels]
 
-No GPU is needed. ``--check``, which is the default, ends with 1 where an entry has changed, is missing or is new, and
-where nothing was compared. CONTRIBUTING.md says when records may change.
+No GPU is needed. ``--check``, which is the default, ends with 1 if an entry has changed, is missing or is new, and
+if nothing was compared. CONTRIBUTING.md says when records may change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _found(part: str, only: str) -> Mapping[str, Any]:
 
 
 def main() -> int:
-    """Returns 1 where something differs."""
+    """Returns 1 if something differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare, which is the default")
     parser.add_argument("--record", action="store_true", help="write the entries as they are now")

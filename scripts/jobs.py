@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "jobs"
 COMMON = "common"
-#: Has ranks share GPUs where there are fewer of these.
+#: Has ranks share GPUs if there are fewer of these.
 SHARED = ROOT / "tests" / "gpu" / "shared_pretrain.py"
 SIMULATED_EXPERTS, SIMULATED_STEPS = 32, 6
 #: Under which Megatron repeats itself, bit for bit.
@@ -103,7 +103,7 @@ _EXPERTS, _BATCH = "--expert-model-parallel-size", "--global-batch-size"
 
 
 def resized(job: StandardJob, num_gpus: int) -> StandardJob:
-    """The job on another number of GPUs: groups that all its ranks are in get them all, and where replicas become
+    """The job on another number of GPUs: groups that all its ranks are in get them all, and if replicas become
     more the batch grows with them.
 
     Raises:
@@ -131,7 +131,7 @@ def resized(job: StandardJob, num_gpus: int) -> StandardJob:
 
 
 def simulated_arguments(job: StandardJob) -> list[str]:
-    """What replaces a job's arguments where it runs for bits alone: few steps, a layer a stage, few experts."""
+    """What replaces a job's arguments if it runs for bits alone: few steps, a layer a stage, few experts."""
     layers, more = _value(job, _STAGES) or 1, []
     if _value(job, "--num-layers-per-virtual-pipeline-stage") is not None:
         layers, more = 2 * layers, ["--num-layers-per-virtual-pipeline-stage", "1"]
@@ -161,7 +161,7 @@ def command_of(
 
 
 def run_in_sequence(jobs: Sequence[StandardJob], run: Callable[[StandardJob], int], within: float | None) -> int:
-    """Runs each of them, whatever became of those before; 0 where all ran and said 0.
+    """Runs each of them, whatever became of those before; 0 if all ran and said 0.
 
     Args:
         jobs: In their order.

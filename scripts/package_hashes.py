@@ -4,7 +4,7 @@
     python scripts/package_hashes.py                        writes it anew: by uv, with Python 3.11 or newer
 
 It holds what the versions of ``constraints.txt`` ask for on Linux on x86-64, for every Python that is supported: with
-torch's CPU build where an index here has one, with its CUDA build, and beside it the tritons of
+torch's CPU build if an index here has one, with its CUDA build, and beside it the tritons of
 ``test_other_triton.sh``. A version has as many hashes as there are files of it for these Pythons.
 """
 
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).resolve().parent.parent / "hashes.txt"
-PYTHONS = ("3.11", "3.12", "3.13", "3.10")  # the first decides what the others take, too, where they can
+PYTHONS = ("3.11", "3.12", "3.13", "3.10")  # the first decides what the others take, too, if they can
 _OLD = "3.10"
-_PLATFORM = "x86_64-manylinux_2_39"  # pip takes other files of a version where the C library is older: all are listed
+_PLATFORM = "x86_64-manylinux_2_39"  # pip takes other files of a version if the C library is older: all are listed
 _HEAD = """\
 # Files that CI may install (scripts/package_hashes.py writes this; scripts/environment.py has pip compare). Linux on
 # x86-64, Python 3.10 to 3.13. Versions that this package does not constrain are what these ask for. Of torch there are
@@ -30,7 +30,7 @@ _HEAD = """\
 
 
 def read(text: str | None = None) -> dict[tuple[str, str], list[str]]:
-    """Hashes by name and version, those of other Pythons left out where a line says so."""
+    """Hashes by name and version, those of other Pythons left out if a line says so."""
     found: dict[tuple[str, str], list[str]] = {}
     text = FILE.read_text(encoding="utf-8") if text is None else text
     for line in re.sub(r"\\\n", " ", text).splitlines():
@@ -74,7 +74,7 @@ def _key(item: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _resolve(wanted: list[str], python: str, *options: str) -> list[Any]:
-    """What a machine with this Python would install; nothing where an index here lacks some of it."""
+    """What a machine with this Python would install; nothing if an index here lacks some of it."""
     import tomllib
 
     done = subprocess.run(

@@ -40,7 +40,7 @@ def wanted_documents() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Writes what changed; with ``--check`` returns 1 where something would change."""
+    """Writes what changed; with ``--check`` returns 1 if something would change."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer over small calls of every subpackage's kernels, on one GPU, which two ranks share: memcheck everywhere, racecheck of the
 # kernels that wait for nobody (it counts accesses to shared memory, and each of their programs works alone).
-#   bash scripts/sanitizer.sh FOLDER        writes FOLDER/sanitizer.json; exit status 1 where anything was reported or did not run
+#   bash scripts/sanitizer.sh FOLDER        writes FOLDER/sanitizer.json; exit status 1 if anything was reported or did not run
 #   LIMIT_S bounds each of its two rounds (70)
 set -uo pipefail
 folder=${1:?names the folder of the summary}

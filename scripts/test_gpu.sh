@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the GPU tests under torchrun, bit for bit against Megatron and NCCL, on 2, 4 or 8 GPUs; arguments go to pytest.
 #   bash scripts/test_gpu.sh [--ranks 8] [pytest arguments]          NUM_GPUS=2 limits the number of GPUs
-# With more ranks than GPUs several share each one: movement and the order of sums, without NCCL and without any measure of time.
+# With more ranks than GPUs several share each one: data movement and the order of sums, without NCCL and without any measure of time.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 wanted=

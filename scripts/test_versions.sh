@@ -4,7 +4,7 @@
 #   Without TRITON it is the one that the CUDA build of this torch asks for.
 #   MEGATRON_LM=/path/of/a/checkout bash scripts/test_versions.sh quickstart        (tp, sp, ep, pp, muon, one by one)
 #   PYTHON names the interpreter, VENVS the folder of environments (default: .venvs; one is made once a pair).
-#   A build of torch with CUDA brings some 3 GB of libraries; a CPU build is taken where there is one.
+#   A build of torch with CUDA brings some 3 GB of libraries; a CPU build is taken if there is one.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 outer=$(find_python)

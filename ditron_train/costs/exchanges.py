@@ -1,4 +1,4 @@
-"""Times of exchanges between ranks, inside a node and across nodes, in us: NCCL's, and copy engines'."""
+"""Times of communication between ranks, inside a node and across nodes, in us: NCCL's, and copy engines'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Span:
     Attributes:
         ranks: All of them.
         per_node: How many of them one node holds.
-        network: Between nodes; None where they are on one.
+        network: Between nodes; None if they are on one.
     """
 
     ranks: int

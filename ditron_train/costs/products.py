@@ -50,7 +50,7 @@ def tile_us(k: int, config: GemmConfig, num_sms: int, rates: MachineRates) -> fl
 
 
 def _config(m: int, n: int, k: int, dtype: torch.dtype, machine: Machine) -> GemmConfig:
-    """Tiles as of the fused path; those of FP8 where the fused path has none: of 16 bits."""
+    """Tiles as of the fused path; those of FP8 if the fused path has none: of 16 bits."""
     is_known = dtype.itemsize > 1 or machine.target in FP8_TARGETS
     config = choose_config(m, n, k, dtype if is_known else torch.bfloat16, machine.target, machine.num_sms)
     return config if dtype.itemsize > 1 else replace(config, operand_bytes=1)

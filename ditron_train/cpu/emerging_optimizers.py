@@ -2,7 +2,7 @@
 
 What megatron-core takes from it is written here from the published equations, in torch's operators alone: of 0.1.0 for
 megatron-core 0.16 and 0.17, of 0.2.0 (other names, and a registry) for newer ones. Install it before
-``megatron.core.optimizer`` is imported; where the real package is installed, nothing is changed.
+``megatron.core.optimizer`` is imported; if the real package is installed, nothing is changed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Metadata(metadata.DistributionFinder):
         """No module is found here: they are in ``sys.modules``."""
 
     def find_distributions(self, context: Any = None) -> list[metadata.Distribution]:
-        """The stand-in, where all distributions are asked for, or it."""
+        """The stand-in, if all distributions are asked for, or it."""
         name = None if context is None else context.name
         is_asked = name is None or name.lower().replace("_", "-") == "emerging-optimizers"
         return [_Distribution()] if is_asked else []
@@ -122,7 +122,7 @@ def _newton_schulz_tp(
     mode: str = "duplicated",
     tp_mode: str | None = None,
 ) -> torch.Tensor:
-    """Whole where the matrix is not cut; else gathered, computed on every rank and cut again, or (``distributed``) as
+    """Whole if the matrix is not cut; else gathered, computed on every rank and cut again, or (``distributed``) as
     it is cut."""
     if partition_dim is None:
         return _newton_schulz(x, steps, coefficient_type)

@@ -241,7 +241,7 @@ def _repair_scalars(interpreter: Any) -> None:
 
 
 def _repair_patching(interpreter: Any) -> None:
-    """Patches ``triton.language`` once per process: its own functions have no use where kernels are interpreted."""
+    """Patches ``triton.language`` once per process: its own functions have no use when kernels are interpreted."""
     import triton.language as tl
 
     native_patch, no_patches = interpreter._patch_lang, interpreter._LangPatchScope

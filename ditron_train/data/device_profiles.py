@@ -108,7 +108,7 @@ def profile_of_device(device: str) -> Profile | None:
 
 
 def default_rates(target: str) -> MachineRates:
-    """Rates to estimate with where none were measured; ``target`` as of ``runtime.device.kernel_target``."""
+    """Rates to estimate with if none were measured; ``target`` as of ``runtime.device.kernel_target``."""
     if target == "interpreter":
         return _INTERPRETER
     profile = _shipped(_BY_TARGET[target])

@@ -27,7 +27,7 @@ def nccl_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that this package's files come from, None where they are no git checkout."""
+    """The commit that this package's files come from, None if they are no git checkout."""
     root = Path(ditron_train.__file__).parent.parent
     if not (root / ".git").exists() or not shutil.which("git"):
         return None

@@ -39,22 +39,22 @@ class MachineRates:
         alltoall_gbps: Bytes that leave a rank in NCCL's all-to-all, per second.
         p2p_gbps: Of NCCL's send to one rank, four ranks or more.
         p2p_ring_gbps: The same while as much is received from another rank.
-        p2p_pair_gbps: Of NCCL's send where there are two ranks.
+        p2p_pair_gbps: Of NCCL's send between two ranks.
         p2p_latency_us: Of such a message with hardly any bytes.
         message_us: Of a message by copy engine with hardly any bytes, its signals with it.
         copy_share: What a GEMM loses beside copy engines, of the shorter one's time: memory and power.
         pull_sm_gbps: Of one multiprocessor of a GEMM that reads from peers.
         gemm_push_sm_gbps: Of one multiprocessor of a GEMM that stores to peers.
-        reorder_gbps: Of device memory where rows or heads change places, reads and writes together.
+        reorder_gbps: Of device memory when rows or heads change places, reads and writes together.
         attention_tflops: Of causal attention forward, counting half of the square.
         attention_backward_tflops: The same backward, at two and a half times the operations.
         memory_share: What grouped GEMMs lose to memory, of the time that their operands take there.
         p2p_large_gbps: Of NCCL's send of ``p2p_large_bytes`` and more, for which it takes more channels.
         p2p_large_bytes: From which size on.
         attention_deterministic: What the deterministic backward of the attention takes, the other being 1.
-        cast_gbps: Of device memory where values are cast to FP8, or transposed in it, reads and writes together.
+        cast_gbps: Of device memory when values are cast to FP8, or transposed in it, reads and writes together.
         fp8_speed: Of a product of FP8 operands, as a multiple of one of 16 bits: one scale a tensor, added up fast.
-        fp8_split_share: Of that speed where sums are added up in parts, as the gradients' are.
+        fp8_split_share: Of that speed if sums are added up in parts, as the gradients' are.
         fp8_block_share: Of that speed with scales of blocks.
         fp8_block_wgrad_share: The same of weights' gradients, both of whose operands have scales of 1 x 128.
     """

@@ -48,7 +48,7 @@ class TuningTable:
     Attributes:
         device: Name of the GPU they hold for.
         made_with: Versions and date, for people.
-        rates: What the cost model computes with; None where they were not measured.
+        rates: What the cost model computes with; None if they were not measured.
         choices: Entries by ``"<world size> ranks"``, op with layout, and shape class.
     """
 
@@ -58,7 +58,7 @@ class TuningTable:
     choices: dict[str, dict[str, dict[str, Entry]]] = field(default_factory=dict)
 
     def find(self, op: str, world_size: int, shape: str) -> Entry | None:
-        """The entry of ``op`` (with its layout) at a shape class, None where nothing was measured."""
+        """The entry of ``op`` (with its layout) at a shape class, None if nothing was measured."""
         return self.choices.get(f"{world_size} ranks", {}).get(op, {}).get(shape)
 
     def put(self, op: str, world_size: int, shape: str, entry: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ def check_table() -> None:
 
 
 def named_table() -> str | None:
-    """What ``DITRON_TUNING`` says, a file by its content, such as ``table 1f3a5c7e9b0d``; None where it is unset.
+    """What ``DITRON_TUNING`` says, a file by its content, such as ``table 1f3a5c7e9b0d``; None if it is unset.
 
     Raises:
         SettingError: The file cannot be read.
@@ -205,7 +205,7 @@ def active_table(device: str) -> TuningTable | None:
 
 
 def tuned_count(device: str, op: str, world_size: int, shape: str, name: str) -> int | None:
-    """The number that the active table's entry of a shape class holds as ``name``; None where nothing was measured.
+    """The number that the active table's entry of a shape class holds as ``name``; None if nothing was measured.
 
     Raises:
         SettingError: As ``active_table``, or the entry has no such number.

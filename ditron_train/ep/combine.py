@@ -244,7 +244,7 @@ def _sum_rows(buffer, sums, first, last, hidden, SUM: tl.constexpr):
 
 @triton.jit
 def _scatter_grads(grad_buffer, sums, first, last, num_experts, SUM: tl.constexpr):
-    """prob_grads[t, e] = grad_buffer[place of (t, j)] where e is token t's j-th expert; the rest stays as it was."""
+    """prob_grads[t, e] = grad_buffer[place of (t, j)] if e is token t's j-th expert; the rest stays as it was."""
     for first_token in range(first, last, SUM.ITEM_TOKENS):
         tokens = first_token + tl.arange(0, SUM.ITEM_TOKENS)
         inside = tokens < last

@@ -135,7 +135,7 @@ class EPBuffers:
         return self._buffer("ep/rows", num_rows, most_rows, (hidden,), dtype)
 
     def _entries_buffer(self, num_rows: int, most_rows: int) -> SymmetricTensor:
-        """The buffer that the entries of a layout are sent to, int32 ``[num_rows, 4]``."""
+        """The buffer that the entries of a handle are sent to, int32 ``[num_rows, 4]``."""
         return self._buffer("ep/entries", num_rows, most_rows, (4,), torch.int32)
 
     def _grads_buffer(self, num_places: int) -> SymmetricTensor:
@@ -154,7 +154,7 @@ class EPBuffers:
         return RowBuffers(rows.local, rows.addresses, grads.local, grads.addresses)
 
     def reserve(self, room: Room, tokens: int, hidden: int, dtype: torch.dtype) -> None:
-        """Makes every buffer that a layout needs large enough (collective where one must grow).
+        """Makes every buffer that a handle needs large enough (collective if one must grow).
 
         Args:
             room: The largest need of any rank.
@@ -275,7 +275,7 @@ class EPContext(OpContext):
 
     @cached_property
     def layout_sizes(self) -> LayoutSizes:
-        """Constants of the kernels that make a layout."""
+        """Constants of the kernels that make a handle."""
         values = [getattr(self.shape, name.lower()) for name in LayoutSizes._fields[:-1]]
         return LayoutSizes._make([*values, self.target])
 
@@ -418,7 +418,7 @@ def compiling(context: EPContext) -> Iterator[None]:
     """A context in which ops compile their kernels, several at a time, and launch none: their results must not be
     used.
 
-    Grouped GEMMs without movement are not ops of an ``EPContext``: they run.
+    Grouped GEMMs without dispatch or combine are not ops of an ``EPContext``: they run.
     """
     context.only_compiles = True
     try:

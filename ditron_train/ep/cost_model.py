@@ -103,7 +103,7 @@ def dispatch(
     native_us += pass_us(load.sent * experts.row_bytes, rates) if deterministic else 0.0
     if span.network is not None:
         return Estimate.alike(native_us)
-    # Rows leave before the layout is known and arrive once; after it they are written out for each expert of the rank.
+    # Rows leave before the handle is known and arrive once; after it they are written out for each expert of the rank.
     placed_us = layout_us + pass_us(sum(load.rows) * experts.row_bytes, rates, reorders=True)
     fused_us = beside_us(placed_us, load.distinct * experts.row_bytes / (rates.link_gbps * 1e3), _PLACE_SHARE)
     return Estimate(native_us, fused_us)

@@ -376,18 +376,18 @@ def _place_ahead(
 
 @outside_compile
 def dispatch_ahead(x: torch.Tensor, pending: PendingLayout) -> None:
-    """Sends the tokens of a layout on the side stream before the host knows its sizes; ``dispatch`` then only places
+    """Sends the tokens of a handle on the side stream before the host knows its sizes; ``dispatch`` then only places
     them.
 
     They are sent while the host waits for the counts and prepares what follows (docs/measurements/ep.md). If the
     buffers turn out too small nothing is sent, and ``dispatch`` does everything. The same holds if rows were moved
-    since ``begin_layout``, or last on another stream, since the epoch in the layout's tables may then not be that of
-    the next dispatch. The layout must be finished, and dispatched with the same ``x``, before any other op of the
+    since ``begin_layout``, or last on another stream, since the epoch in the handle's tables may then not be that of
+    the next dispatch. The handle must be finished, and dispatched with the same ``x``, before any other op of the
     context.
 
     Args:
         x: [num_tokens, hidden] of the routing; nothing happens unless it is contiguous, or before the buffers exist.
-        pending: A layout with exact sizes.
+        pending: A handle with exact sizes.
 
     Raises:
         NotSupportedError: As ``dispatch``.

@@ -2,7 +2,7 @@
 linear layers inside.
 
     rows[row(t, e)] = x[t]                      dx[t] = sum over e of drows[row(t, e)]
-    row_probs[row(t, e)] = probs[t, e]          dprobs[t, e] = drow_probs[row(t, e)], 0 where not routed
+    row_probs[row(t, e)] = probs[t, e]          dprobs[t, e] = drow_probs[row(t, e)], 0 if not routed
     out[t] = sum over e of y[row(t, e)]         dy[row(t, e)] = dout[t]
 
     rows = dispatch(x)             dx  = combine(drows), drows = dy W1[e]

@@ -226,7 +226,7 @@ def plan_tiles(
 
     Tiles stand by expert, then by source rank, beginning behind the own: ranks that compute the same expert at the
     same time then return rows to different ranks. Those of experts of fewer than ``MIN_ROWS`` rows, which are there
-    already, stand in front. Counters: column tiles done of each row tile, ``tile_count`` where it is there.
+    already, stand in front. Counters: column tiles done of each row tile, ``tile_count`` if it is there.
     """
     rank = dl.rank(control)
     num_tiles = tl.load(tiles)

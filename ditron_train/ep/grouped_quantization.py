@@ -134,7 +134,7 @@ _STEP = 16  # FP8 products want multiples of as many rows and columns: what is l
 _PROGRAMS_OF_AN_SM = 4
 _PARTS = 4  # of a tile's rows, each the work of a program: of few tiles all multiprocessors have some
 _BLOCK, _TILE = 8192, 128
-_ALIGNED = 64  # numbers from one scale to the next: cuBLAS refused products where it was one (H100, CUDA 13.0)
+_ALIGNED = 64  # numbers from one scale to the next: cuBLAS refused products if it was one (H100, CUDA 13.0)
 
 
 class Fp8Rows(NamedTuple):

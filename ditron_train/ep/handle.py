@@ -21,7 +21,7 @@ from ditron_train.runtime.sizes import next_power_of_2
 
 
 class Tables(NamedTuple):
-    """int32 tables of one layout, written by ``layout.count_chunks`` and ``layout.exchange_counts``.
+    """int32 tables of one handle, written by ``layout.count_chunks`` and ``layout.exchange_counts``.
 
     Shapes: C chunks of a rank's tokens, R ranks and E experts of a rank, the last two padded to powers of two.
 
@@ -67,7 +67,7 @@ class Starts(NamedTuple):
 
 
 class Destinations(NamedTuple):
-    """What a rank sends to which rank, of one layout."""
+    """What a rank sends to which rank, of one handle."""
 
     dest_slots: torch.Tensor
     send_list: torch.Tensor
@@ -77,7 +77,7 @@ class Destinations(NamedTuple):
 
 
 class LayoutSizes(NamedTuple):
-    """Constants of the kernels that make a layout, see ``LayoutShape``."""
+    """Constants of the kernels that make a handle, see ``LayoutShape``."""
 
     WORLD_SIZE: int
     RANKS: int
@@ -94,7 +94,7 @@ class LayoutSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutShape:
-    """What all layouts of one context have in common.
+    """What all handles of one context have in common.
 
     Attributes:
         world_size: Ranks of the expert-parallel group.
@@ -207,7 +207,7 @@ class LayoutShape:
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes of one layout's buffers on every rank: rows (and entries), slots, places."""
+    """Sizes of one handle's buffers on every rank: rows (and entries), slots, places."""
 
     rows: int
     slots: int
@@ -258,11 +258,11 @@ class HostCounts:
         return self.expert_rows.reshape(shape.world_size, shape.experts_per_rank).sum(1)
 
     def unsupported_reason_listed(self, shape: LayoutShape, padding: int, *, ragged: bool) -> str | None:
-        """Why the list of some rank cannot hold all of its entries, or None; the exchange then leaves a layout without
+        """Why the list of some rank cannot hold all of its entries, or None; the exchange then leaves a handle without
         rows.
 
         Args:
-            shape: Sizes that all layouts of the context share.
+            shape: Sizes that all handles of the context share.
             padding: As of ``room``.
             ragged: Whether a token may have more than ``topk`` experts.
         """

@@ -1,4 +1,4 @@
-"""Makes layouts: counts a routing map, exchanges the counts, lists what is sent where.
+"""Makes handles (``EPHandle``): counts a routing map, exchanges the counts, lists what is sent where.
 
 Columns of experts are padded: column ``owner * SLOTS + local`` is local expert ``local`` of rank ``owner``, with
 ``RANKS >= WORLD_SIZE`` and ``SLOTS >= EXPERTS_PER_RANK`` powers of two. Padding holds zeros, so ascending columns are
@@ -122,7 +122,7 @@ def _trade_messages(mine, chunk_entries, message_addresses, channel, rank, epoch
 
 @triton.jit
 def _set_no_rows(tables, S: tl.constexpr):
-    """Makes the layout one without rows, so that no row is sent, awaited or multiplied."""
+    """Makes the handle one without rows, so that no row is sent, awaited or multiplied."""
     chunks = tl.arange(0, S.NUM_CHUNKS)
     ranks = tl.arange(0, S.RANKS)
     slots = tl.arange(0, S.SLOTS)
@@ -141,7 +141,7 @@ def _set_no_rows(tables, S: tl.constexpr):
 def _refuse_wide(
     tables, messages, control, counts, place_capacity, most_experts, S: tl.constexpr, HAS_CAPACITY: tl.constexpr
 ):
-    """Makes the layout one without rows if any rank has a token of more than ``most_experts`` experts, or more rows
+    """Makes the handle one without rows if any rank has a token of more than ``most_experts`` experts, or more rows
     than its list has places: further entries are not listed, and unwritten memory would be sent instead.
 
     Every rank finds the same in the messages. With HAS_CAPACITY the error is recorded, else the host raises.
@@ -257,7 +257,7 @@ def exchange_counts(
       they are what was allocated, and a rank that needs more records the overflow. Then the epoch of the next
       dispatch.
 
-    If a token of any rank has more than ``most_experts`` experts, or a rank's list has too few places, the layout is
+    If a token of any rank has more than ``most_experts`` experts, or a rank's list has too few places, the handle is
     one without rows on every rank (``_refuse_wide``).
 
     Waits for every rank's start signal before its signal buffer is written (its stream has then passed the last use
@@ -402,7 +402,7 @@ class SentAhead:
 @dataclass
 @outside_compile
 class PendingLayout:
-    """A layout whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
+    """A handle whose counts are still on their way to the host; ``finish`` waits for them (the one host sync).
 
     With a capacity there is nothing to wait for: ``room`` holds the sizes. With ``expert_capacity``,
     ``tokens_per_expert`` holds those of each expert. The tables hold the epoch of the next dispatch, which was read
@@ -512,7 +512,7 @@ class PendingLayout:
 
 
 def _tables(context: EPContext) -> Tables:
-    """int32 tables of one layout, parts of one allocation that are aligned to 16 bytes."""
+    """int32 tables of one handle, parts of one allocation that are aligned to 16 bytes."""
     words = context.shape.table_words
     memory = torch.empty(sum(words), dtype=torch.int32, device=context.device)
     return Tables._make(torch.split(memory, words)[::2])
@@ -579,7 +579,7 @@ def begin_layout(
     context.check()
     stream = context.counts.enter()
     moves_before = context.num_moves if context.moves.is_here() else None
-    context.rejoin()  # nothing runs on the side stream, unless a layout was never finished
+    context.rejoin()  # nothing runs on the side stream, unless a handle was never finished
     room, tokens_per_expert, token_places = None, None, None
     if expert_capacity is not None:
         room = shape.room_of_experts(num_tokens, expert_capacity)
@@ -701,9 +701,9 @@ def _copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event 
 
 
 def min_rows_before(context: EPContext) -> int | None:
-    """The fewest rows of any expert that had some, in an earlier layout of ``context``; never waits.
+    """The fewest rows of any expert that had some, in an earlier handle of ``context``; never waits.
 
-    For layouts of a fixed capacity, whose counts the host does not learn: call it after ``begin_layout``. A call
+    For handles of a fixed capacity, whose counts the host does not learn: call it after ``begin_layout``. A call
     starts a copy of the last exchange's counts to the host; the first call after the copy has ended reads them and
     starts the next copy. The copy is on the current stream, before the start signal that lets peers write the next
     counts.

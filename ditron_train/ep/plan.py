@@ -1,5 +1,5 @@
-"""What a layer of experts runs: the fused pairs of a movement and a GEMM, the experts' native products, and the
-minimum rows of an expert, measured, from which on our products are bitwise identical to the native ones.
+"""What a layer of experts runs: the fused pairs of a dispatch or combine and a GEMM, the experts' native products, and
+the minimum rows of an expert, measured, from which on our products are bitwise identical to the native ones.
 
 cuBLAS splits the sum of a product with few tiles over several programs (split-K), and then adds up in another order
 than our kernels. Up to how many rows it does so depends on the shape: sums of 28672 terms into 4096 columns were split
@@ -33,7 +33,7 @@ PAIRS: tuple[Pair, ...] = (
     *("gemm_combine", "overlap_wgrad"),
     *("fc1_gemm", "fc2_gemm", "fc2_dgrad", "fc1_dgrad", "group_wgrad"),
 )
-# Where cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
+# If cuBLAS has few tiles it may split K, and then sums in another order than our GEMMs: docs/measurements/ep.md.
 _WAVE_TILES = 132
 #: The largest part of all rows that may belong to such experts: their products run before the kernel, when no rows are
 #: returned yet.

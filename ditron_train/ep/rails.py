@@ -1,6 +1,6 @@
 """Expert parallelism over several nodes: along rails between nodes, by ``dispatch`` and ``combine`` inside each.
 
-A *rail* is the ranks that have the same place in their nodes. A token is sent to a node once, along its own rail,
+A *rail* is the ranks with the same local rank on their nodes. A token is sent to a node once, along its own rail,
 however many experts it has there; inside the node it is dispatched like a local token. Every row returns the same way:
 adding up the rows of a node before sending them would change bits. Between nodes the process group's all-to-all moves
 them.
@@ -115,7 +115,7 @@ class RailHandle:
         num_rows: Rows of this rank's experts.
         tokens_per_expert: int64 [experts_per_rank], on the CPU.
         inner: Handle of the visitors inside the node.
-        rows_order: int64 [num_rows]: native row -> row of the inner layout; ``inner_order`` is the inverse.
+        rows_order: int64 [num_rows]: native row -> row of the inner handle; ``inner_order`` is the inverse.
         send_index: int64: tokens in the order in which they leave, by node.
         sent, received: Tokens to, and visitors from, each node.
         places: int64: visitors' places that hold a row, by node and token.
@@ -162,7 +162,7 @@ class _Visits(NamedTuple):
 
 @dataclass
 class PendingRailLayout:
-    """The arguments of a layout; ``finish`` makes it, since this needs the host in any case."""
+    """The arguments of a handle; ``finish`` makes it, since this needs the host in any case."""
 
     routing_map: torch.Tensor
     probs: torch.Tensor

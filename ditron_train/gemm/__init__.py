@@ -1,4 +1,4 @@
-"""Layer 2: tile GEMMs whose bits equal cuBLAS's where cuBLAS does not split K, and the building blocks that overlapped
+"""Layer 2: tile GEMMs whose bits equal cuBLAS's if cuBLAS does not split K, and the building blocks that overlapped
 kernels inline."""
 
 from ditron_train.gemm.configs import GemmConfig, choose_config

@@ -86,7 +86,7 @@ class GemmConfig:
         return -(-m // self.block_m) * -(-n // self.block_n)
 
     def num_whole_tiles(self, m: int, n: int, num_programs: int) -> int:
-        """How many of them are computed whole: all but a last wave that is at most half full, where tiles can be
+        """How many of them are computed whole: all but a last wave that is at most half full, if tiles can be
         halved."""
         num_tiles = self.num_tiles(m, n)
         tail = num_tiles % num_programs

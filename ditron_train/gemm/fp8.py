@@ -2,7 +2,7 @@
 
 Transformer Engine's per-tensor recipes (tensorwise, delayed) compute all their products this way: forward with
 cuBLAS's fast accumulation (all of K is one chain of the tensor cores, whose sums are shorter than fp32), gradients
-with its split accumulator (every 128 products are added to an fp32 sum). Hopper multiplies FP8 only where both
+with its split accumulator (every 128 products are added to an fp32 sum). Hopper multiplies FP8 only if both
 operands have K last.
 
 In the interpreter products are exact in fp32 and each block of K is summed by NumPy in fp32, with either accumulation:

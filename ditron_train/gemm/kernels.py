@@ -21,7 +21,7 @@ def tile_product(
 ):
     """acc[i, j] = sum over k of a[row + i, k] * b[k, col + j], in fp32, K blocks in ascending order.
 
-    That order, one accumulator and one rounding at the end are what cuBLAS does where it does not split K: the tile
+    That order, one accumulator and one rounding at the end are what cuBLAS does if it does not split K: the tile
     sizes do not change a bit. Beyond the edges of a matrix descriptors read zeros, so any K is right.
 
     Descriptor blocks: a [BLOCK_M, BLOCK_K] of A [M, K]; b [BLOCK_K, BLOCK_N] of B [K, N] (with TRANSPOSE_B [BLOCK_N,

@@ -17,7 +17,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @lru_cache(maxsize=1)
 def product_of_transformer_engine() -> Callable[..., Any] | None:
-    """Transformer Engine's ``general_gemm``, or None where it is not installed or cannot be loaded."""
+    """Transformer Engine's ``general_gemm``, or None if it is not installed or cannot be loaded."""
     try:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
     except (ImportError, OSError):  # a library that it was built against may be missing
@@ -30,7 +30,7 @@ def add_wgrad(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: t
     """``main_grad += grad_output.T @ total_input`` in place, without the product in memory.
 
     The sum over the tokens is made in fp32, the old value is added to it in fp32, and the result is rounded once to
-    the type of ``main_grad``. On GPUs that is one GEMM: Transformer Engine's where it is installed and ``main_grad``
+    the type of ``main_grad``. On GPUs that is one GEMM: Transformer Engine's if it is installed and ``main_grad``
     is wider than the operands, else ``torch.addmm``; both have the same bits (docs/measurements/tp.md). On a CPU,
     where torch has no such GEMM, operands go to fp32 first.
 

@@ -80,7 +80,7 @@ def padded_columns(num_columns: int, dtype: torch.dtype) -> int:
 
 
 def empty_aligned(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised [num_rows, num_columns] that can be described: a view of a wider buffer where rows need
+    """Uninitialised [num_rows, num_columns] that can be described: a view of a wider buffer if rows need
     padding."""
     padded = padded_columns(num_columns, dtype)
     buffer = torch.empty(num_rows, padded, dtype=dtype, device=device)
@@ -88,7 +88,7 @@ def empty_aligned(num_rows: int, num_columns: int, dtype: torch.dtype, device: t
 
 
 def aligned_operand(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the 2-D tensor itself where it can be described, else a copy that can be.
+    """Returns the 2-D tensor itself if it can be described, else a copy that can be.
 
     A copy has equal values, so results do not change; it costs one pass over the tensor and its memory.
     """

@@ -1,4 +1,4 @@
-"""Host side of the tile GEMM: two layouts, any shape and stride, the bits of cuBLAS where it does not split K."""
+"""Host side of the tile GEMM: two layouts, any shape and stride, the bits of cuBLAS if it does not split K."""
 
 from __future__ import annotations
 
@@ -253,10 +253,10 @@ def matmul_nt(
         x: [..., K], bf16 or fp16 (on CPU, interpreted, fp32 too); any strides.
         weight: [N, K] of the same type.
         out: Where to write [..., N]; may share memory with an operand.
-        config: Tile sizes; chosen by the shape where None. They do not change bits.
+        config: Tile sizes; chosen by the shape if None. They do not change bits.
 
     Returns:
-        [..., N], ``out`` where given, else contiguous. Zero where K is 0.
+        [..., N], ``out`` if given, else contiguous. Zero if K is 0.
 
     Raises:
         NotSupportedError: Shapes, types or devices that do not fit or have no kernel.
@@ -273,10 +273,10 @@ def matmul_nn(
         grad: [..., N], as ``matmul_nt``.
         weight: [N, K] of the same type.
         out: Where to write [..., K]; may share memory with an operand.
-        config: Tile sizes; chosen by the shape where None.
+        config: Tile sizes; chosen by the shape if None.
 
     Returns:
-        [..., K], ``out`` where given, else contiguous.
+        [..., K], ``out`` if given, else contiguous.
 
     Raises:
         NotSupportedError: As ``matmul_nt``.

@@ -48,7 +48,7 @@ def order_probe_matrix(
 ) -> torch.Tensor:
     """Values in pairs of equal rows and of equal columns, the partners of one dimension with opposite signs.
 
-    A sum over a dimension cancels where that dimension is signed in one factor and not in the other. For ``y = x @
+    A sum over a dimension cancels if that dimension is signed in one factor and not in the other. For ``y = x @
     w.T`` with x signed by rows, w by columns and the gradient of y by columns, that is so in the forward product and
     in both gradients.
 
@@ -58,7 +58,7 @@ def order_probe_matrix(
         device: Where.
         seed: Of the values; the pairs depend on lengths alone, so that factors of different ranks fit together.
         signed: Which partners have opposite signs.
-        row_block: Rows that are paired among themselves, where a matrix has the rows of several ranks; all where None.
+        row_block: Rows that are paired among themselves, if a matrix has the rows of several ranks; all if None.
     """
     rows, columns = shape
     block = row_block or rows

@@ -15,7 +15,7 @@ class PeerTiles(NamedTuple):
     """Buffers [num_rows, N] of all ranks, made inside a kernel.
 
     Attributes:
-        descs: ``MAX_DESCRIPTOR_RANKS`` descriptors, of all ranks where they are used.
+        descs: ``MAX_DESCRIPTOR_RANKS`` descriptors, of all ranks if they are used.
         addresses: Of every rank's buffer, int64.
         stride: Elements between rows.
         num_rows: Rows of a buffer.

@@ -84,7 +84,7 @@ def arm(activate: Callable[[], None] | None = None) -> None:
     """Switches features on when Megatron first makes its groups or builds a module. Idempotent.
 
     Args:
-        activate: What switches them on; None: `ditron_train.megatron.enable` where ``DITRON`` is set. A process in
+        activate: What switches them on; None: `ditron_train.megatron.enable` if ``DITRON`` is set. A process in
             which it is not still hears of ranks in which it is, so that a job whose ranks differ ends with one error.
     """
     if activate is not None:
@@ -169,5 +169,5 @@ def _hook_modules(module: ModuleType) -> None:
 
 
 def watch_models() -> None:
-    """Has the ranks meet at a model, also where nothing else is armed (a script that calls `apply`)."""
+    """Has the ranks meet at a model, also if nothing else is armed (a script that calls `apply`)."""
     after_import(_MODULE, _hook_modules)

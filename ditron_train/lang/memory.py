@@ -50,7 +50,7 @@ def consume_token(value, token):
 @triton.jit
 def fence_async_proxy(TARGET: tl.constexpr):
     """Orders later descriptor (TMA) loads after what this thread has acquired; needed after every acquire that
-    guards memory which is then read through a descriptor. Nothing where there is no async proxy."""
+    guards memory which is then read through a descriptor. Nothing if there is no async proxy."""
     if _has_async_proxy(TARGET):
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1

@@ -1,4 +1,4 @@
-"""The kernel that begins an exchange by copy engines."""
+"""The kernel that begins a gather by copy engines."""
 
 import triton
 import triton.language as tl

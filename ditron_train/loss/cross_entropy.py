@@ -5,7 +5,7 @@ Equivalent code, of each rank with its part ``logits [s, b, V]`` of the vocabula
     x = logits.float()                                  # megatron.core.tensor_parallel.cross_entropy
     largest = all_reduce(x.max(-1), MAX)
     x -= largest
-    predicted = all_reduce(x[target - first_word], SUM) # 0 where the target is another rank's
+    predicted = all_reduce(x[target - first_word], SUM) # 0 if the target is another rank's
     e = exp(x)
     sums = all_reduce(e.sum(-1), SUM)
     loss = log(sums) - predicted
@@ -110,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _predicted(logits: torch.Tensor, target: torch.Tensor, largest: torch.Tensor, first_word: int) -> torch.Tensor:
-    """logits - largest at the target, 0 where the target is another rank's."""
+    """logits - largest at the target, 0 if the target is another rank's."""
     words = logits.shape[-1]
     is_elsewhere = (target < first_word) | (target >= first_word + words)
     place = (target - first_word).masked_fill(is_elsewhere, 0)

@@ -3,7 +3,7 @@
 Equivalent code, of each parameter with its fp32 ``grad``, ``param``, ``moment`` and ``variance``, and the bf16 ``out``
 that the model computes with::
 
-    grad *= scale                                            # multi_tensor_scale, where gradients are clipped
+    grad *= scale                                            # multi_tensor_scale, if gradients are clipped
     if is_l2: grad = grad + weight_decay * param             # multi_tensor_adam, of a FusedAdam
     moment = beta1 * moment + (1 - beta1) * grad
     variance = beta2 * variance + (1 - beta2) * grad * grad
@@ -82,7 +82,7 @@ class Shard(NamedTuple):
     Attributes:
         grad: fp32, read.
         param, moment, variance: fp32, changed in place.
-        out: The model's, bf16, written; None where ``param`` itself is the model's.
+        out: The model's, bf16, written; None if ``param`` itself is the model's.
     """
 
     grad: torch.Tensor

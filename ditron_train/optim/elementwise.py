@@ -109,9 +109,9 @@ def apply_update(
     """p = p - lr * ((x * scale) * extra_scale), in place.
 
     Args:
-        param: [rows, columns], or [groups, rows / groups, columns] where the rows of a component are interleaved with
+        param: [rows, columns], or [groups, rows / groups, columns] if the rows of a component are interleaved with
             others' (a view of the whole weight); unit inner stride.
-        x: The orthogonal factor, [rows, columns], or [columns, rows] where ``transposed``.
+        x: The orthogonal factor, [rows, columns], or [columns, rows] if ``transposed``.
         transposed: See ``x``.
         scale: Of the shape, ``muon_scale``.
         extra_scale: Of the user.
@@ -142,7 +142,7 @@ def adamw_step(
 
     Args:
         group: Names ``adamw_betas``, ``adamw_eps``, ``lr`` and ``weight_decay``.
-        state: The optimizer's, by parameter; made here where a parameter has none yet.
+        state: The optimizer's, by parameter; made here if a parameter has none yet.
         params: Updated in place; an empty list is allowed.
 
     Raises:

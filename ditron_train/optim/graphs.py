@@ -95,7 +95,7 @@ class StepGraph:
     """The steps of one shape, captured.
 
     Attributes:
-        storage: Where the caller writes X before ``replay``: [m, n], or [n, m] where X is its transposed view.
+        storage: Where the caller writes X before ``replay``: [m, n], or [n, m] if X is its transposed view.
 
     Raises:
         RuntimeError: The capture failed, or the graph's bits differ from those of single launches.
@@ -123,7 +123,7 @@ class StepGraph:
 
 
 def make_graph(steps: Steps) -> StepGraph | None:
-    """``StepGraph``, or None with one log line where it cannot be made."""
+    """``StepGraph``, or None with one log line if it cannot be made."""
     try:
         if not has_driver():  # a stream of torch's has other users, and with them one workspace of cuBLAS
             raise NotSupportedError(f"a stream of its own needs cuda-bindings: {pip_command('cuda-bindings')}")
@@ -138,7 +138,7 @@ def make_graph(steps: Steps) -> StepGraph | None:
 
 
 def step_graph(steps: Steps) -> StepGraph | None:
-    """The graph of a shape for the current stream, made at the first call; None where there can be none.
+    """The graph of a shape for the current stream, made at the first call; None if there can be none.
 
     Not while a CUDA graph is captured: its launches are the user's.
     """

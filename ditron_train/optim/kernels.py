@@ -59,7 +59,7 @@ def symmetric_kernel(
     A @ A^T is symmetric bit for bit, since element (j, i) sums the same products in the same order as (i, j); so is
     A @ A for a symmetric A, which is A @ A^T. ``order_ptr``: int32 [num_tiles + num_quarters, 2], ``triangle_tiles``.
     ``a_desc`` and ``b_desc`` describe A in blocks of BLOCK_M and BLOCK_N rows; blocks of C and ADD are square,
-    BLOCK_M by BLOCK_M, which is half of a tile where SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
+    BLOCK_M by BLOCK_M, which is half of a tile if SPLIT_STORE (BLOCK_N = 2 * BLOCK_M).
 
     With HAS_QUARTERS ``num_quarters`` square blocks of half a (square) tile's side follow, read and written through
     the ``quarter`` descriptors (else they stand in and are not used): together they are the tiles of the last wave.

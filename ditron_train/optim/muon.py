@@ -5,7 +5,7 @@ For a matrix W with gradient G (fp32, in this order, each rounded as torch round
     W <- W - weight_decay * lr * W                     (decoupled decay)
     M <- lerp(M, G, 1 - momentum_beta)
     D  = lerp(G, M, momentum_beta) with nesterov, else M
-    O  = NewtonSchulz(D)                                of q, k and v apart where ``split_qkv``
+    O  = NewtonSchulz(D)                                of q, k and v apart if ``split_qkv``
     W <- W - lr * O * scale(rows, columns) * extra_scale_factor
 
 The bits are those of the same formulas with whole cuBLAS products and torch's elementwise operators.
@@ -47,7 +47,7 @@ from ditron_train.runtime.outside_compile import outside_compile
 class Muon(CopiedWithOptions):
     """Muon for matrices, AdamW for other parameters.
 
-    A parameter takes Muon where it has two dimensions and no true ``is_embedding_or_output_parameter`` attribute; a
+    A parameter takes Muon if it has two dimensions and no true ``is_embedding_or_output_parameter`` attribute; a
     param group may say ``algorithm="muon"`` or ``"adamw"`` for all of its parameters (embeddings and output layers are
     matrices too: put them in a group with ``"adamw"``).
 
@@ -76,7 +76,7 @@ class Muon(CopiedWithOptions):
         shard_group: Shards whole matrices over this (data-parallel) group: each is stepped by one rank, balanced by
             cost, and sent to the others while the next is computed. Gradients must be equal on all of its ranks.
             Momentum then lives on the owner alone: each rank saves and loads a ``state_dict`` of its own.
-        mode: Which products run by our kernels: ``strict`` where proven equal and faster, ``force``, ``native``.
+        mode: Which products run by our kernels: ``strict`` if proven equal and faster, ``force``, ``native``.
         eps: Lower bound of the norm of what is orthogonalised.
 
     Attributes:
@@ -254,7 +254,7 @@ class Muon(CopiedWithOptions):
         )
 
     def apply_direction(self, param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> None:
-        """Orthogonalises ``direction`` and updates ``param`` with it, component by component where q, k, v are
+        """Orthogonalises ``direction`` and updates ``param`` with it, component by component if q, k, v are
         split; an empty one has nothing to update, on any rank."""
         if param.numel() == 0:
             return
@@ -262,7 +262,7 @@ class Muon(CopiedWithOptions):
             self._apply_component(param, target, part, group)
 
     def _components(self, param: torch.Tensor, direction: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(what to update, its direction) of a whole matrix, or of its q, k and v where they are split."""
+        """(what to update, its direction) of a whole matrix, or of its q, k and v if they are split."""
         qkv_rows = self._qkv_rows(param)
         if qkv_rows is None:
             yield param, direction
@@ -321,7 +321,7 @@ class Muon(CopiedWithOptions):
 
 
 def _partition(optimizer: Muon, param: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
-    """The group to gather a direction over and the dimension it is cut along; (None, -1) where none is needed."""
+    """The group to gather a direction over and the dimension it is cut along; (None, -1) if none is needed."""
     if optimizer.tp_mode == "blockwise" or optimizer.tp_group_fn is None:
         return None, -1
     dim = getattr(param, "partition_dim", None)

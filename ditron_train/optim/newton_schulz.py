@@ -112,7 +112,7 @@ def step_coefficients(coefficient_type: CoefficientType, num_steps: int) -> list
 def normalized(
     x: torch.Tensor, *, eps: float, dtype: torch.dtype, contiguous: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """X / max(|X|_F, eps) with rows <= columns (transposed where they are not), in ``dtype``.
+    """X / max(|X|_F, eps) with rows <= columns (transposed if they are not), in ``dtype``.
 
     The norm is torch's own reduction; the rest is one pass on a GPU.
 

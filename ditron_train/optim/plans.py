@@ -244,7 +244,7 @@ def plan_products(
     ``transposed``: the matrix has more rows than columns, so native begins with a transposed view.
 
     Raises:
-        NotSupportedError: An unknown mode, or ``force`` where there is no kernel.
+        NotSupportedError: An unknown mode, or ``force`` if there is no kernel.
     """
     if mode == "native":
         return _NATIVE

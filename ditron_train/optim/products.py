@@ -4,7 +4,7 @@
     B = b * A + c * A @ A  [m, m], symmetric likewise
     Y = a * X + B @ X      [m, n]
 
-cuBLAS computes each whole. Where bits equal and time is lower at a shape on this device, the fused path runs; else
+cuBLAS computes each whole. If bits equal and time is lower at a shape on this device, the fused path runs; else
 cuBLAS (``plans.py`` decides).
 """
 
@@ -37,7 +37,7 @@ class ProductPlan:
         use_update: a * X + B @ X by the tile GEMM.
         reason: Why, in words for the log.
         use_graph: All steps as one CUDA graph.
-        configs: Tile sizes of each product; by shape where None.
+        configs: Tile sizes of each product; by shape if None.
     """
 
     use_gram: bool
@@ -67,7 +67,7 @@ def _triangle(size: int, config: GemmConfig, num_programs: int, device: torch.de
 # On Hopper and later; a wide tile runs at the better rate but covers more above the diagonal and fills the last wave
 # worse.
 _WIDE = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3)
-# Four warps, not eight as in other GEMMs: 1-18 % faster from 1536 to 5120 rows, more where a tile has its SM to
+# Four warps, not eight as in other GEMMs: 1-18 % faster from 1536 to 5120 rows, more if a tile has its SM to
 # itself.
 _SQUARE = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=4)
 _SQUARE_RATE = 0.97
@@ -193,7 +193,7 @@ def gram(x: torch.Tensor, *, config: GemmConfig | None = None) -> torch.Tensor:
 
     Args:
         x: [m, n], bf16 or fp16 (interpreted: fp32 too), any strides, not empty.
-        config: Tile sizes, ``block_n`` equal to ``block_m`` or twice it; by shape where None.
+        config: Tile sizes, ``block_n`` equal to ``block_m`` or twice it; by shape if None.
 
     Returns:
         [m, m], symmetric bit for bit.
@@ -237,7 +237,7 @@ def addmm(
         b: [k, n] of the same type.
         alpha: Factor of the product.
         beta: Factor of ``add``.
-        config: Tile sizes; by shape where None.
+        config: Tile sizes; by shape if None.
 
     Returns:
         [m, n].

@@ -16,7 +16,7 @@ _MIN_QUARTERED_BLOCK = 32
 def triangle_tiles(size: int, block_m: int, block_n: int, group_m: int, num_programs: int) -> tuple[np.ndarray, int]:
     """Covers the lower triangle of a [size, size] result.
 
-    Where the last wave has few tiles, these are computed in quarters (of a tile on the diagonal: three), so that it
+    If the last wave has few tiles, these are computed in quarters (of a tile on the diagonal: three), so that it
     takes less than half the time: 136 tiles of a 2048 x 2048 result would else take 132 programs two waves.
 
     Args:

@@ -289,7 +289,7 @@ def _key_of(op: Op[Call, Context], call: Call, is_forward: bool | None = None) -
 
 
 def _with_known_group(call: Call) -> Call:
-    """``call`` with the group that ``torch.distributed`` knows, where its own wraps that one."""
+    """``call`` with the group that ``torch.distributed`` knows, if its own wraps that one."""
     group = getattr(call, "group", None)
     known = unwrapped(group)
     return call if known is group else call._replace(group=known)  # type: ignore[attr-defined]

@@ -183,7 +183,7 @@ class TimedMicrobatch:
 
 
 def microbatches_of(is_fused: bool, runs: Sequence[TimedRun]) -> list[TimedMicrobatch]:
-    """A step's runs as one time for each combined run, to which runs of a forward or a backward alone, where a
+    """A step's runs as one time for each combined run, to which runs of a forward or a backward alone, when a
     pipeline is filled and drained, add equal parts; as one time if there is no combined run."""
     combined = [run for run in runs if run.is_combined]
     shared = [(run, 1.0 / max(len(combined), 1)) for run in runs if not run.is_combined]

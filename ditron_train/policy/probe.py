@@ -31,7 +31,7 @@ _LARGEST_BY_CHANCE = {4: 5.841, 5: 4.604, 6: 4.032, 8: 3.499, 10: 3.250, 12: 3.1
 
 _SHORTEST_US = 200.0
 _LONGEST_US = 3000.0  # a first call compiles, and one that waits for the device takes what the hold takes
-_CYCLES_PER_US = 1980  # of an H200; where the clock is slower, the device waits longer
+_CYCLES_PER_US = 1980  # of an H200; if the clock is slower, the device waits longer
 
 _on_cpu = False  # on simulated nodes: what runs on the CPU, in the interpreter, is compared and timed, too
 _is_timed_without_fill = False

@@ -1,4 +1,4 @@
-"""Layer 3: pipeline parallelism. Messages between neighbouring stages, moved by copy engines (no SM) where ``paths``
+"""Layer 3: pipeline parallelism. Messages between neighbouring stages, moved by copy engines (no SM) if ``paths``
 finds that possible."""
 
 from ditron_train.pp.context import PipelineContext, close_pipeline_contexts, get_pipeline_context

@@ -22,18 +22,18 @@ _POLLS_BEFORE_SLEEP = 300
 
 
 def turns_of_stages(num_stages: int) -> int:
-    """How many deadlines a host waits where stages compile one after another, in forward and in backward."""
+    """How many deadlines a host waits if stages compile one after another, in forward and in backward."""
     return 2 * num_stages
 
 
 class PipelineChannel(Channel):
     """The flags and the failure record of a pipeline group's messages; a failure of one rank is raised by all.
 
-    Flags are in the mailbox where streams can reach it, else in symmetric device memory.
+    Flags are in the mailbox if streams can reach it, else in symmetric device memory.
 
     Attributes:
         flags_in_host: Whether they are in the mailbox; ``in_host=False`` keeps them out of it.
-        turns: As of a ``Channel``; one, but where ``begin_step`` says more.
+        turns: As of a ``Channel``; one, unless ``begin_step`` says more.
     """
 
     def __init__(self, arena: SymmetricArena, mailbox: Mailbox, *, in_host: bool = True) -> None:
@@ -74,7 +74,7 @@ class PipelineChannel(Channel):
     def wait_for(self, index: int, epoch: int, *, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:
         """Holds the stream (CPU: the caller) until this rank's flag is ``epoch`` or later; bounded.
 
-        Where the host sees that it is, nothing is enqueued: what the flag signals is complete, so whatever is
+        If the host sees that it is, nothing is enqueued: what the flag signals is complete, so whatever is
         enqueued from now on finds it complete.
         """
         if self.is_set(index, epoch):

@@ -53,8 +53,8 @@ class PipelineContext:
     Attributes:
         next_rank, previous_rank: Group ranks of the neighbours.
         local_senders, local_receivers: By lane, ends through symmetric memory; None for those through ``network``.
-        network: Lanes through ``torch.distributed``; None where nothing needs them.
-        sizes: Of messages that did not fit a slot, where all ranks share a node; else None.
+        network: Lanes through ``torch.distributed``; None if nothing needs them.
+        sizes: Of messages that did not fit a slot, if all ranks share a node; else None.
         routes: Which path messages to and from each neighbour take.
         first_of_crossings: As the function of this name says of the group's stages.
         slot_bytes: Bytes of the largest message that fits into a slot, the same on every rank; 0 before the first
@@ -66,7 +66,7 @@ class PipelineContext:
         with_network: Make ``network`` although all neighbours are in reach: for messages larger than a slot.
         num_slots: Slots of each direction's ring (``DITRON_PP_SLOTS``).
         num_leases: Slots to lease, unless ``DITRON_PP_LEASES`` says how many; None: what 1F1B needs.
-        turns: How many deadlines ranks wait for each other where they come to make the context, or agree on new sizes
+        turns: How many deadlines ranks wait for each other when they come to make the context, or agree on new sizes
             between nodes.
 
     Raises:
@@ -126,7 +126,7 @@ class PipelineContext:
         _log_routes(self)
 
     def _on_all_nodes(self, what: str, step: Callable[[], None]) -> None:
-        """``step``, which the ranks of each node do among themselves: where it fails on one node, all ranks are told
+        """``step``, which the ranks of each node do among themselves: if it fails on one node, all ranks are told
         so."""
         if len(set(self.routes.nodes)) == 1:
             step()
@@ -216,7 +216,7 @@ class PipelineContext:
 
     def grow_to_last_sizes(self) -> None:
         """At the first call of each step with lengths that vary (collective): room for the largest messages that went
-        by the network for want of it, two steps after them; inside a node, and where every rank's GPU has twice the
+        by the network for want of it, two steps after them; inside a node, and if every rank's GPU has twice the
         memory that they take. Else the slots stay as they are, and the network sends what does not fit.
 
         Raises:

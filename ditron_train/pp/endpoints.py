@@ -20,7 +20,7 @@ code runs without streams: a copy is done when the call returns and a wait block
 sets flags is the channel's: by kernels (``kernel_channel``) the same ends run with the ring alone, and those of
 ``nvshmem_endpoints`` send headers with the data.
 
-Why it cannot deadlock, even where the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every
+Why it cannot deadlock, even if the device has a single hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) and every
 wait therefore blocks all that is enqueued after it, which is also the CPU's behaviour: think of each rank as one
 program that executes its sends and receives in the order in which the host enqueued them. A receive is enqueued only
 when its data is asked for (``Receiver.take``), never when it is posted, so a prefetched receive holds up nothing.
@@ -209,7 +209,7 @@ class Incoming:
         header: What is expected.
         tensor: What arrived; None until it is taken.
         done_on: The stream that its arrival was enqueued on (GPU).
-        arrived: The moment of its arrival there, where messages after it may be enqueued on that stream before it is
+        arrived: The moment of its arrival there, if messages after it may be enqueued on that stream before it is
             used.
     """
 
@@ -323,7 +323,7 @@ class Receiver(_End):
         else:
             incoming.tensor = self._borrow(incoming, sent.lease, num_bytes, stream)
         incoming.done_on = stream
-        self._posted.popleft()  # not before: where there was no memory for it, it is still the next one in the ring
+        self._posted.popleft()  # not before: if there was no memory for it, it is still the next one in the ring
 
     def _wait_for_fragment(self, incoming: Incoming, begin: int, stream: torch.cuda.Stream | None) -> None:
         """For the next fragment of the lane, which starts at byte ``begin`` of ``incoming``."""

@@ -1,4 +1,4 @@
-"""``KernelChannel``: flags and data moved by small kernels, where peers' memory is mapped but streams cannot signal.
+"""``KernelChannel``: flags and data moved by small kernels, if peers' memory is mapped but streams cannot signal.
 
 The kernels are a bounded wait, a push by a few programs, a flag, and a wait with its header, for NVSHMEM too.
 

@@ -100,7 +100,7 @@ class Mailbox:
             discard_file(path_of_first)  # by every rank: the first may have died
 
     def _register(self, group: dist.ProcessGroup, device: torch.device) -> int | None:
-        """Address of the memory for the device's streams; None where the driver of any rank refuses to register it."""
+        """Address of the memory for the device's streams; None if the driver of any rank refuses to register it."""
         if device.type != "cuda":
             return self._host_base
         _kept.append(self._memory)  # what is registered must stay mapped
@@ -130,7 +130,7 @@ class Mailbox:
         return ctypes.c_int32.from_address(self.flag_host_address(rank, index)).value
 
     def set_flag(self, rank: int, index: int, value: int) -> None:
-        """Sets a flag from the host, where no stream has anything to do with it."""
+        """Sets a flag from the host, if no stream has anything to do with it."""
         ctypes.c_int32.from_address(self.flag_host_address(rank, index)).value = value
 
     def word(self, rank: int, offset: int) -> int:

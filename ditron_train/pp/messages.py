@@ -81,7 +81,7 @@ class Header:
 
 
 def disagreement(group: str, lane: int, message: int, sent: tuple[int, str], expected: tuple[int, str]) -> str:
-    """The error's words where a rank sent one thing and another expected something else, each given with its rank."""
+    """The error's words if a rank sent one thing and another expected something else, each given with its rank."""
     return (
         f"pp on group {group}: rank {sent[0]} sent {sent[1]} as {LANE_NAMES[lane]} message {message}, rank "
         f"{expected[0]} expected {expected[1]}; the stages of a pipeline must agree on the number and type of the "

@@ -1,7 +1,8 @@
-"""Messages to a neighbour whose memory cannot be addressed (another node), and messages larger than a slot.
+"""Messages to a neighbour whose memory cannot be addressed (another node), and messages larger than
+a slot (receive buffer).
 
 They go through point-to-point operations of ``torch.distributed`` on groups of their own, one a lane so that the two
-directions between the same two ranks never match each other's messages, limited to one block of NCCL where torch
+directions between the same two ranks never match each other's messages, limited to one block of NCCL if torch
 offers the option. All operations that one call makes on a lane go out as one batch, so a ring of stages cannot
 deadlock.
 """
@@ -24,7 +25,7 @@ _MAX_HELD = 1
 
 
 def _options(group: dist.ProcessGroup) -> Any:
-    """Options of a communicator that takes one SM; None where the backend has no such option."""
+    """Options of a communicator that takes one SM; None if the backend has no such option."""
     if dist.get_backend(group) != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()

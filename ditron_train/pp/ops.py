@@ -1,6 +1,6 @@
 """The op of this subpackage: send to and receive from the two neighbours of a pipeline stage.
 
-Timeline of ``send_recv`` on a stage, in forward:
+Timeline of ``send_recv`` on a stage, in forward (slot: a receive buffer of the next stage):
 
     native   compute   | forward of microbatch 0 |                         | forward of microbatch 1 |
     native   NCCL      |                         | send and receive        |

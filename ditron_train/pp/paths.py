@@ -80,7 +80,7 @@ def asked_by_all(group: dist.ProcessGroup, settings: Settings, node: tuple, turn
 
 
 def inter_node_path(requested: str, transport: str) -> str:
-    """To another node: NVSHMEM where it is asked for, also as what symmetric memory comes from, else NCCL."""
+    """To another node: NVSHMEM if it is asked for, also as what symmetric memory comes from, else NCCL."""
     return NVSHMEM if requested == NVSHMEM or (requested != NCCL and transport == "nvshmem") else NCCL
 
 

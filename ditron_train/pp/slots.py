@@ -102,7 +102,7 @@ class LastingSizes:
 
     def of_last_step(self) -> int:
         """At the first call of a step, on every rank: the largest that any of them had noted at the first call of the
-        last step; 0 where there was none.
+        last step; 0 if there was none.
 
         Raises:
             PeerTimeoutError: A rank did not begin the last step in time.

@@ -40,7 +40,7 @@ class MessageCall(NamedTuple):
 def start_natively(
     call: MessageCall, data: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """``batch_isend_irecv`` of ``data``, as megatron-core calls it; nothing where this stage has no part."""
+    """``batch_isend_irecv`` of ``data``, as megatron-core calls it; nothing if this stage has no part."""
     context, operations = call.context, []
     if call.sends:
         target = dist.get_global_rank(context.group, context.next_rank)
@@ -94,7 +94,7 @@ class MessageOp(Op[MessageCall, PipelineContext]):
             dist.barrier(context.group)
         decision = super().decide(call, context)
         if decision.use_ditron and context.first_of_crossings and call.sends and call.receives:
-            # One block of NCCL's keeps up with more of them where both directions share a link, not in one alone.
+            # One block of NCCL's keeps up with more of them if both directions share a link, not in one alone.
             firsts, rank = context.first_of_crossings, context.rank
             decision = super().decide(call._replace(sends=rank in firsts, receives=rank - 1 in firsts), context)
         return decision

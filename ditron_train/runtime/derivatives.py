@@ -27,7 +27,7 @@ def refuse_second_derivatives(op: str) -> None:
 
 
 def save_operands(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Keeps a linear layer's input and weight for its backward; of the input its sizes alone where the weight (the
+    """Keeps a linear layer's input and weight for its backward; of the input its sizes alone if the weight (the
     function's second argument) is frozen, as Megatron's and Transformer Engine's layers do: the memory goes back, and
     whoever holds the input may write to it."""
     is_wanted = ctx.needs_input_grad[1]
@@ -36,11 +36,11 @@ def save_operands(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def saved_operands(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``save_operands`` has kept; the input on ``meta`` where the weight is frozen."""
+    """What ``save_operands`` has kept; the input on ``meta`` if the weight is frozen."""
     x, weight = ctx.saved_tensors
     return ctx.sizes_of_x if x is None else x, weight
 
 
 def rows_to_save(rows: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
-    """``rows`` for the gradients of ``weights``, or none of them, in memory of their own, where all are frozen."""
+    """``rows`` for the gradients of ``weights``, or none of them, in memory of their own, if all are frozen."""
     return rows if any(weight.requires_grad for weight in weights) else rows.new_empty(0, *rows.shape[1:])

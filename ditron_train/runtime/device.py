@@ -53,7 +53,7 @@ _assumed: list[str] = []
 
 @contextlib.contextmanager
 def assuming_gpu(target: str) -> Iterator[None]:
-    """Inside, GPUs count as ones of this ``kernel_target``: questions about a job can be asked where there is none."""
+    """Inside, GPUs count as ones of this ``kernel_target``: questions about a job can be asked if there is none."""
     _assumed.append(target)
     try:
         yield
@@ -81,7 +81,7 @@ def kernel_target(device: torch.device) -> str:
     """Returns what kernels take as their constexpr ``TARGET``.
 
     One of ``interpreter``, ``sm_80``, ``sm_90``, ``sm_100``, ``hip``. It is an explicit argument since
-    ``tl.target_info`` needs a driver and would drop fences silently where a kernel is only compiled.
+    ``tl.target_info`` needs a driver and would drop fences silently if a kernel is only compiled.
 
     Raises:
         NotSupportedError: A CPU device while Triton is not in interpreter mode, or a GPU that is too old.
@@ -118,7 +118,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def _nvml(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
-    """The driver's library and its handle of torch's device; None where there is no such library, or it does not know
+    """The driver's library and its handle of torch's device; None if there is no such library, or it does not know
     it."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -139,10 +139,10 @@ def _told_by_driver(function: str, answer: ctypes.c_uint | ctypes.c_ulonglong, *
 
 
 def sm_clock_mhz() -> int | None:
-    """The clock of the current device's multiprocessors in MHz at this moment; None where nothing tells it."""
+    """The clock of the current device's multiprocessors in MHz at this moment; None if nothing tells it."""
     return _told_by_driver("nvmlDeviceGetClockInfo", ctypes.c_uint(), _SM_CLOCK)
 
 
 def energy_mj() -> int | None:
-    """What the current device has taken since its driver was loaded, in millijoules; None where nothing tells it."""
+    """What the current device has taken since its driver was loaded, in millijoules; None if nothing tells it."""
     return _told_by_driver("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong())

@@ -1,7 +1,7 @@
 """Every error that this package raises on purpose.
 
 A user's mistake raises the same class with the same words on every rank of the group, before anything is signalled
-where one rank can see it alone, and with the result discarded where only the group can see it.
+if one rank can see it alone, and with the result discarded if only the group can see it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Puts ``text`` where ``path`` is, at once: no reader sees half of it, and where it fails, what was there stays.
+    """Puts ``text`` where ``path`` is, at once: no reader sees half of it, and if it fails, what was there stays.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full; nothing is left behind.
@@ -107,9 +107,9 @@ def _is_still(descriptor: int, path: Path) -> bool:
 
 
 def export_trace(profiler: Any, path: Path) -> None:
-    """Writes a Chrome trace, whole or not at all; where it cannot be, training goes on, with one log line.
+    """Writes a Chrome trace, whole or not at all; if it cannot be, training goes on, with one log line.
 
-    torch writes it beside ``path`` first. It raises nothing where the disk is full, and leaves what it has written.
+    torch writes it beside ``path`` first. It raises nothing if the disk is full, and leaves what it has written.
     """
     path.unlink(missing_ok=True)  # an older one would pass for this one
     try:

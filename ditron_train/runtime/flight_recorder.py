@@ -76,7 +76,7 @@ class _Ring:
         atexit.register(self._end)
 
     def add_group(self, name: str, ranks: Sequence[int]) -> int | None:
-        """The group's place in the header; None where that is full."""
+        """The group's place in the header; None if that is full."""
         groups = self._header["groups"]
         if len(groups) >= _MAX_GROUPS:
             return None
@@ -144,7 +144,7 @@ class OpRecords:
     """Records of the ops of one process group, numbered in the order of their calls.
 
     Args:
-        ring: The file, or None where nothing is to be recorded.
+        ring: The file, or None if nothing is to be recorded.
         group_id: The group's place in the file's header.
     """
 
@@ -219,7 +219,7 @@ def _job() -> str:
 
 
 def _spans(ranks: Sequence[int]) -> list[Any]:
-    """``["range", start, stop, step]`` where that says it; else the ranks."""
+    """``["range", start, stop, step]`` if that says it; else the ranks."""
     listed = list(ranks)
     if len(listed) > 1:
         step = listed[1] - listed[0]
@@ -253,7 +253,7 @@ def _make_ring(named: str | None) -> _Ring:
 
 
 def _open_ring() -> _Ring | None:
-    """The ring of this process; None where it is switched off or its folder cannot be written (one log line)."""
+    """The ring of this process; None if it is switched off or its folder cannot be written (one log line)."""
     global _ring, _ring_failed
     if _ring is not None or _ring_failed:
         return _ring

@@ -133,7 +133,7 @@ def _groups_of(key: Any) -> list[dist.ProcessGroup]:
 def forget_destroyed_groups() -> None:
     """Lets go of everything that is kept for groups that have been destroyed: contexts, symmetric memory, decisions.
 
-    Without communication, so at any time; it waits for the device where there was something to free.
+    Without communication, so at any time; it waits for the device if there was something to free.
     """
     global _is_forgetting, _seen
     # Whatever is kept holds on to its groups, so an id that is registered still is that of the same group.

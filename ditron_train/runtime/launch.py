@@ -115,7 +115,7 @@ class KernelLaunch:
         self._repeated: dict[Hashable, RecordedCall] = {}
 
     def repeat(self, key: Hashable, stream: int) -> bool:
-        """Launches on the stream of this handle what was launched with ``key`` before; False where that is not
+        """Launches on the stream of this handle what was launched with ``key`` before; False if that is not
         known."""
         kept = self._repeated.get(key)
         if kept is None:

@@ -87,7 +87,7 @@ class CallRecorder:
         self._run = type(compiled).__getitem__(_Standing(compiled, recorder), (num_programs, 1, 1))
 
     def __call__(self, arguments: tuple[Any, ...]) -> RecordedCall | None:
-        """What a launch with ``arguments`` gives the driver; None where somebody wants to hear of launches, or the
+        """What a launch with ``arguments`` gives the driver; None if somebody wants to hear of launches, or the
         stream has no place of its own.
 
         Nothing is launched. Descriptors are encoded once, and tensors, those of tuples too, are given as their
@@ -107,7 +107,7 @@ class CallRecorder:
 
 
 def recorder_of(compiled: Any, num_programs: int) -> CallRecorder | None:
-    """Records launches of ``compiled``; None where this Triton's launcher is of a kind that cannot be recorded, or
+    """Records launches of ``compiled``; None if this Triton's launcher is of a kind that cannot be recorded, or
     does more at each launch than to call the driver."""
     run = compiled.run
     if getattr(run, "gsan_enabled", False):
@@ -120,7 +120,7 @@ def recorder_of(compiled: Any, num_programs: int) -> CallRecorder | None:
 
 
 def _with_another_end(launch: Any, end: Callable[..., None]) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """(the function of C, ``launch`` with ``end`` in its place); None where ``launch`` is neither the function itself
+    """(the function of C, ``launch`` with ``end`` in its place); None if ``launch`` is neither the function itself
     nor one closure around it."""
     if inspect.isbuiltin(launch):  # a kernel without descriptors
         return launch, end

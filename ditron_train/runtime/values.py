@@ -9,7 +9,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by 
 
 def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one device have equal shapes, types and bits: ``-0.0`` is not ``0.0``, and two NaN are
-    equal where their bits are. Waits for the device."""
+    equal if their bits are. Waits for the device."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_complex():

@@ -55,7 +55,7 @@ _TRITON = (
 _NUMPY = "without a GPU below 2.4 beside Triton 3.6, in whose interpreter later ones break range()"
 _MEGATRON = "0.16.1 is the reference; 0.17.1, 0.18.2, 0.19.0 and 0.20.0 of 2026-08-22 trained small models on CPUs"
 _SLIME_MEGATRON = ">=0.16.0rc0.dev0,<=0.16.0rc0"
-_NVSHMEM = "3.4.5 was tried, with torch 2.11 and Triton 3.6; checked where NVSHMEM starts"
+_NVSHMEM = "3.4.5 was tried, with torch 2.11 and Triton 3.6; checked when NVSHMEM starts"
 _TE = "2.10 ran on GPUs; of those to 2.20 names and signatures were read, and linear layers in FP8 ran on CPUs"
 _NVSHMEM4PY = ("nvshmem4py-cu13", "nvshmem4py-cu12")
 _NVIDIA_NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
@@ -79,7 +79,7 @@ PAIRS: tuple[tuple[str, str], ...] = (("2.11", "3.6"), ("2.12", "3.7"), ("2.14",
 
 
 def find_version(entry: Supported) -> str | None:
-    """Returns the version of ``entry`` that is (or would be) imported here, None where it is not installed."""
+    """Returns the version of ``entry`` that is (or would be) imported here, None if it is not installed."""
     if entry.name == "python":
         return platform.python_version()
     loaded = getattr(sys.modules.get(entry.module), "__version__", None) if entry.module else None
@@ -123,7 +123,7 @@ def driver_version() -> str | None:
 
 
 def find_versions() -> dict[str, str | None]:
-    """Returns the version of everything in ``SUPPORTED`` by name, None where it is not installed."""
+    """Returns the version of everything in ``SUPPORTED`` by name, None if it is not installed."""
     return {entry.name: find_version(entry) for entry in SUPPORTED}
 
 
@@ -162,7 +162,7 @@ def specifier_here(entry: Supported, versions: dict[str, str | None] | None = No
 
 
 def interpreted_specifier(entry: Supported, versions: dict[str, str | None] | None = None) -> str:
-    """The range of ``entry`` where kernels are interpreted: Triton 3.6 does it with numpy below 2.4 alone."""
+    """The range of ``entry`` when kernels are interpreted: Triton 3.6 does it with numpy below 2.4 alone."""
     if entry.name != "numpy":
         return entry.specifier
     triton = find_version(_entry("triton")) if versions is None else versions.get("triton")
@@ -299,7 +299,7 @@ def check_versions() -> bool:
 
 
 def _tell(problems: list[str], warnings: Callable[[], list[str]]) -> None:
-    """Raises VersionError where there are problems; else logs the warnings, each once."""
+    """Raises VersionError if there are problems; else logs the warnings, each once."""
     from ditron_train.runtime.errors import VersionError
     from ditron_train.runtime.logs import log_once
 

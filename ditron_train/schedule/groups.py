@@ -14,11 +14,11 @@ def groups_in_sequence(
     """The ranks of ``order`` in consecutive groups, whose rows are multiplied together.
 
     Each product takes the host, and ends with programs that have nothing left to do. So a group has as many ranks as
-    are there when the products before it are done, one at least, and more where their product would be shorter than
+    are there when the products before it are done, one at least, and more if their product would be shorter than
     what the host takes; the last group has what is left.
 
     Args:
-        order: Ranks in the order in which their rows come, the first one's being there. Where results leave, the last
+        order: Ranks in the order in which their rows come, the first one's being there. If results leave, the last
             one's first.
         product_us: Of the rows of one rank.
         transfer_us: Of the rows of one rank.

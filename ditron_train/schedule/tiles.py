@@ -91,7 +91,7 @@ def scatter_tile(
     RANKS_PER_NODE: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Scatter order without a table, where every rank owns the same whole number of row tiles.
+    """Scatter order without a table, if every rank owns the same whole number of row tiles.
 
     Rows of rank + 1 first, those that this rank owns last, the next node before its own. Twin: ``grouped_tile_order``
     of ``scatter_row_tile_order``. Returns (tile_m, tile_n, owner): the tile belongs to rank ``owner``.

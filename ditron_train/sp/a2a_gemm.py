@@ -301,7 +301,7 @@ def a2a_gemm(
         return_gathered: ``copy``: also return what was multiplied, [local rows, world * layout.num_columns];
             ``borrow``: the same, which may be in the context's buffer: until the next op of the context.
         row_table: As ``gemm_a2a``.
-        choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
+        choice: Tile sizes and programs that move data; by the shape if None. They do not change bits.
 
     Returns:
         [s / world, ..., N], and the gathered rows if asked for.

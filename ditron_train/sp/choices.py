@@ -72,7 +72,7 @@ def default_choice(product: Product, context: SPContext) -> ProjectionChoice:
 
 
 def choose(product: Product, context: SPContext) -> ProjectionChoice:
-    """The choice of a shape: a table's where its class was measured, else the default.
+    """The choice of a shape: a table's if its class was measured, else the default.
 
     Raises:
         SettingError: The table cannot be read, or its entry.

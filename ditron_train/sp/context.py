@@ -12,7 +12,7 @@ from ditron_train.symm.arena import SymmetricTensor
 class SPContext(OpContext):
     """Buffers and channels of one sequence parallel (Megatron: context parallel) group; constructed collectively.
 
-    All layers share three buffers: ``to_heads`` (what an exchange sends to the attention), ``staged`` (the same where
+    All layers share three buffers: ``to_heads`` (what an exchange sends to the attention), ``staged`` (the same if
     a GEMM makes it) and ``to_sequence`` (what the output projection multiplies, or the projected q, k, v's gradient).
     What ops return is outside of them.
 

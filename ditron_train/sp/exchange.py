@@ -90,7 +90,7 @@ class SequenceGatherPlan(Transfer):
     def run(
         self, parts: Sequence[torch.Tensor], table: torch.Tensor | None, meanwhile: Callable[[], object]
     ) -> torch.Tensor:
-        """[m, world * columns], until the next op of the context (a copy where rows are padded).
+        """[m, world * columns], until the next op of the context (a copy if rows are padded).
 
         ``meanwhile``: enqueued while they arrive.
         """
@@ -194,7 +194,7 @@ def to_heads(
         context: The group's context.
         layout: Columns of one rank.
         row_table: As ``gemm_a2a``.
-        programs: That move data; by the shape where None. They do not change bits.
+        programs: That move data; by the shape if None. They do not change bits.
 
     Returns:
         One tensor a part, [s, ..., heads of this rank, head size], in the order of the sequence.

@@ -53,7 +53,7 @@ class InputShards(Protocol):
         """Starts to make ``x``'s gradient from that of the whole input; the result waits for it."""
 
 
-#: Takes grad_output [rows, N] and input [rows, K]; returns the weight's gradient [N, K] (None where it kept it
+#: Takes grad_output [rows, N] and input [rows, K]; returns the weight's gradient [N, K] (None if it kept it
 #: itself).
 Wgrad = Callable[[torch.Tensor, torch.Tensor], "torch.Tensor | None"]
 
@@ -278,12 +278,12 @@ def qkv_projection(
         layout: Columns of one rank (``qkv_layout``).
         bias: [world * layout.num_columns], or None.
         row_table: As ``gemm_a2a``.
-        wgrad: Computes the weight's gradient; ``grad.T @ x`` where None.
-        shards: How x is held by the ranks of a tensor parallel group; None where this rank has all of it and no other
+        wgrad: Computes the weight's gradient; ``grad.T @ x`` if None.
+        shards: How x is held by the ranks of a tensor parallel group; None if this rank has all of it and no other
             needs its gradient.
         late: What the output projection of the same attention is given, too: its weight's gradient is computed here.
         rounds_once: The bias is added inside the GEMM, before its rounding, as Transformer Engine does it.
-        norms: One for each part, over heads [..., head size] (None: none); empty where no part has one.
+        norms: One for each part, over heads [..., head size] (None: none); empty if no part has one.
 
     Returns:
         One tensor a part, [s, b, heads of this rank, head size].

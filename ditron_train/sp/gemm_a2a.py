@@ -148,7 +148,7 @@ class GemmA2APlan(Transfer):
         )
 
     def _weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight; where a rank's columns are no whole 16 bytes, a copy in which they are."""
+        """The weight; if a rank's columns are no whole 16 bytes, a copy in which they are."""
         n = self.layout.num_columns
         if self._columns_per_rank != n:
             columns = weight.reshape(self.k, -1, n)
@@ -156,7 +156,7 @@ class GemmA2APlan(Transfer):
         return aligned_operand(weight)
 
     def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """The GEMM; launched again where it comes with the same memory."""
+        """The GEMM; launched again if it comes with the same memory."""
         config = self.config
         key = (rows.data_ptr(), rows.stride(), weight.data_ptr(), weight.stride(), memory_of(bias))
         if self._launch.repeat(key, current_handle(self.context.device)):
@@ -257,7 +257,7 @@ def gemm_a2a(
         weight_layout: How ``weight`` is.
         row_table: Rows of the whole that each rank's rows are, int32 [world, local rows] (``packed_rows``); None: its
             two chunks of one sequence.
-        choice: Tile sizes and programs that move data; by the shape where None. They do not change bits.
+        choice: Tile sizes and programs that move data; by the shape if None. They do not change bits.
         meanwhile: Called when all is enqueued; what it enqueues runs during the last transfers, and may use what is
             given here but not what is returned.
         bias: [world * layout.num_columns] with ``nt``, added before the product is rounded, as of ``tp.ag_gemm``.

@@ -16,7 +16,7 @@ import torch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp.layouts import HeadsLayout, split_by_heads
 
-#: One for each part (q, k, v); None where a part is left as it is.
+#: One for each part (q, k, v); None if a part is left as it is.
 Norms = Sequence[torch.nn.Module | None]
 
 
@@ -60,7 +60,7 @@ def backward_of_norms(
             continue
         with torch.enable_grad(), _leaves_of(norm) as parameters:
             rows = split_by_heads(mixed, layout, world_size)[index].detach().requires_grad_()
-            # With its hooks, as where activations are computed again: they may change what comes in, out and back.
+            # With its hooks, as when activations are computed again: they may change what comes in, out and back.
             out = norm(rows)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         grad_rows, *found = torch.autograd.grad(out, [rows, *trained], grads[index].contiguous())

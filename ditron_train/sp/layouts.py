@@ -109,7 +109,7 @@ def qkv_layout(
         num_groups: Key and value heads likewise.
         head_dim: Size of a query and key head.
         world_size: Ranks of the sequence parallel group.
-        value_head_dim: Size of a value head where it differs.
+        value_head_dim: Size of a value head if it differs.
 
     Raises:
         NotSupportedError: Heads do not divide by the group, as the native attention demands.

@@ -45,7 +45,7 @@ class CopyPointers(NamedTuple):
     Attributes:
         parts: q, k and v; if there are fewer, the first is passed for the missing ones.
         buffers: Addresses of the buffer of every rank.
-        table: Rows of packed sequences, int32 [W, M]; any pointer where there is none.
+        table: Rows of packed sequences, int32 [W, M]; any pointer if there is none.
     """
 
     parts: tuple[Any, Any, Any]
@@ -131,7 +131,7 @@ def _copy_columns(
     """For every group: ``width`` columns of a block of rows; the pointers are [ROWS] and point at column 0 of the
     part, the strides go from one group to the next.
 
-    BLOCK_G groups at a time where they are narrow: what one program has in flight decides its rate.
+    BLOCK_G groups at a time if they are narrow: what one program has in flight decides its rate.
     """
     lanes = tl.arange(0, BLOCK_G * BLOCK_W)
     for first_group in range(0, num_groups, BLOCK_G):
@@ -379,7 +379,7 @@ class Transfer(Plan[SPContext]):
         dtype: Of everything.
         k: What else the ranks must agree on.
         flag_block_rows: Rows of one source that ``flags_per_block`` flags cover.
-        block_n: Tile width where each tile has a flag; 0 where a flag block has one.
+        block_n: Tile width if each tile has a flag; 0 if a flag block has one.
         packed: Whether calls come with a table of rows.
         copy: How its kernels copy.
     """

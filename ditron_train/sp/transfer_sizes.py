@@ -21,7 +21,7 @@ PUSH = CopyShape(rows=128, width=256)  # 64 KB in flight
 PULL = CopyShape(rows=128, width=512)  # reads from a peer take longer: it spills a little, and is faster
 
 FLAG_BLOCK_ROWS = 128  # rows of an exchange that one flag stands for
-EXCHANGE_PROGRAMS = 32  # of the push, and of the kernel that takes apart what arrives, where no table says how many
+EXCHANGE_PROGRAMS = 32  # of the push, and of the kernel that takes apart what arrives, if no table says how many
 GATHER_PROGRAMS = 16  # of a push under a weight gradient
 PULL_GROUP_M = 4  # row tiles that a GEMM-A2A walks together: its rows are whole sooner
 

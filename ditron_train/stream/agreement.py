@@ -116,7 +116,7 @@ def compare_calls(channels: Mapping[Channel, int], rank: int) -> None:
                 return
         if time.monotonic() > deadline_s:
             absent = [_absent(channel, epoch) for channel, epoch in channels.items()]
-            everywhere = set.intersection(*map(set, absent))  # empty where peers have taken different channels
+            everywhere = set.intersection(*map(set, absent))  # empty if peers have taken different channels
             peer = min(everywhere or absent[0])
             epoch = channels[first]
             first.record_timeout(peer=peer, chunk=-1, expected_epoch=epoch, seen_epoch=epoch - 1)

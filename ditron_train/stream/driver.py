@@ -1,6 +1,6 @@
 """Driver calls that torch does not offer cheaply: asynchronous copies and stream memory operations.
 
-From ``cuda.bindings`` (extra ``cuda``): a copy takes 2.7 us of the host's time, where ``Tensor.copy_`` takes 6-8 us.
+From ``cuda.bindings`` (extra ``cuda``): a copy takes 2.7 us of the host's time, while ``Tensor.copy_`` takes 6-8 us.
 """
 
 from __future__ import annotations

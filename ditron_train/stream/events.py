@@ -1,4 +1,4 @@
-"""Events between streams, straight from the driver: 1.5 us to record one and wait for it, where ``torch.cuda.Event``
+"""Events between streams, straight from the driver: 1.5 us to record one and wait for it, while ``torch.cuda.Event``
 takes 5."""
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class SymmetricTensor:
     Attributes:
         local: This rank's copy, of the shape and dtype that was asked for.
         addresses: int64 tensor ``[world_size]`` on the arena's device: base address of each group rank's copy as seen
-            from this rank (0 where it cannot be addressed); kernels index it by *group* rank.
+            from this rank (0 if it cannot be addressed); kernels index it by *group* rank.
         host_addresses: The same as a list.
     """
 
@@ -137,13 +137,13 @@ class SymmetricArena:
         return SymmetricTensor(segment, shape, dtype, addresses)
 
     def before_freeing(self, let_go: Callable[[], None]) -> None:
-        """Calls the method ``let_go``, as long as its object lives, before buffers are freed, at ``close`` and where
+        """Calls the method ``let_go``, as long as its object lives, before buffers are freed, at ``close`` and when
         one has to move: whoever holds views drops them, so that memory is free then and an old and a new buffer are
         never held at once."""
         self._let_go.append(weakref.WeakMethod(let_go))
 
     def capacity_bytes(self, name: str) -> int:
-        """Bytes held for buffer ``name``, 0 where there is none yet (no communication)."""
+        """Bytes held for buffer ``name``, 0 if there is none yet (no communication)."""
         held = self._segments.get(name)
         return held[0].num_bytes if held else 0
 
@@ -180,7 +180,7 @@ class SymmetricArena:
         """Collective: takes buffer ``name`` out of use once nobody's kernels can touch it."""
         if name not in self._segments:
             return
-        self.quiesce()  # where a rank does not come, the buffer stays
+        self.quiesce()  # if a rank does not come, the buffer stays
         segment, addresses = self._segments.pop(name)
         self._drop_views()
         if self.graph_captured:

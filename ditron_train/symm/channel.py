@@ -126,7 +126,7 @@ class Channel:
         signature_fields: Names of the signature's fields, for error messages (at most ``READY_WORDS - 1``); the values
             of ``dtype`` are types.
         first_epoch: Epoch before the first launch; tests start near the wrap.
-        by_address: Kernels write the peers' flags; False where NVSHMEM's calls do, on whichever node they are.
+        by_address: Kernels write the peers' flags; False if NVSHMEM's calls do, on whichever node they are.
 
     Raises:
         NotSupportedError: Ranks of the group are on other nodes, where kernels cannot write flags; on every rank
@@ -297,7 +297,7 @@ class Channel:
         now.
 
         Read beside the current stream, which may be held up by anything (with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` so is
-        what is beside it); zeros where that takes too long, or is not allowed since a CUDA graph is being captured:
+        what is beside it); zeros if that takes too long, or is not allowed since a CUDA graph is being captured:
         then the error names the rank that was recorded, and of a mismatch no rank's arguments.
 
         Args:

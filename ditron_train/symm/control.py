@@ -1,7 +1,7 @@
 """Layout of the control block that kernels get, and of the record that survives them.
 
 Control block: int64 words in device memory, one block a channel. Record: int64 words in memory that the host reads
-without a sync (pinned where there is a GPU): a kernel that gives up writes it once, the first writer wins by a
+without a sync (pinned if there is a GPU): a kernel that gives up writes it once, the first writer wins by a
 compare-and-swap on the abort word, and from then on every wait of the channel returns at once. The host keeps a record
 of its own (``Channel.record_timeout``) and never writes into this one.
 """
@@ -53,5 +53,5 @@ TICKET_ROLES = 4  # two kernels of one op that count launches separately, two co
 
 
 def cyclic_difference(a: int, b: int) -> int:
-    """``a - b`` as a signed 32-bit number: at least 0 where epoch ``a`` is ``b`` or later."""
+    """``a - b`` as a signed 32-bit number: at least 0 if epoch ``a`` is ``b`` or later."""
     return (a - b + 2**31) % 2**32 - 2**31

@@ -17,5 +17,5 @@ class DeviceBytes:
 @functools.lru_cache(maxsize=4096)
 def _interface(address: int, num_bytes: int) -> dict[str, Any]:
     """The same objects for the same memory: torch never lets go of the values, some 200 bytes a message of pipeline
-    stages where each were new (github.com/pytorch/pytorch/issues/194877)."""
+    stages if each were new (github.com/pytorch/pytorch/issues/194877)."""
     return {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}

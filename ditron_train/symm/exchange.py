@@ -1,12 +1,12 @@
 """What the ranks of a group tell each other on the host, with a deadline.
 
 Through the group's store, not its communicator: a rank that does not come, since it died or was given another group,
-is named after the deadline, where a collective would hold the others until torch ends the process.
+is named after the deadline, whereas a collective would hold the others until torch ends the process.
 
 One store serves all ranks of a job, so who waits looks at one key: the *outcome* of an exchange. Each rank sets its
 value and counts itself; the last to come reads all values and publishes them as the outcome; who gives up publishes
 that. The store takes the first, so an exchange succeeds for all of its ranks or for none. With 256 clients of one
-TCPStore, the last of them 3 s late, that is 16,000 keys looked up instead of 3,200,000 where each waits for all
+TCPStore, the last of them 3 s late, that is 16,000 keys looked up instead of 3,200,000 if each waits for all
 values: 0.3 instead of 0.9 s of the store's time.
 
 What is in the store is plain data: whoever can reach the store's port can write there, so nothing is unpickled.
@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class _GivenUp:
-    """The outcome where a rank did not come: who gave up, in which rendezvous of its, whom it missed, after how
+    """The outcome if a rank did not come: who gave up, in which rendezvous of its, whom it missed, after how
     long."""
 
     rank: int
@@ -109,7 +109,7 @@ class _Rendezvous:
         return [from_plain(word) for word in outcome]
 
     def abort_next_exchange(self) -> None:
-        """Gives the next exchange up before anybody has to wait for this rank; nothing where the last one raised."""
+        """Gives the next exchange up before anybody has to wait for this rank; nothing if the last one raised."""
         if self._number_left == self._number:
             return
         self._number += 1
@@ -152,7 +152,7 @@ class _Rendezvous:
         return self.store.check([f"{self._number}/outcome"])
 
     def _wait(self, deadline_s: float) -> bool:
-        """Until the outcome is there; False where it is not by the deadline, or all ranks have come and the last of
+        """Until the outcome is there; False if it is not by the deadline, or all ranks have come and the last of
         them has not published it."""
         pause_s, asked_s = _POLL_S, time.monotonic()
         while not self._is_settled():  # not ``wait``: it would keep the store from the communicators' own threads
@@ -229,13 +229,13 @@ def exchange(group: dist.ProcessGroup, value: object, turns: int = 1) -> list[An
     Args:
         group: Whose ranks.
         value: Plain data, as ``symm.plain`` has it.
-        turns: How many deadlines to wait, where ranks come one behind the other; the same on every rank.
+        turns: How many deadlines to wait, if ranks come one behind the other; the same on every rank.
 
     Raises:
         DitronError: What is in the store was written by somebody else.
         PeerTimeoutError: A rank did not arrive within ``turns`` times ``DITRON_TIMEOUT_S``, 30 s each at least; also
         on
-            that rank, where it comes later.
+            that rank, if it comes later.
     """
     rendezvous, group = _rendezvous_of(group), unwrapped(group)
     try:
@@ -248,7 +248,7 @@ def exchange(group: dist.ProcessGroup, value: object, turns: int = 1) -> list[An
 def abort_next_exchange(group: dist.ProcessGroup) -> None:
     """Stands for the group's next exchange on a rank that will not come to it: the others raise ``PeerTimeoutError``
     there at once, not at their deadline, and the exchange behind it is everybody's again. A rank calls it that failed
-    by itself between two exchanges, or all ranks do that failed alike. Where an exchange raised on this rank since, by
+    by itself between two exchanges, or all ranks do that failed alike. If an exchange raised on this rank since, by
     the store, the others have heard of that one: nothing is done."""
     _rendezvous_of(group).abort_next_exchange()
 

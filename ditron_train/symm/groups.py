@@ -44,7 +44,7 @@ def make_group(
     connect_s: float | None = None,
 ) -> dist.ProcessGroup:
     """Makes a group of ``members`` (ranks in ``parent``, this one among them), with ``parent``'s deadline and backend
-    where none is named, ``connect_s`` being the deadline until they are connected; it belongs to ``parent``: what is
+    if none is named, ``connect_s`` being the deadline until they are connected; it belongs to ``parent``: what is
     kept for it goes once that is destroyed.
 
     Collective over ``parent``: ranks may name different groups, as long as these do not overlap.
@@ -76,7 +76,7 @@ def make_group(
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """When operations of the group's backend give up: what the job asked for, where the backend says so, else torch's
+    """When operations of the group's backend give up: what the job asked for, if the backend says so, else torch's
     default."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     default = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
@@ -87,7 +87,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 @contextmanager
 def _without_splitting() -> Iterator[None]:
     """Splitting WORLD's communicator, torch's way when WORLD is bound to a device, would take every rank of the job:
-    at the group's first use, or at once where the backend is ProcessGroupNCCL2 (torch 2.15's default)."""
+    at the group's first use, or at once if the backend is ProcessGroupNCCL2 (torch 2.15's default)."""
     world: Any = dist.group.WORLD
     device = world.bound_device_id
     world.bound_device_id = None

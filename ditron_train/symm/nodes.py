@@ -1,9 +1,10 @@
-"""Groups that span nodes: the ranks of a node, the rails between nodes, and who is missing where one does not come.
+"""Groups that span nodes: the ranks of a node, the rails between nodes, and who is missing if one does not come.
 
-A *rail* is the ranks with the same place in their nodes, whose adapters face each other. Between nodes the process
-group's backend moves data, which knows no deadline and names nobody: gloo breaks off or waits for half an hour, NCCL
-waits until its watchdog ends the process. So the host waits by a deadline of its own where it has to wait anyway; who
-cannot go on, whatever stopped it, answers a *roll call* in the group's store, and all who answer name the same rank.
+A *rail* is the ranks with the same local rank on their nodes, whose adapters face each other. Between nodes the
+process group's backend moves data, which knows no deadline and names nobody: gloo breaks off or waits for half an
+hour, NCCL waits until its watchdog ends the process. So the host waits by a deadline of its own when it has to wait
+anyway; who cannot go on, whatever stopped it, answers a *roll call* in the group's store, and all who answer name the
+same rank.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def forget_nodes() -> None:
 
 
 def node_groups(group: dist.ProcessGroup) -> NodeGroups | None:
-    """The groups of a group that spans nodes, None where it is inside one (collective the first time).
+    """The groups of a group that spans nodes, None if it is inside one (collective the first time).
 
     Raises:
         NotSupportedError: Nodes with different numbers of ranks, or ranks that are not grouped by node; on every rank
@@ -96,7 +97,7 @@ class NodeGroups:
     Attributes:
         group: All ranks, node by node.
         node_group: Those of this rank's node.
-        rail: Those with this rank's place in their nodes.
+        rail: Those with this rank's local rank on their nodes.
         num_nodes, local_size: Nodes, and ranks of each.
         node, local: This rank's node, and its place there.
     """
@@ -155,7 +156,7 @@ class NodeGroups:
 
         Args:
             what: The step in words.
-            step: Where it fails it raises ``ArenaError`` or ``NotSupportedError`` on every rank of the node.
+            step: If it fails it raises ``ArenaError`` or ``NotSupportedError`` on every rank of the node.
             device: Where the nodes' words travel.
 
         Raises:
@@ -176,7 +177,7 @@ class NodeGroups:
         return AnnouncedAlongRail(failure, *self.start_along_rail(failed))
 
     def finish_telling(self, what: str, announced: AnnouncedAlongRail) -> None:
-        """Waits for the other nodes' words; only where one has failed the reasons follow, through the store.
+        """Waits for the other nodes' words; only if one has failed the reasons follow, through the store.
 
         Raises:
             ArenaError: A node has failed at ``what``; the same on every rank.
@@ -207,7 +208,7 @@ class NodeGroups:
 
     @contextmanager
     def naming(self, op: str) -> Iterator[None]:
-        """Names the rank that is missing where what is done inside cannot go on without it.
+        """Names the rank that is missing if what is done inside cannot go on without it.
 
         Args:
             op: What is done, in words.
@@ -292,8 +293,8 @@ class _RollCall:
             return True
 
     def missing_rank(self, deadline_s: float) -> int:
-        """Answers; the first rank that does not, the same for all that do. Where the store is gone it is rank 0, which
-        holds it or whose agent does; where all answer, the exchange was too slow for the deadline, and it is a rank of
+        """Answers; the first rank that does not, the same for all that do. If the store is gone it is rank 0, which
+        holds it or whose agent does; if all answer, the exchange was too slow for the deadline, and it is a rank of
         the next node."""
         pause_s = _POLL_S
         try:

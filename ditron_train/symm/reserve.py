@@ -38,7 +38,7 @@ class Reserve:
 
 
 def first_common_gap(gaps_of_ranks: Sequence[Sequence[Gap]], size: int) -> int | None:
-    """The lowest offset at which ``size`` bytes are free on every rank; None where there is none."""
+    """The lowest offset at which ``size`` bytes are free on every rank; None if there is none."""
     common = list(gaps_of_ranks[0])
     for gaps in gaps_of_ranks[1:]:
         shared = [(max(low, start), min(high, end)) for low, high in common for start, end in gaps]

@@ -35,7 +35,7 @@ def map_file(path: str, num_bytes: int, create: bool) -> mmap.mmap:
 def discard_file(path: str) -> None:
     """Removes the name of a file of shared memory, if it is there: who has mapped it keeps the memory.
 
-    Where that cannot be (a read-only folder says so of files that never were, too), nothing is raised: what came
+    If that cannot be (a read-only folder says so of files that never were, too), nothing is raised: what came
     before says more.
     """
     with suppress(OSError):
@@ -44,7 +44,7 @@ def discard_file(path: str) -> None:
 
 class ShmTransport:
     """Files under ``/dev/shm``; every rank unlinks all of them as soon as all are mapped, or one rank does not come:
-    they stay only where all ranks die at once."""
+    they stay only if all ranks die at once."""
 
     name = "shm"
     copies_by_engine = True

@@ -31,8 +31,8 @@ class Segment:
 
     Attributes:
         local: uint8 tensor of ``num_bytes`` in this rank's memory.
-        peers: The same allocation of each group rank, mapped here; ``None`` where a peer's memory cannot be addressed.
-        addresses: Base address in this process of each group rank's allocation; 0 where it cannot be addressed.
+        peers: The same allocation of each group rank, mapped here; ``None`` if a peer's memory cannot be addressed.
+        addresses: Base address in this process of each group rank's allocation; 0 if it cannot be addressed.
         release: Gives this rank's mappings and memory back; called once, collectively, by ``free``.
         is_mappable: Whether each rank's part is in a mapping of its own, of the driver's or the system's, which can
             be made once more.
@@ -99,6 +99,6 @@ def node_of_process() -> tuple[str, str, str]:
 
 
 def is_one_node() -> bool:
-    """Whether torchrun started all ranks of the job on one node (no communication; False where it did not start
+    """Whether torchrun started all ranks of the job on one node (no communication; False if it did not start
     them)."""
     return os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())

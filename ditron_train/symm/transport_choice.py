@@ -23,7 +23,7 @@ from ditron_train.symm.transport import Segment, Transport, node_of_process
 class TorchTransport:
     """``symm_mem.empty`` plus a rendezvous (`symm.rendezvous`).
 
-    Where one fails on some rank, its ranks have come to different points of it, and torch's count of them is out of
+    If one fails on some rank, its ranks have come to different points of it, and torch's count of them is out of
     step from then on: the next one would wait for keys that nobody sets. So there is none any more for these ranks,
     whatever their groups.
 
@@ -103,7 +103,7 @@ def _spans_nodes(group: dist.ProcessGroup) -> bool:
 def select_transport(group: dist.ProcessGroup, device: torch.device, name: str | None = None) -> Transport:
     """Chooses the transport of a group (collective).
 
-    ``name`` or ``DITRON_TRANSPORT`` forces one; ``auto`` takes ``shm`` for CPU, ``torch`` where the group is inside
+    ``name`` or ``DITRON_TRANSPORT`` forces one; ``auto`` takes ``shm`` for CPU, ``torch`` if the group is inside
     one node ("node" means one torchrun agent), and ``nvshmem`` across nodes.
 
     Raises:

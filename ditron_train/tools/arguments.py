@@ -28,8 +28,8 @@ def add_common_arguments(
 
     Args:
         parser: Or a group of one.
-        model_option: Without ``--model`` where it means something else, or nothing.
-        writes_results: Whether results are written, on GPUs, where no folder is named.
+        model_option: Without ``--model`` if it means something else, or nothing.
+        writes_results: Whether results are written, on GPUs, if no folder is named.
         parts: What ``--part`` takes.
     """
     on_gpu = torch.cuda.is_available()
@@ -47,7 +47,7 @@ def add_common_arguments(
 
 
 def add_count(parser: argparse._ActionsContainer, name: str, text: str, *, on_gpu: int, on_cpu: int) -> None:
-    """Adds ``--name N``, whose default is less where there is no GPU; its help says both, whichever machine prints
+    """Adds ``--name N``, whose default is less if there is no GPU; its help says both, whichever machine prints
     it."""
     default = on_gpu if torch.cuda.is_available() else on_cpu
     words = f"{text} (default {on_gpu}, without a GPU {on_cpu})"
@@ -57,7 +57,7 @@ def add_count(parser: argparse._ActionsContainer, name: str, text: str, *, on_gp
 def add_shape_argument(
     parser: argparse._ActionsContainer, text: str, sizes: str = "M N K", *, repeated: bool = True
 ) -> None:
-    """Adds ``--shape`` with these sizes: a list of shapes, or one where it is not ``repeated``; ``text`` is its
+    """Adds ``--shape`` with these sizes: a list of shapes, or one if it is not ``repeated``; ``text`` is its
     help."""
     action, names = "append" if repeated else "store", tuple(sizes.split())
     parser.add_argument("--shape", nargs=len(names), type=int, action=action, metavar=names, help=text)
@@ -100,7 +100,7 @@ def check_sizes(option: str, shapes: Iterable[Sequence[float]] | None) -> None:
 
 
 def choose_models(wanted: Sequence[str] | None, models: Iterable[str]) -> list[str]:
-    """Those of ``models`` that are wanted, in that order; all of them where none is named.
+    """Those of ``models`` that are wanted, in that order; all of them if none is named.
 
     Raises:
         SettingError: One is named that is not among them.

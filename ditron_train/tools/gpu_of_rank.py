@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, and what the ranks of a job talk by where several of them share one."""
+"""Which GPU a rank takes, and what the ranks of a job talk by if several of them share one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class OpCalls:
         case, shape: Of the op.
         calls: As many as are never found in the L2 cache.
         no_row_reason: `BenchCase.no_row_reason` of the first one.
-        context: Of the fused path; None where a layer runs natively.
+        context: Of the fused path; None if a layer runs natively.
     """
 
     def __init__(self, session: BenchSession, case: BenchCase[Any, Any], shape: Shape) -> None:
@@ -128,7 +128,7 @@ def parts_of(cases: Iterable[BenchCase[Any, Any]]) -> dict[str, list[BenchCase[A
 
 
 def add_row(session: BenchSession, case: BenchCase[Any, Any], shape: Shape, *, with_peers: bool = True) -> None:
-    """Compares and times one op at one shape, and adds the row (collective); one log line where it is not measured.
+    """Compares and times one op at one shape, and adds the row (collective); one log line if it is not measured.
 
     Args:
         with_peers: Whether other implementations are timed, too.

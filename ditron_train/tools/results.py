@@ -45,11 +45,11 @@ class Row:
         peer: Name of the best other implementation that runs here.
         peer_us: Its time.
         wire_gbps: Bytes that cross a link, per second of the fused path (10^9).
-        logical_gbps: Bytes in the convention of the field's tables, where it differs from ``wire_gbps``.
+        logical_gbps: Bytes in the convention of the field's tables, if it differs from ``wire_gbps``.
         tflops: Operations of the whole algorithm (products that the fused path computes by half count whole), per
             second of the fused path (10^12).
         spread: Largest relative difference between the two measurements of one of the columns.
-        commit: Of the working tree, where it is not the stamp's.
+        commit: Of the working tree, if it is not the stamp's.
         stamp: What else of its own stamp is not the file's, by the names of `Stamp`; of ``settings`` those alone that
             differ (None: not set). None also of an older file's rows of another commit, which do not say.
         command: What was trained, as ``compare`` was told.
@@ -59,7 +59,7 @@ class Row:
         jobs_ms: The time of a step in each job, ``native`` and ``ditron``.
         clocks_mhz: The clock of the GPUs' multiprocessors, likewise.
         joules: What a GPU takes for a step, likewise.
-        native_repeats: False where the fused ones differ, but no earlier than two jobs natively, so that bits say
+        native_repeats: False if the fused ones differ, but no earlier than two jobs natively, so that bits say
             nothing; None in all other cases.
         fused_calls: Calls of the fused path by feature, of the job that has the fewest.
         memory_gib: The most on any rank, in GiB: what torch has reserved (``native``, ``ditron``), what is in use of
@@ -196,7 +196,7 @@ class Stamp:
     Attributes:
         device: Name of the GPU, or ``CPU``.
         count: Number of ranks, one for each GPU.
-        commit: Of the working tree, with ``+`` behind it where files differed from it.
+        commit: Of the working tree, with ``+`` behind it if files differed from it.
         settings: Environment variables and options that matter to speed or bits.
     """
 

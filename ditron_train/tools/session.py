@@ -50,7 +50,7 @@ class BenchSession:
         device: This rank's device.
         rank: Rank in WORLD.
         world_size: Number of ranks.
-        dtype: Of activations where nobody names one: bfloat16; on the CPU float32, which Triton's interpreter has.
+        dtype: Of activations if nobody names one: bfloat16; on the CPU float32, which Triton's interpreter has.
         rows: What ``add`` was given; the same on every rank.
         notes: What the stamp says beside the counts.
         num_compared: How many rows each op has; 0 if a shape of it was left out and none was compared.
@@ -125,7 +125,7 @@ class BenchSession:
         return None if self.agree(not FUSED_CALLS.take().get(feature)) else self.equal(found, native(0))
 
     def attempt(self, what: str, contender: Contender) -> bool:
-        """Runs ``contender`` once; False, with a log line, where it fails on any rank: to leave a peer out."""
+        """Runs ``contender`` once; False, with a log line, if it fails on any rank: to leave a peer out."""
         try:
             contender(0)
             if self.device.type == "cuda":
@@ -149,7 +149,7 @@ class BenchSession:
         dtype: torch.dtype | str | None = None,
         **others: Any,
     ) -> Row:
-        """A row of ``native`` and ``fused`` among ``timings``; ``dtype``: the session's where it is not named."""
+        """A row of ``native`` and ``fused`` among ``timings``; ``dtype``: the session's if it is not named."""
         named = dict(
             op=op,
             direction=direction,
@@ -257,7 +257,7 @@ def same_result(fused: torch.Tensor, native: torch.Tensor) -> bool:
 def bench_session(name: str, arguments: argparse.Namespace, *, may_share_gpus: bool = False) -> Iterator[BenchSession]:
     """Joins the process group for the time of a benchmark.
 
-    ``may_share_gpus``: whether more processes than GPUs may take turns on them, where no time is measured.
+    ``may_share_gpus``: whether more processes than GPUs may take turns on them, if no time is measured.
 
     Raises:
         VersionError: A library is outside its supported range.

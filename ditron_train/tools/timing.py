@@ -72,7 +72,7 @@ def measure(
         repetitions: Timed calls of each measurement.
         warmup: Calls in front of each measurement, not timed.
         passes: Measurements of each contender.
-        interleaved: Whether contenders take turns repetition by repetition; not where a change of contender costs
+        interleaved: Whether contenders take turns repetition by repetition; not if a change of contender costs
             time.
         inside: Only a part of each call counts: contenders take ``around``, which makes the context manager of that
             part.

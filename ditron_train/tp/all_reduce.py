@@ -12,9 +12,9 @@ Streams of one rank, by copy engines:
     communication   start signals (one program) | chunk 0 to all peers, flags | chunk 1 to all peers, flags | ...
     current         GEMM of chunk 0 | GEMM of chunk 1 | ... | a kernel that adds up chunk after chunk
 
-Who waits for whom: copies wait for the start signals of this epoch, since slots are single. The sum of a chunk waits
-for its flag of every source. The stores of one kernel wait for nobody: their slots change with the parity of the epoch
-(``push_and_reduce_kernel``).
+Who waits for whom: copies wait for the start signals of this epoch, since receive buffers (slots) are single. The sum
+of a chunk waits for its flag of every source. The stores of one kernel wait for nobody: their slots change with the
+parity of the epoch (``push_and_reduce_kernel``).
 """
 
 import math

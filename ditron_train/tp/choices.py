@@ -442,7 +442,7 @@ def choose(problem: Problem, machine: Machine) -> Choice:
 
 
 def choose_without_copies(problem: Problem, machine: Machine) -> Choice:
-    """`choose` where copies to peers take multiprocessors: as many programs push as the cost model finds best beside
+    """`choose` if copies to peers take multiprocessors: as many programs push as the cost model finds best beside
     the GEMM, and tiles are stored by it. Raises as `choose`."""
     choice, rates = replace(choose(problem, machine), by_library=False), rates_of(machine)
     if problem.op == "gemm_rs":

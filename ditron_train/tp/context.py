@@ -156,8 +156,8 @@ class TPContext(OpContext):
         return found
 
     def choose(self, problem: Problem) -> Choice:
-        """``choices.choose``, ``modelled``; where copies would take multiprocessors, without copies. By cuBLAS only if
-        the library's bits do not depend on how many rows it multiplies at once (collective where that is new)."""
+        """``choices.choose``, ``modelled``; if copies would take multiprocessors, without copies. By cuBLAS only if
+        the library's bits do not depend on how many rows it multiplies at once (collective if that is new)."""
         choice = self.modelled(choose if self.arena.copies_by_engine else choose_without_copies, problem)
         if not choice.by_library and self._tried is None and problem not in self.by_library:
             return choice

@@ -8,7 +8,7 @@ There are two ways to move the partial sums.
 
 By copy engines, in chunks: a GEMM for the rows that each rank owns, sent while the next one runs. The rows that this
 rank owns are last, so that their GEMM hides the last transfer. Then a kernel adds up (``tp.reduce_scatter``). cuBLAS
-multiplies where it does so for ``ag_gemm``.
+multiplies in the cases in which it does for ``ag_gemm``.
 
 Timeline of ``gemm_rs`` on rank r of 4, by copy engines:
 
@@ -23,9 +23,9 @@ rows that this rank owns. It loses some 60 to 80 us whatever the size, since loa
 
     current         start signals, tiles of rank - 1 | tiles of rank - 2 | ... | own tiles | sum
 
-Who waits for whom: nothing is stored into a peer's slots before its start signal of this epoch, since slots are a
-single buffer of a rank. The sum waits for the arrival flags of all sources: one for each source, or in the second way
-one for each (source rank, tile). Flags hold the epoch.
+Who waits for whom: nothing is stored into a peer's receive buffers (slots) before its start signal of this epoch,
+since slots are a single buffer of a rank. The sum waits for the arrival flags of all sources: one for each source, or
+in the second way one for each (source rank, tile). Flags hold the epoch.
 
 Partial sums are added by the owner of their rows in NCCL's ring order, rounded at every hop. Times, and what was
 tried: ``docs/measurements/tp.md``.

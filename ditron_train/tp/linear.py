@@ -384,7 +384,7 @@ class ColumnOverNodes(torch.autograd.Function):
         refuse_second_derivatives("column_linear")
         x, weight = saved_operands(ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        group, rows = ctx.context.group, as_rows(x).contiguous()  # on ``meta`` where the weight is frozen
+        group, rows = ctx.context.group, as_rows(x).contiguous()  # on ``meta`` if the weight is frozen
         if needs_x and not needs_weight and not is_whole(grad_output):
             grad_x = product_and_reduce_scatter(grad_output, weight, group, is_frozen=True).view_as(x)
             grad_bias = ctx.wgrad.bias_gradient(as_rows(grad_output)) if ctx.has_bias and needs_bias else None

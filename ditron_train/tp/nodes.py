@@ -1,11 +1,11 @@
 """AG-GEMM and GEMM-RS of a tensor parallel group that spans nodes: rails between nodes, concurrent with what runs
 inside them.
 
-A rank sends its rows along its rail, to the rank with its place in every other node, and meanwhile multiplies what its
-own node gathers by peer memory; then what has come from the next node is gathered and multiplied likewise. Rows cross
-the border once, and only the first border is not under a GEMM. Sums over ranks go from node to node in the order of
-the process group's own reduce-scatter; if the fused path cannot follow that order, or the policy found it to be
-slower, they are that reduce-scatter. If the policy found it to be slower, the gather is the process group's, too.
+A rank sends its rows along its rail, to the rank with its local rank on every other node, and meanwhile multiplies
+what its own node gathers by peer memory; then what has come from the next node is gathered and multiplied likewise.
+Rows cross the border once, and only the first border is not under a GEMM. Sums over ranks go from node to node in the
+order of the process group's own reduce-scatter; if the fused path cannot follow that order, or the policy found it to
+be slower, they are that reduce-scatter. If the policy found it to be slower, the gather is the process group's, too.
 
 GEMM-RS: NCCL's ring and gloo's visit the ranks of a group one by one, so node by node: the sum of rank d's rows begins
 behind d (ascending: rank d + 1), and d itself comes last. Rows of all ranks of one node, a *block*, are one product.

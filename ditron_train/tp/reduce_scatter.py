@@ -11,8 +11,8 @@ Streams of one rank:
     communication   start signals (one program) | rows of rank - 1 to it, flag | rows of rank - 2 to it, flag | ...
     current         ... | a kernel that waits for the flags of all sources and adds up
 
-Who waits for whom: nothing is written into a peer's slots before its start signal of this epoch. The sum waits for
-flags that hold the epoch.
+Who waits for whom: nothing is written into a peer's receive buffers (slots) before its start signal of this epoch. The
+sum waits for flags that hold the epoch.
 
 If the product to be scattered can be complete before something else long enough to hide the transfer runs (column
 linear's backward: dgrad first, wgrad after it), this beats GEMM-RS: the product is cuBLAS's own, the transfer is

@@ -18,8 +18,8 @@ from ditron_train.tp.choices import Problem
 
 
 def have_bits_of_whole(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Compares both products on values that show the order of sums (collective). False where memory is too short for
-    that; True where nothing is compared (interpreter).
+    """Compares both products on values that show the order of sums (collective). False if memory is too short for
+    that; True if nothing is compared (interpreter).
 
     Args:
         problem: An AG-GEMM or a GEMM-RS of 16 bits (of FP8 it is known), whose rows divide by the ranks.

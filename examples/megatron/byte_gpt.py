@@ -56,7 +56,7 @@ class Job:
         warmup_steps: Steps of rising learning rate; 0: none.
         dtype: Of parameters and activations.
         use_te: Transformer Engine's layers instead of megatron-core's own.
-        tensor_parallel: Ranks that share every layer (with sequence parallelism where above 1).
+        tensor_parallel: Ranks that share every layer (with sequence parallelism if above 1).
         pipeline_parallel: Stages; above 1 a step has twice as many microbatches (1F1B).
         context_parallel: Ranks that share every sequence, exchanging heads for tokens around attention (a2a).
         expert_parallel: Ranks that share the experts.

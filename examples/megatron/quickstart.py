@@ -94,7 +94,7 @@ def _start(optimizer: str) -> bool:
     if optimizer != "adam":
         from ditron_train.cpu import emerging_optimizers
 
-        emerging_optimizers.install()  # native Muon needs it; where it is missing, the published equations stand in
+        emerging_optimizers.install()  # native Muon needs it; if it is missing, the published equations stand in
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         torch.use_deterministic_algorithms(True)

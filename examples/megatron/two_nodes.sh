@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two nodes that one machine simulates: two torchrun agents with half of the GPUs each (one CPU process each where there are none).
+# Two nodes that one machine simulates: two torchrun agents with half of the GPUs each (one CPU process each if there are none).
 # NCCL_HOSTID makes NCCL treat them as different hosts, so that what crosses the border really takes the network path.
 #   bash examples/megatron/two_nodes.sh [arguments of examples/megatron/quickstart.py]
 # On two real machines run one of the two commands on each, with --node-rank, and the first one's address.

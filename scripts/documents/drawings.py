@@ -66,7 +66,7 @@ def _panel(x: float, y: float, bars: Sequence[_Bar], width: float = 140, start: 
 
 
 def draw_steps(steps: Sequence[tuple[str, float]]) -> str:
-    """Speedup of each training step as a bar from stock Megatron's 1.00x, which goes left where the step is slower."""
+    """Speedup of each training step as a bar from stock Megatron's 1.00x, which goes left if the step is slower."""
     bars = [(label, speedup, 0.0, 0.0) for label, speedup in steps]
     parts = _legend(20, {"fused": FUSED, "native, 1.000x": NATIVE}, 310) + _panel(310, 40, bars, 420, 1.0)
     return _svg(46 + 18 * len(steps), "Speedup of training steps over stock Megatron", parts)

@@ -200,7 +200,7 @@ class CallRecorder:
         self._stream = stream
 
     def reuse_memory(self) -> None:
-        """From now on, where kernels are not run, what a call allocates is where it did in the call before it."""
+        """From now on, if kernels are not run, what a call allocates is where it did in the call before it."""
         self._reuses_memory = self._stream is not None
 
     def allocated(self, made: torch.Tensor) -> torch.Tensor:
@@ -336,7 +336,7 @@ class CallRecorder:
             return run(channel, address, epoch, peer, chunk)
 
     def _wait_for(self, run: Callable[..., Any], channel: Any, index: int, epoch: int, **options: Any) -> Any:
-        """Of a pipeline's flag: none is enqueued where the host sees that it has come."""
+        """Of a pipeline's flag: none is enqueued if the host sees that it has come."""
         self.add(f"wait flag {index} for {epoch} peer {options['peer']} chunk {options['chunk']}")
         with self.paused():
             return run(channel, index, epoch, **options)

@@ -1,7 +1,7 @@
 """Values that Triton's compiler loses: carried by a loop for the bounds of a loop inside it.
 
 Its pass that removes what a loop carries for nobody does not ask for the bounds of loops inside (triton-lang/triton,
-pull request 9036): where a value serves nothing else, its first value stands for all (seen in 3.6). A count of what
+pull request 9036): if a value serves nothing else, its first value stands for all (seen in 3.6). A count of what
 has been waited for stayed 0, and everything was waited for again.
 """
 

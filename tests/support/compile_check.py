@@ -55,9 +55,9 @@ class KernelSpec:
         kernel: ``package.module:function``.
         signature: Type of each argument that is not a constexpr: ``*bf16``, ``i32``, ``fp32``,
             ``tensordesc<bf16[128,64]>``; of a ``NamedTuple`` a dict of the types of its fields.
-        constexprs: Values of the others; of a ``NamedTuple`` a dict of its fields. ``TARGET`` is filled in where the
+        constexprs: Values of the others; of a ``NamedTuple`` a dict of its fields. ``TARGET`` is filled in if the
             kernel, or such a tuple, takes it.
-        num_warps: As the launch; a dict by target where it differs, with ``default``.
+        num_warps: As the launch; a dict by target if it differs, with ``default``.
         num_stages: As the launch; likewise.
         targets: Which of ``TARGETS`` to compile for.
         aligned: Arguments whose address or value is a multiple of 16; None for all pointers, and all integers that the
@@ -90,7 +90,7 @@ class CompileReport:
         target: One of ``TARGETS``.
         error: Why it did not compile, or None.
         asm: PTX or AMDGCN text.
-        num_registers: Per thread; None where no assembler is at hand (hip).
+        num_registers: Per thread; None if no assembler is at hand (hip).
         spill_bytes: Stores and loads to local memory; None likewise.
         shared_bytes: Shared memory of a program.
         carried_bounds: See ``tests.support.carried_bounds``.
@@ -275,7 +275,7 @@ class Compilation:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the process, where it still runs."""
+        """Ends the process, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()

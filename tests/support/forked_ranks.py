@@ -69,7 +69,7 @@ class ForkedRanks:
             self.ranks.append(RankProcess(rank, pid, log))
 
     def wait(self, is_over: Callable[[], bool], until_s: float) -> bool:
-        """Until ``is_over()``, which is asked after every look at the ranks; False where the time was up first."""
+        """Until ``is_over()``, which is asked after every look at the ranks; False if the time was up first."""
         while True:
             self._reap()
             if is_over():
@@ -108,7 +108,7 @@ class ForkedRanks:
 
 
 def _queued_s(pid: int) -> float:
-    """How long the first thread of a process has been ready without a core; 0 where the system does not say."""
+    """How long the first thread of a process has been ready without a core; 0 if the system does not say."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""Stands for Transformer Engine's FusedAdam where that is not installed: its arithmetic, with torch's operators."""
+"""Stands for Transformer Engine's FusedAdam if that is not installed: its arithmetic, with torch's operators."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _change(before: Any, after: Any) -> str:
 
 
 def read_kernels() -> dict[str, str]:
-    """The golden entries of kernels; none where nothing was recorded."""
+    """The golden entries of kernels; none if nothing was recorded."""
     return json.loads(KERNELS.read_text()) if KERNELS.exists() else {}
 
 
@@ -108,7 +108,7 @@ def write_kernels(entries: Mapping[str, str]) -> None:
 
 
 def read_calls() -> dict[str, list[str]]:
-    """The golden entries of calls, by case, call and rank; none where nothing was recorded."""
+    """The golden entries of calls, by case, call and rank; none if nothing was recorded."""
     grouped = json.loads(CALLS.read_text()) if CALLS.exists() else {}
     return {
         f"{call}, rank {rank}": lines
@@ -129,7 +129,7 @@ def write_calls(entries: Mapping[str, list[str]]) -> None:
 
 
 def other_versions() -> str:
-    """Which packages are not those of constraints.txt, with which calls were recorded; empty where all are."""
+    """Which packages are not those of constraints.txt, with which calls were recorded; empty if all are."""
     pinned = dict(_PINNED.findall((FOLDER.parent.parent / "constraints.txt").read_text()))
     here = {name: metadata.version(name).partition("+")[0] for name in VERSIONS}
     return ", ".join(f"{name} {here[name]}" for name in VERSIONS if here[name] != pinned[name])

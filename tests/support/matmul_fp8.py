@@ -1,4 +1,4 @@
-"""The product of FP8 operands by itself, which the package computes beside movement alone."""
+"""The product of FP8 operands by itself, which the package computes only overlapped with communication."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def matmul_fp8(
         weight: [N, K], e4m3 or e5m2.
         scales: Of x and of weight.
         split_accumulator: Whether sums are added in fp32 every ``SPLIT_CHAIN`` products.
-        config: Tile sizes; chosen by the shape where None. They do not change bits, as long as ``block_k`` is
+        config: Tile sizes; chosen by the shape if None. They do not change bits, as long as ``block_k`` is
             ``SPLIT_CHAIN`` with a split accumulator.
 
     Returns:
-        [M, N], bf16, contiguous. Zero where K is 0.
+        [M, N], bf16, contiguous. Zero if K is 0.
 
     Raises:
         NotSupportedError: Shapes, types or devices that do not fit or have no kernel.

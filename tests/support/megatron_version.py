@@ -27,7 +27,7 @@ def submodules_of(spec: Any) -> Any:
 
 def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """Megatron's ``get_batch_on_this_cp_rank``: newer versions are told whether lengths decide, and the group, which
-    is all ranks where none is given."""
+    is all ranks if none is given."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 

@@ -38,7 +38,7 @@ def model_parallel(**sizes: int) -> Iterator[None]:
 
 
 def destroy_groups() -> bool:
-    """Destroys every process group but the world's, and what megatron-core keeps of them where it is imported.
+    """Destroys every process group but the world's, and what megatron-core keeps of them if it is imported.
 
     Returns:
         Whether there were any.

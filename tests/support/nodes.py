@@ -4,7 +4,7 @@
     assert run_on_nodes(2, 2, body, 10) == [0, 10, 20, 30]
 
 As ``tests.support.processes``; ranks of a node share memory, and what crosses nodes passes a limited link. Tests are
-skipped, with the reason, where a machine forbids namespaces.
+skipped, with the reason, if a machine forbids namespaces.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def gather_tile_order(
 ) -> np.ndarray:
     """All tiles of a gather in the order in which programs take them.
 
-    Where every rank owns the same whole number of row tiles, that is ``grouped_tile_order`` of each rank's rows by
+    If every rank owns the same whole number of row tiles, that is ``grouped_tile_order`` of each rank's rows by
     itself, so that no group waits for two ranks; else that of ``gather_row_tile_order``.
 
     Returns:

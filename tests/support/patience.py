@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-#: Bounds a hang, and nothing else: what works is done in a fraction of it, also where ten other jobs run.
+#: Bounds a hang, and nothing else: what works is done in a fraction of it, also when ten other jobs run.
 HANG_S = 1500.0
 
 _PAUSE_S = 0.05

@@ -1,4 +1,4 @@
-"""Waits of the package poll the less often the longer they last: where ranks outnumber cores, a rank that looks every
+"""Waits of the package poll the less often the longer they last: if ranks outnumber cores, a rank that looks every
 tenth of a millisecond takes the core from the one that it waits for."""
 
 from __future__ import annotations

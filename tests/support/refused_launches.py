@@ -1,4 +1,4 @@
-"""Ops of which a kernel is refused, as where memory runs out: each launch in turn, on all ranks alike."""
+"""Ops of which a kernel is refused, as when memory runs out: each launch in turn, on all ranks alike."""
 
 from __future__ import annotations
 

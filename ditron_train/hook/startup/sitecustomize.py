@@ -1,4 +1,4 @@
-"""Imported by Python at its start where this folder is on ``PYTHONPATH``: arms `ditron_train.hook`.
+"""Imported by Python at its start if this folder is on ``PYTHONPATH``: arms `ditron_train.hook`.
 
 Then the ``sitecustomize`` that this one hides is imported, if there is one.
 """

@@ -8,9 +8,9 @@ the host has read the norm), then steps the inner optimizer, then copies main pa
 coefficient is kept until that step, which `optim.adam` takes together with the copy. What surrounds them stays
 Megatron's, and so does the first step, in which the inner optimizer makes its state.
 
-Where a step is fused, gradients stay unscaled in their buffers. Megatron-core reads them between clipping and step to
+If a step is fused, gradients stay unscaled in their buffers. Megatron-core reads them between clipping and step to
 count zeros (``--log-num-zeros-in-grad``: clipped natively), and zeroes the buffers after the step. So clipping
-is deferred in those two ``step`` methods only, not where a framework clips for itself.
+is deferred in those two ``step`` methods only, not if a framework clips for itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class AdamOp(Op[AdamCall, int]):
         return call.device
 
     def make_context(self, call: AdamCall) -> int:
-        """Where none has equal bits, any other: the trial then sees that on every rank."""
+        """If none has equal bits, any other: the trial then sees that on every rank."""
         found = find_form(functools.partial(_step_natively, call.optimizer), call.device, call.options)
         return found or 0
 

@@ -31,7 +31,7 @@ _NEUTRAL = {"gtp_remat_size": 1}  # weights that are not shared
 
 
 def captured_parts(config: Any) -> frozenset[str] | None:
-    """Names of what is captured in CUDA graphs, empty for whole layers; None where nothing is.
+    """Names of what is captured in CUDA graphs, empty for whole layers; None if nothing is.
 
     0.16 and 0.17 name the parts in ``cuda_graph_scope``, 0.18 and newer in ``cuda_graph_modules``.
     """
@@ -82,7 +82,7 @@ def _rope_takes_longest() -> bool:
 
 def rope_arguments(packed: Any) -> dict[str, Any]:
     """What RoPE of ``packed`` sequences is told beyond 0.16's arguments: after 0.19 the longest of them says whether a
-    table is of the rows of all sequences or of one, and RoPE asks the device where it is not told."""
+    table is of the rows of all sequences or of one, and RoPE asks the device if it is not told."""
     longest = packed.max_seqlen_q, packed.max_seqlen_kv
     if not _rope_takes_longest() or None in longest:
         return {}
@@ -90,7 +90,7 @@ def rope_arguments(packed: Any) -> dict[str, Any]:
 
 
 def _multiplies_at_once(linear: Any) -> bool:
-    """Whether a grouped layer of Transformer Engine's calls one GEMM for all experts: from 2.17 to 2.19 where its
+    """Whether a grouped layer of Transformer Engine's calls one GEMM for all experts: from 2.17 to 2.19 if its
     variable asks for it, since 2.20 by an argument that the variable sets."""
     requested = getattr(linear, "use_grouped_tensor", None)
     if requested is not None:
@@ -123,7 +123,7 @@ def unsupported_reason_grouped_layer(linear: Any) -> str | None:
 
 def unsupported_reason_dispatcher(dispatcher: Any) -> str | None:
     """Why a dispatcher of tokens of a newer Megatron-core moves them by its own path, or None: after 0.19 it adds a
-    token's rows up in another order where batches shall not matter."""
+    token's rows up in another order if batches shall not matter."""
     adds_otherwise = hasattr(dispatcher, "batch_invariant_inverse_permutation_mapping")
     return "batch_invariant_mode is on" if adds_otherwise and dispatcher.config.batch_invariant_mode else None
 

@@ -43,7 +43,7 @@ def availability_owner() -> Any:
 
 
 def registered_muon() -> dict[str, Any] | None:
-    """The attributes of the registry's entry for Muon, ``optimizer_cls`` among them; None where there is no registry
+    """The attributes of the registry's entry for Muon, ``optimizer_cls`` among them; None if there is no registry
     (0.16, 0.17)."""
     registry = getattr(muon_module(), "_EMERGING_OPTIMIZERS", None)
     return None if registry is None else vars(registry["muon"])

@@ -1,2 +1,2 @@
-"""Deterministic mode without the fill of new tensors, where the job shows that no bit depends on it (feature
+"""Deterministic mode without the fill of new tensors, if the job shows that no bit depends on it (feature
 ``det``)."""

@@ -7,7 +7,7 @@ writes NaN into every new tensor. Here the first training step runs three times,
     2. without that fill; finite values are written into new tensors instead
     3. without any fill, if losses and gradients of both runs have equal bits on all ranks; else as it is
 
-The third is the job's own step. Where bits differ, more runs find the new tensor whose content reaches a result: the
+The third is the job's own step. If bits differ, more runs find the new tensor whose content reaches a result: the
 first tensors of all ranks are filled with finite values, the others with NaN, and their number is halved each time.
 
 All three of Megatron's schedules are replaced, which every framework that trains with Megatron-core calls. What one
@@ -61,7 +61,7 @@ class _Check:
     state: StepState
 
     def difference(self) -> str | None:
-        """What a dependence on the fill is due to, in words; None where there is none."""
+        """What a dependence on the fill is due to, in words; None if there is none."""
         filled = self._run(is_filled=True)
         if self._run(FillNewTensors(is_finite=True), is_filled=False) == filled:
             return None

@@ -63,7 +63,7 @@ class _RandomStates:
 
 
 class ReplayedIterator:
-    """An iterator that gives copies of what it gave once more, where ``position`` is set back; random states move with
+    """An iterator that gives copies of what it gave once more, when ``position`` is set back; random states move with
     it as they did the first time.
 
     Attributes:

@@ -161,8 +161,8 @@ def shares_with_collectives(config: Any) -> bool:
 
 
 def context_of_layer(dispatcher: Any, device: torch.device) -> EPContext | RailContext:
-    """The context of a dispatcher's group (collective at its first use): by peer memory where that reaches all ranks,
-    else, or where ``DITRON_EP_RAILS=on``, by rails.
+    """The context of a dispatcher's group (collective at its first use): by peer memory if that reaches all ranks,
+    else, or if ``DITRON_EP_RAILS=on``, by rails.
 
     Raises:
         ArenaError, NotSupportedError: It cannot be had, on every rank alike.

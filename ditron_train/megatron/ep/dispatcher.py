@@ -186,7 +186,7 @@ def _slices_of(
 def _fused_pairs(
     experts: Any, handle: EPHandle, context: EPContext, tokens: torch.Tensor, order: SumOrder, group: dist.ProcessGroup
 ) -> frozenset[Pair]:
-    """Which pairs of a movement and a GEMM run as one kernel; asked once a dispatcher."""
+    """Which pairs of a dispatch or combine and a GEMM run as one kernel; asked once a dispatcher."""
     if not (HAVE_TE and experts is not None and tokens.device.type == "cuda"):
         return frozenset()
     reason = unsupported_reason_fused_on_ranks(experts, tokens.device, group)
@@ -205,7 +205,7 @@ class DitronMoEAlltoAllTokenDispatcher(
     ``dispatch_preprocess`` exchanges counts on the device, ``token_dispatch`` waits for them (the one host sync that
     native has too) and moves the tokens straight into [local expert, source rank, token] order, ``token_combine``
     returns every row and adds each token's up in the native order. ``dispatch_postprocess`` and ``combine_preprocess``
-    have nothing left to move, unless a movement and a GEMM run as a pair, tokens left ahead of the counts, or experts
+    have nothing left to move, unless such a pair runs as one kernel, tokens left ahead of the counts, or experts
     are sliced by tensor parallelism: then rows move there.
     """
 
@@ -246,7 +246,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         return self._layout, self._order
 
     def meet_experts(self, modules: Mapping[str, torch.nn.Module | None]) -> None:
-        """Learns what the layer's experts can do: be fused with the movement, do without sizes on the host.
+        """Learns what the layer's experts can do: be fused with dispatch and combine, do without sizes on the host.
 
         ``modules``: the layer's own mapping, which says at every call what its experts are by then."""
         self._layer_modules = modules
@@ -309,7 +309,7 @@ class DitronMoEAlltoAllTokenDispatcher(
                     return kept
                 context = context_of_layer(self, device)
                 if isinstance(context, RailContext):
-                    self._capacity.drop()  # exact sizes, movement apart
+                    self._capacity.drop()  # exact sizes, dispatch and combine apart
                     self._pairs = frozenset()
                 else:
                     self._kept_context = context
@@ -400,7 +400,7 @@ class DitronMoEAlltoAllTokenDispatcher(
         return dispatch_tokens(hidden_states, probs, self._layout, self.ep_context, self._order)
 
     def _expert_call(self, hidden_states: torch.Tensor) -> ExpertCall | None:
-        """What the experts need to move tokens themselves, or None where movement and GEMMs are apart."""
+        """What the experts need to move tokens themselves, or None if the dispatcher moves them."""
         if self._slices is not None:
             _log_apart(unsupported_reason_beside(self.tp_size))
             return None

@@ -1,9 +1,9 @@
-"""Transformer Engine's grouped experts with the token movement inside their linear layers (part of feature ``ep``).
+"""Transformer Engine's grouped experts with dispatch and combine inside their linear layers (feature ``ep``).
 
-``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. Where a movement and a
-GEMM run as one kernel the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the counts, and
-gets tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused are
-Transformer Engine's, weight gradients too, unless one kernel for all experts was measured faster.
+``TEGroupedMLP`` gets rows that have been dispatched and returns rows that are combined later. If a dispatch or combine
+and a GEMM run as one kernel, the dispatcher hands over tokens instead, with an ``ExpertCall`` in the place of the
+counts, and gets tokens back. Parameters, checkpoints and the activation are the native ones; GEMMs that are not fused
+are Transformer Engine's, weight gradients too, unless one kernel for all experts was measured faster.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class TEWgrad:
 class _MainGradWgrad(TEWgrad):
     """Weight gradients of one pass with gradient accumulation fusion, as the layer's own backward treats them.
 
-    They are added to ``main_grad`` (written on the first microbatch where the layer keeps count), and autograd gets a
-    dummy where ``grad_added_to_main_grad`` exists, else None.
+    They are added to ``main_grad`` (written on the first microbatch if the layer keeps count), and autograd gets a
+    dummy if ``grad_added_to_main_grad`` exists, else None.
     """
 
     def __init__(self, linear: torch.nn.Module, splits: Sequence[int]) -> None:
@@ -267,7 +267,7 @@ def unsupported_reason_called(experts: torch.nn.Module, *, is_decided: bool = Fa
 
     Args:
         is_decided: Whether ranks that differ end the job, since they have agreed before: hooks count then that
-            Megatron registers, on all ranks. Others may be of one rank alone, as where the first one logs.
+            Megatron registers, on all ranks. Others may be of one rank alone, as when the first one logs.
     """
     if not isinstance(experts, DitronTEGroupedMLP):
         return f"{type(experts).__name__} computes expert by expert"
@@ -300,7 +300,7 @@ def unsupported_reason_options(config: Any, *more: str) -> str | None:
 
 
 def unsupported_reason_fused(experts: Any, device: torch.device) -> str | None:
-    """Why movement and GEMMs of these experts stay kernels of their own, or None."""
+    """Why the GEMMs of these experts are not fused with dispatch or combine, or None."""
     reason = unsupported_reason_called(experts)
     if reason is not None:
         return reason

@@ -1,5 +1,5 @@
 """How rows of Transformer Engine's experts come to FP8 under current scaling, declared for the policy. Imported only
-where Transformer Engine is installed."""
+if Transformer Engine is installed."""
 
 from __future__ import annotations
 

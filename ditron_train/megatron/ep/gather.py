@@ -149,7 +149,7 @@ class GatheredCall:
         sum_dtype: Type in which results are added up over ranks: that of the probabilities.
         started: The gather of the tokens that has been started.
         wgrad: The native GEMM of the weight gradients; None: ``group_wgrad``.
-        gemm: As of ``ExpertCall``; products that overlap with a movement are fused in any case.
+        gemm: As of ``ExpertCall``; products that overlap with a transfer are fused in any case.
         min_rows: Experts with fewer rows, from all sources, are multiplied by ``few``.
         few: The native product of those experts; None: the fused path multiplies them, too.
     """
@@ -193,7 +193,7 @@ def _check(name: str, x: torch.Tensor, num_rows: int, weights: Sequence[torch.Te
 
 @contextmanager
 def given_up_on_error(take: Callable[[], PendingGather | None]) -> Iterator[None]:
-    """Where something fails inside before it has taken the started gather, that is given up: what comes later would
+    """If something fails inside before it has taken the started gather, that is given up: what comes later would
     take its rows for those of the next one."""
     try:
         yield
@@ -410,7 +410,7 @@ def exchange_counts(
     """The rows of every tensor parallel rank by source rank and local expert (collective, with a host sync).
 
     Args:
-        sources: ``[source ranks, num_local_experts]`` rows of this rank, or None where it has no room for them.
+        sources: ``[source ranks, num_local_experts]`` rows of this rank, or None if it has no room for them.
         shape: Of ``sources``.
         group: Over which the experts are split.
         device: Of the group's messages.
@@ -451,7 +451,7 @@ class ExpertSlices:
         self._call: GatheredCall | None = None
 
     def _begin(self, rows: torch.Tensor, sum_dtype: torch.dtype) -> GatheredCall | None:
-        """The rows on their way, or None where megatron-core moves them; the same on every rank of the group."""
+        """The rows on their way, or None if megatron-core moves them; the same on every rank of the group."""
         of_experts = self._chunks.sum(1)
         kind = (self._group, self._device, rows.shape[1], rows.dtype, sum_dtype)
         if len(of_experts) > _RANKS_IN_ANY_PLACE or int(of_experts.sum()) == 0 or kind in _refused:

@@ -45,7 +45,7 @@ def fuses_here(
     sum_dtype: torch.dtype,
     is_fused: bool,
 ) -> bool | None:
-    """Whether a layer's GEMMs are to run beside its movement (collective); None: this step has too many experts with
+    """Whether a layer's GEMMs are to overlap its transfers (collective); None: this step has too many experts with
     few rows to tell, on every rank.
 
     Args:
@@ -87,7 +87,7 @@ def _min_rows(experts: Any, like: torch.Tensor) -> int:
 
 
 def min_rows_of_call(experts: Any, layout: RowLayout, like: torch.Tensor) -> int | None:
-    """Below how many rows an expert is multiplied by Transformer Engine in a call whose GEMMs run beside the movement
+    """Below how many rows an expert is multiplied by Transformer Engine in a call whose GEMMs overlap the transfers
     of rows ``like`` these; None: all are, apart from it. An adapter may have come since the layer was built."""
     if unsupported_reason_called(experts) is not None:
         return None
@@ -106,7 +106,7 @@ def min_rows_of_call(experts: Any, layout: RowLayout, like: torch.Tensor) -> int
     return min_rows if is_fused else None
 
 
-_MOST_ASKED = 8  # steps in which it is asked whether GEMMs go beside the movement, each at the cost of some overlap
+_MOST_ASKED = 8  # steps in which it is asked whether GEMMs overlap the transfers, each at the cost of some overlap
 
 
 @outside_compile
@@ -116,7 +116,7 @@ class DitronMoEAllGatherTokenDispatcher(
     """``MoEAllGatherTokenDispatcher`` whose tokens travel while the routing is exchanged and rows are placed, and
     whose results leave rank by rank as they are added up.
 
-    Where the experts' GEMMs go beside, ``dispatch_postprocess`` hands over tokens and a ``GatheredCall``, and the
+    If the experts' GEMMs go beside, ``dispatch_postprocess`` hands over tokens and a ``GatheredCall``, and the
     experts return tokens.
     """
 
@@ -236,7 +236,7 @@ class DitronMoEAllGatherTokenDispatcher(
         return of_experts[:, self.local_expert_indices[0] : self.local_expert_indices[-1] + 1]
 
     def _asks_for_gemms(self, hidden_states: torch.Tensor, probs: torch.Tensor, context: TPContext) -> bool | None:
-        """Whether the experts' GEMMs are to run beside the movement; None: not to be told in this step."""
+        """Whether the experts' GEMMs are to overlap the transfers; None: not to be told in this step."""
         experts, local_map = self._layer_modules.get("experts"), self._local(self.routing_map).contiguous()
         assert self._order is not None, "the context was asked for"
         return fuses_here(

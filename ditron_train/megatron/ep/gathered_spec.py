@@ -1,4 +1,4 @@
-"""Gathered experts declared for the policy: the movement of tokens around any experts, and the experts'
+"""Gathered experts declared for the policy: tokens gathered and scattered around any experts, and the experts'
 two linear layers with the gather and the reduce-scatter beside their grouped GEMMs."""
 
 from __future__ import annotations

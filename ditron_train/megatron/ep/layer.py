@@ -61,7 +61,7 @@ class DitronMoELayer(MoELayer, metaclass=EqualsBaseClass, native=MoELayer):
 
 
 def class_map() -> dict[type, type]:
-    """The native classes and the fused ones; Transformer Engine's grouped layers are among them where it is
+    """The native classes and the fused ones; Transformer Engine's grouped layers are among them if it is
     installed."""
     classes: dict[type, type] = {**_DISPATCHERS, MoELayer: DitronMoELayer}
     if HAVE_TE:

@@ -1,5 +1,5 @@
-"""Each pair of a movement and a grouped GEMM declared for the policy: one kernel for both, or one after the other; and
-each product of all experts: one kernel, or Transformer Engine's, one for each expert."""
+"""Each pair of a dispatch or combine and a grouped GEMM declared for the policy: one kernel for both, or one after the
+other; and each product of all experts: one kernel, or Transformer Engine's, one for each expert."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ditron_train.runtime.settings import get_settings
 
 
 class PairCall(NamedTuple):
-    """A pair of a movement and a grouped GEMM in a kind of MoE layer.
+    """A pair of a dispatch or combine and a grouped GEMM in a kind of MoE layer.
 
     Attributes:
         pair: Which.
@@ -65,8 +65,8 @@ _MOST_ELEMENTS = 1 << 24  # of a weight: a product of larger ones takes the devi
 
 
 class PairOp(Op[PairCall, None]):
-    """One kernel for a movement and a grouped GEMM, against our movement and Transformer Engine's GEMM one after the
-    other: all of these have the bits of stock Megatron.
+    """One kernel for a dispatch or combine and a grouped GEMM, against our dispatch or combine and Transformer
+    Engine's GEMM one after the other: all of these have the bits of stock Megatron.
 
     Products alone are timed on an idle device: a layer begins with a host sync, so the device waits for the launches
     of many small products."""
@@ -111,10 +111,10 @@ OPS: Sequence[Op[Any, Any]] = tuple(_PAIRS.values())
 def fused_pairs_here(
     experts: Any, handle: EPHandle, context: EPContext, hidden_states: torch.Tensor, order: SumOrder, *, group: Any
 ) -> frozenset[Pair]:
-    """Which pairs of a movement and a grouped GEMM are faster as one kernel, with equal bits (collective the first
-    time).
+    """Which pairs of a dispatch or combine and a grouped GEMM are faster as one kernel, with equal bits (collective
+    the first time).
 
-    Each is compared on the experts' weights and a layout of even routing for the largest number of tokens of any rank.
+    Each is compared on the experts' weights and a handle of even routing for the largest number of tokens of any rank.
 
     Args:
         experts: A ``DitronTEGroupedMLP``.
@@ -263,7 +263,7 @@ class _PairRuns:
 
     @functools.cached_property
     def _data(self) -> tuple[EPHandle, dict[Pair, Callable[[ExpertCall], list[Any]]], list[int], str]:
-        """A layout of even routing, the bodies of the pairs on it, tokens of each expert, and all of it in words
+        """A handle of even routing, the bodies of the pairs on it, tokens of each expert, and all of it in words
         (collective)."""
         experts, context, hidden_states = self._experts, self._context, self._like
         shape, hidden = context.shape, hidden_states.shape[-1]

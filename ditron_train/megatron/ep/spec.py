@@ -1,4 +1,4 @@
-"""Expert parallelism declared for the policy: the movement of tokens, and each pair of a movement and a grouped GEMM.
+"""Expert parallelism declared for the policy: the movement of tokens (dispatch and combine), and its pairs with GEMMs.
 
 Ranks may hold different numbers of tokens, so the movement is asked about once for each kind of MoE layer, for the
 largest number of the first step, and the answer holds for every later one; the first step's own tokens, wherever they
@@ -90,7 +90,7 @@ class MovementCall(NamedTuple):
         topk: Experts of a token.
         is_fused: Whether ``moe_permute_fusion`` is on.
         group: The expert parallel group.
-        pad_factor: Capacity factor where tokens are padded to capacity.
+        pad_factor: Capacity factor if tokens are padded to capacity.
     """
 
     make: Callable[[bool], Any]
@@ -173,7 +173,7 @@ class MovementOp(Op[MovementCall, None]):
         return Trial(words, native_run, fused, summed, [(native_given, fused_given)])
 
     def describe_shape(self, call: MovementCall) -> str:
-        """Names the kind of layer where its times come later than the trial."""
+        """Names the kind of layer if its times come later than the trial."""
         return f"{_words(self.name, call, len(call.probs), None)}: " if self.runs_concurrently else ""
 
     def inputs(self, call: MovementCall) -> Sequence[torch.Tensor]:
@@ -192,7 +192,7 @@ class MovementOp(Op[MovementCall, None]):
 
 
 MOVEMENT, FLEX = MovementOp(), MovementOp("ep flex")
-#: Movement by the nodes of a schedule plan (``overlap_moe_expert_parallel_comm``).
+#: Dispatch and combine in the nodes of a schedule plan (``overlap_moe_expert_parallel_comm``).
 IN_PIECES = MovementOp("ep movement in pieces", runs_concurrently=True)
 OPS: Sequence[Op[Any, Any]] = (MOVEMENT, FLEX, IN_PIECES)
 

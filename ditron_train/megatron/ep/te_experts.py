@@ -3,7 +3,7 @@ with grouped quantization of a layer in FP8.
 
 ``TEGroupedMLP`` passes what it gets as ``tokens_per_expert`` through ``tolist()`` to its two grouped linear layers.
 With a capacity these counts exist on the device alone: ``DeviceCounts`` takes the place of the list, and the linear
-layers run our grouped GEMMs for it. Imported only where Transformer Engine is installed.
+layers run our grouped GEMMs for it. Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _GROUPED_BASE: Any = grouped_base()
 
 
 class DeviceCounts:
-    """Rows of each local expert of one layout, known on the device alone."""
+    """Rows of each local expert of one handle, known on the device alone."""
 
     def __init__(self, handle: EPHandle) -> None:
         self._handle = handle

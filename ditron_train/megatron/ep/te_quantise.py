@@ -5,7 +5,7 @@ Transformer Engine takes four kernels and three allocations an expert: it clears
 casts. The fused path takes four kernels for all experts: it lists tiles, clears maxima, finds them and casts. It
 leaves the quantizers' numbers as Transformer Engine does. The code of Transformer Engine's ``GroupedLinear`` runs in a
 copy in which the function that quantises is replaced; its products, and what it keeps for backward, stay Transformer
-Engine's. Imported only where Transformer Engine is installed.
+Engine's. Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOG_NAME = "ep rows (FP8)"
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _ALIKE = ("dtype", "force_pow_2_scales", "amax_epsilon", "internal")
 _READ = ("with_amax_reduction", *_ALIKE[1:])
-_KNOWN = {"disable_bulk_allocation"}  # options that are off where nothing is offloaded, from 2.12 on
+_KNOWN = {"disable_bulk_allocation"}  # options that are off if nothing is offloaded, from 2.12 on
 
 
 class RowsKind(NamedTuple):
@@ -133,7 +133,7 @@ class Quantising:
         return getattr(tex, name)
 
     def split_quantize(self, rows: Any, splits: Any, quantizers: Any, *args: Any, **options: Any) -> Any:
-        """See ``quantise``; Transformer Engine's own where that is not covered."""
+        """See ``quantise``; Transformer Engine's own if that is not covered."""
         if quantizers and _kind_of(rows, quantizers[0]) in self._kinds:
             try:
                 if args or any(options.values()) or options.keys() - _KNOWN:

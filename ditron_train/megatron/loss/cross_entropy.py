@@ -1,4 +1,4 @@
-"""The loss of Megatron's language models by ``loss.cross_entropy``, where Megatron would take its unfused one.
+"""The loss of Megatron's language models by ``loss.cross_entropy``, if Megatron would take its unfused one.
 
 Megatron's deterministic mode refuses the fused cross entropies, and without ``--cross-entropy-loss-fusion`` none is
 taken in any mode. The unfused one passes over fp32 logits some ten times; here its bits come in three passes. Only

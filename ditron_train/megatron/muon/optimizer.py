@@ -2,7 +2,7 @@
 
 Megatron's own ``get_megatron_muon_optimizer`` still chooses parameters, groups and wrappers. Two classes that it
 builds are replaced: the optimizer of matrices, and the wrapper that shards them over data-parallel ranks. It also runs
-where ``emerging_optimizers`` is not installed, which native refuses.
+if ``emerging_optimizers`` is not installed, which native refuses.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class DitronTensorParallelMuon(Muon, metaclass=_OrNative):
 
     Raises:
         ValueError: Less than one Newton-Schulz step, in Megatron's words.
-        NotSupportedError: What is not supported, where ``emerging_optimizers`` is not installed.
+        NotSupportedError: What is not supported, if ``emerging_optimizers`` is not installed.
     """
 
     def __init__(
@@ -230,8 +230,8 @@ class DitronLayerWiseDistributedOptimizer(
 ):
     """Layer-wise sharding that sends each matrix as soon as it is stepped, while the next ones are computed.
 
-    Native gathers everything at the end into buffers of the model's size. Who owns what is native's choice where
-    gradients are clipped, since the norm they are clipped by sums owner by owner, and where checkpoints have a file of
+    Native gathers everything at the end into buffers of the model's size. Who owns what is native's choice if
+    gradients are clipped, since the norm they are clipped by sums owner by owner, and if checkpoints have a file of
     each rank (``--ckpt-format torch``), which belongs to the sharding that wrote it; elsewhere matrices are dealt out
     by the cost of their step (``DITRON_MUON_SHARDING``). ``torch_dist`` checkpoints do not depend on it.
 
@@ -270,7 +270,7 @@ class DitronLayerWiseDistributedOptimizer(
     def shard_params(self, optimizers: list[Any], *args: Any, **kwargs: Any) -> None:
         """Deals the parameters of all optimizers out to ranks and keeps the own ones in the groups.
 
-        ``args``: since 0.18 the layout of the buffers, None where this package deals."""
+        ``args``: since 0.18 the layout of the buffers, None if this package deals."""
         if self._native_because is not None:
             super().shard_params(optimizers, *args, **kwargs)
             return

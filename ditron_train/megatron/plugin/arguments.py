@@ -79,11 +79,11 @@ class Options:
         timeout_s: Value for ``DITRON_TIMEOUT_S`` in seconds, or None to leave the environment as it is.
         policy: Value for ``DITRON_POLICY``, or None to leave the environment as it is.
         plan: Value for ``DITRON_PLAN``, or None to leave the environment as it is.
-        sizes: Ranks of the groups of each feature, where Megatron's arguments tell; 1: there is nothing to accelerate.
+        sizes: Ranks of the groups of each feature, if Megatron's arguments tell; 1: there is nothing to accelerate.
         expert_slices: Tensor parallel ranks that every expert is split over.
         gathers_tokens: Whether experts' tokens go to all ranks, those of their slices, too (``allgather``).
         has_rings: Whether an attention exchanges over parts of the context parallel group (``a2a+p2p``).
-        optimizer: Megatron's, where its arguments tell.
+        optimizer: Megatron's, if its arguments tell.
         fuses_wgrad: Whether they ask for gradient accumulation fusion.
         fuses_mlp: Whether they give the MLPs to Transformer Engine's operation fuser, which calls no linear layer.
         record: Folder in which every training step is noted, or None.
@@ -114,7 +114,7 @@ class Options:
 
     @property
     def deciding_sizes(self) -> dict[str, int]:
-        """Ranks of the groups that decide for each feature, where that is one number: where experts are split, what
+        """Ranks of the groups that decide for each feature, if that is one number: if experts are split, what
         they share is decided by their slices' ranks together; parts of a group have sizes of their own."""
         split = {name for name, is_split in (("ep", self.expert_slices > 1), ("sp", self.has_rings)) if is_split}
         return {name: size for name, size in self.sizes.items() if size > 1 and name not in split}
@@ -170,7 +170,7 @@ def parse_features(value: str | Sequence[str], source: str = "--ditron") -> tupl
 
 
 def _for_argparse(parse: Callable[[str], Any], before: str = "") -> Callable[[str], Any]:
-    """``parse``, whose errors argparse shows; ``before`` them the text where it is "{!r}: "."""
+    """``parse``, whose errors argparse shows; ``before`` them the text if it is "{!r}: "."""
 
     def parse_word(text: str) -> Any:
         try:
@@ -236,7 +236,7 @@ def add_ditron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def options_of(args: Any) -> Options:
     """The options of a job whose parsed namespace is ``args``: one that Megatron has loaded from a YAML file
-    (``--yaml-cfg``) has lost the command line, and names features only where the file does. Where nothing names
+    (``--yaml-cfg``) has lost the command line, and names features only if the file does. If nothing names
     features, ``DITRON`` does."""
     options = options_from_args(args) if hasattr(args, "ditron") else options_from_argv(sys.argv[1:])
     return options if options.features else with_environment(options)

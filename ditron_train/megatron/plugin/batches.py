@@ -44,7 +44,7 @@ _UNEVEN = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _NUMBERS = ((), (1,))  # shapes
 _CONNECT_S = 30.0
-_FAILURES = (RuntimeError, OSError, ValueError)  # what torch raises where gloo finds no address or no peer
+_FAILURES = (RuntimeError, OSError, ValueError)  # what torch raises if gloo finds no address or no peer
 #: None: it cannot be had. Torch alone holds a group: who destroys all groups closes its sockets, and so wakes a rank
 #: that waits there.
 _host_groups: GroupCache[dist.ProcessGroup, weakref.ref[dist.ProcessGroup] | None] = GroupCache()
@@ -97,7 +97,7 @@ class _Torch:
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """A group of gloo's with the same ranks (collective the first time); None on all of them where one cannot have
+    """A group of gloo's with the same ranks (collective the first time); None on all of them if one cannot have
     it."""
     if group not in _host_groups:
         members, host_group = list(range(group.size())), None
@@ -126,7 +126,7 @@ def _is_number(value: Any) -> bool:
 
 
 def told_by_hosts(native: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """``native``, Megatron-LM's function, whose numbers go from host to host where ``start`` has made a group for it.
+    """``native``, Megatron-LM's function, whose numbers go from host to host if ``start`` has made a group for it.
     What it returns is the same, on the same devices."""
     on_hosts = rebind_globals(native, {"torch": _Torch()})
     get_args = native.__globals__["get_args"]
@@ -165,7 +165,7 @@ def _with_hosts(update: Callable[..., None]) -> Callable[..., None]:
 
 def start() -> None:
     """From now on Megatron-LM's training does so, if this process has imported it; on all ranks alike (collective over
-    Megatron's tensor parallel group, where that is new)."""
+    Megatron's tensor parallel group, if that is new)."""
     known = getattr(sys.modules.get(_MODULE), _NAME, None)
     if known is None or get_settings().batch_numbers == "gpu" or not torch.cuda.is_available():
         return

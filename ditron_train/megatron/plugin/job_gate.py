@@ -31,7 +31,7 @@ def hold(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    """Lets that job go on; nothing where it does not wait."""
+    """Lets that job go on; nothing if it does not wait."""
     _waiting(folder).unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
 """What all ranks of a job do together, when Megatron makes its process groups: a point that every rank passes.
 
 They check that all have the same settings (``rank_agreement``), check libraries that nobody has tried
-(``self_check``), and start NVSHMEM where features will need it. It starts
+(``self_check``), and start NVSHMEM if features will need it. It starts
 on all ranks of a job at once, and layers cannot do that: with pipeline stages, tensor parallel groups come to their
 first layer one after the other, each with what the stage before it has computed.
 """
@@ -33,7 +33,7 @@ from ditron_train.symm.transport import is_one_node, node_of_process
 
 _features: set[str] = set()
 _agreed: set[frozenset[str]] = set()
-_make_groups = parallel_state.initialize_model_parallel  # the hook's, where it is armed
+_make_groups = parallel_state.initialize_model_parallel  # the hook's, if it is armed
 
 
 @functools.wraps(_make_groups)
@@ -50,7 +50,7 @@ def after_groups() -> None:
 
 
 def before_model() -> None:
-    """A model is about to be built: where its groups are not Megatron's own (``HyperCommGrid``), all ranks meet here
+    """A model is about to be built: if its groups are not Megatron's own (``HyperCommGrid``), all ranks meet here
     (collective over WORLD the first time with these features)."""
     if _features and dist.is_initialized() and not parallel_state.model_parallel_is_initialized():
         _rendezvous()
@@ -59,7 +59,7 @@ def before_model() -> None:
 def announce(features: Iterable[str]) -> None:
     """From now on these features are on, too: all ranks meet whenever Megatron makes its groups.
 
-    Where those are there already, NVSHMEM is started if it is needed, and nothing is compared: a script may switch
+    If those are there already, NVSHMEM is started if it is needed, and nothing is compared: a script may switch
     features on for some of its ranks, the stages with experts for instance.
     """
     _features.update(features)

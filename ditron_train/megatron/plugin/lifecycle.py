@@ -62,7 +62,7 @@ def _hook_memory_saver(module: ModuleType) -> None:
 
 
 def start() -> None:
-    """From now on memory goes back at once where groups are destroyed or a memory saver pauses."""
+    """From now on memory goes back at once when groups are destroyed or a memory saver pauses."""
     global _is_on
     _is_on = True
     patching.replace_symbol(_destroy, _destroy_and_forget, package="torch.distributed")
@@ -70,6 +70,6 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Memory of destroyed groups goes where something is kept for another one (patched names go with all others)."""
+    """Memory of destroyed groups goes when something is kept for another one (patched names go with all others)."""
     global _is_on
     _is_on = False

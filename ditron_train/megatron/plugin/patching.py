@@ -90,7 +90,7 @@ def replace_symbol(native: Any, fused: Any, *, package: str = "megatron") -> int
 
 
 def replace_entry(namespace: dict[str, Any], key: str, fused: Any) -> None:
-    """Bind `key` of `namespace`, where megatron-core looks a class up, to `fused`; nothing where it is so already."""
+    """Bind `key` of `namespace`, where megatron-core looks a class up, to `fused`; nothing if it is so already."""
     if namespace[key] is not fused:
         _replaced.append((namespace, key, namespace[key], fused))
         namespace[key] = fused

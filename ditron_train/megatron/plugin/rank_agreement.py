@@ -1,7 +1,7 @@
 """Settings that must be the same on every rank of a job: compared when Megatron makes its groups, before any layer is
 called.
 
-Ranks decide by these settings without communication. Where they differ, most likely from node to node, one of them
+Ranks decide by these settings without communication. If they differ, most likely from node to node, one of them
 would take part in a collective that another rank does not call, and the job would hang at its first layer.
 """
 

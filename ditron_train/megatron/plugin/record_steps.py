@@ -157,11 +157,11 @@ class StepRecorder:
         by feature, the most that torch has reserved on the GPU so far, and the bytes of symmetric memory, which rank 0
         logs at last.
 
-        Of the step that is traced no time is noted. Collective where it is traced.
+        Of the step that is traced no time is noted. Collective if it is traced.
 
         Args:
             iteration: Steps before this one, also in earlier jobs; None: as many as were noted.
-            losses: Scalars by name, where this rank has them.
+            losses: Scalars by name, if this rank has them.
             grad_norm: The norm of all gradients, or None.
             optimizer: Megatron's.
         """
@@ -200,7 +200,7 @@ class StepRecorder:
 
 
 def _device_of(model: Any) -> torch.device:
-    """Of the first parameter of Megatron's model, one module or a list of them; the CPU where there is none."""
+    """Of the first parameter of Megatron's model, one module or a list of them; the CPU if there is none."""
     modules = model if isinstance(model, (list, tuple)) else [model]
     return next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
 
@@ -232,7 +232,7 @@ def record_steps(folder: str | Path, features: Sequence[str], trace: TraceReques
     """From now on every step of Megatron-LM's training loop is noted under ``folder``, one for all ranks.
 
     Args:
-        folder: Made where it is not there.
+        folder: Made if it is not there.
         features: That are switched on; noted, too.
         trace: Which step is traced there, on which rank, or None.
 

@@ -51,7 +51,7 @@ class TraceRequest:
 
 
 def parse_trace_request(text: str) -> TraceRequest:
-    """Reads ``STEP[,RANK]``; STEP is a number or ``middle``, RANK is 0 where it is not given.
+    """Reads ``STEP[,RANK]``; STEP is a number or ``middle``, RANK is 0 if it is not given.
 
     Raises:
         ValueError: It is something else.
@@ -77,7 +77,7 @@ def trace_path(folder: Path, rank: int | str) -> Path:
 
 
 class StepTracer:
-    """Traces one step on one rank; the other ranks wait where that takes the host long, so that no step is delayed by
+    """Traces one step on one rank; the other ranks wait if that takes the host long, so that no step is delayed by
     it.
 
     Args:

@@ -49,7 +49,7 @@ def replaced_methods(sub: type, native: type, fused: type) -> list[str]:
 
 
 def fused_subclass(sub: type, native: type, fused: type) -> type:
-    """What ``sub(...)`` builds where ``native(...)`` builds a ``fused``: a subclass of both, or ``sub`` itself."""
+    """What ``sub(...)`` builds if ``native(...)`` builds a ``fused``: a subclass of both, or ``sub`` itself."""
     if (sub, fused) in _made:
         return _made[sub, fused]
     name = f"{sub.__module__}.{sub.__qualname__}"

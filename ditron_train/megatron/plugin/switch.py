@@ -4,7 +4,7 @@ A feature is a module ``ditron_train.megatron.<name>`` that defines
 
 - ``class_map() -> dict[type, type]``: megatron-core's classes and the subclasses that replace them;
 
-and, where it needs them,
+and, if it needs them,
 
 - ``symbols() -> list[tuple[object, object]]``: objects that are replaced by name (functions and the like);
 - ``start()`` and ``stop()``: called once when the feature is switched on, and when it is switched off.
@@ -76,15 +76,15 @@ def apply(
         policy: Sets ``DITRON_POLICY`` (``strict``, ``fast``, ``bits`` or ``force``) until `restore`.
         plan: Sets ``DITRON_PLAN``, the file of decisions, until `restore`.
 
-    With any feature, ``wgrad`` provides the module of Megatron's gradient accumulation fusion where apex's is missing
-    (``DITRON_WGRAD``), ``loss`` takes the place of Megatron's unfused cross entropy where it is faster
+    With any feature, ``wgrad`` provides the module of Megatron's gradient accumulation fusion if apex's is missing
+    (``DITRON_WGRAD``), ``loss`` takes the place of Megatron's unfused cross entropy if it is faster
     (``DITRON_LOSS``), and in deterministic mode ``det`` switches PyTorch's fill of new tensors off (``DITRON_DET``).
 
-    Calling it again adds features and changes nothing for those already on. Only where NVSHMEM will be needed (several
+    Calling it again adds features and changes nothing for those already on. Only if NVSHMEM will be needed (several
     nodes, or it is asked for) a call after ``initialize_model_parallel`` is a call of all ranks of the job.
 
     Raises:
-        SettingError: An unknown feature or setting, names where a spec is expected, a plan that is unreadable, foreign
+        SettingError: An unknown feature or setting, names in place of a spec, a plan that is unreadable, foreign
             or stale, or an unreadable tuning table.
         VersionError: A library outside the supported range.
     """
@@ -150,7 +150,7 @@ def apply_options(options: Options, spec: Any = None) -> Any:
 
 
 def _feature(name: str) -> ModuleType | None:
-    """The feature, switched on; None where this Megatron-core lacks what it is written with."""
+    """The feature, switched on; None if this Megatron-core lacks what it is written with."""
     try:
         return _start(FEATURE_MODULES[name])
     except INTERFACE_ERRORS as error:
@@ -209,7 +209,7 @@ def restore() -> None:
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets variables until `restore`; where what is inside refuses them they are at once as before."""
+    """Sets variables until `restore`; if what is inside refuses them they are at once as before."""
     before, saved = {name: os.environ.get(name) for name in values}, dict(_saved_environment)
     for name, value in values.items():
         _saved_environment.setdefault(name, before[name])

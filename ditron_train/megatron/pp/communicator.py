@@ -11,7 +11,8 @@ receives through ``ditron_train.pp``; signatures, timers and attributes are inhe
 - No device sync: neither after a batch (``batch_p2p_sync``) nor for shapes (``variable_seq_lengths``) inside a node.
   Messages larger than those that their step began with, which go natively, have native's.
 
-The schedules make a communicator every step; slots and flags belong to the group and live across steps.
+The schedules make a communicator every step; slots (receive buffers) and flags belong to the group and live across
+steps.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=EqualsBaseClass, native=P
         self._variable_shapes = bool(config.variable_seq_lengths or getattr(config, "mtp_standalone", False))
         self._join_sends = _uses_cuda_graphs(config)
         self._may_lease = not (self._join_sends or _uses_other_streams(config))
-        self._turns = turns_of_stages(self.pp_group.size())  # of hosts where stages meet for the first time
+        self._turns = turns_of_stages(self.pp_group.size())  # of hosts when stages meet for the first time
         self._first_call = True
         self._reason: str | None = None
         self._open = [0, 0]  # activations to the next and from the previous stage whose gradients are still to go back
@@ -92,7 +93,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=EqualsBaseClass, native=P
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
-        """See ``P2PCommunicator._communicate``; where shapes vary ``tensor_shape`` counts only as the largest, which
+        """See ``P2PCommunicator._communicate``; if shapes vary ``tensor_shape`` counts only as the largest, which
         ``()`` does not say."""
         expected = self._expected(recv_prev or recv_next, tensor_shape)
         context = self._context(expected, tensor_send_next, tensor_send_prev)
@@ -165,7 +166,7 @@ class DitronP2PCommunicator(P2PCommunicator, metaclass=EqualsBaseClass, native=P
 
     def _num_leases(self) -> int:
         """As many received activations as the first stage of the schedule holds, one in transit, and one that the
-        model holds on to: what native allocates, too. None where all are copied out into memory of torch's.
+        model holds on to: what native allocates, too. None if all are copied out into memory of torch's.
         """
         if not self._may_lease:
             return 0
@@ -256,7 +257,7 @@ def _fits(context: PipelineContext, message: torch.Tensor | Header) -> bool:
 
 
 def _agree_on_size(context: PipelineContext, num_bytes: int, variable_shapes: bool) -> str | None:
-    """Makes room for messages of ``num_bytes``; why they go natively, or None (collective where the size is new).
+    """Makes room for messages of ``num_bytes``; why they go natively, or None (collective if the size is new).
 
     Messages of shapes that vary are not compared: there native's device sync for each shape is what the fused path
     does without. Stages know different sizes of them (since 0.17 none but the first of the first stage, without

@@ -9,7 +9,7 @@ from ditron_train.runtime.errors import NotSupportedError
 
 
 def current_device() -> torch.device:
-    """The current GPU; the CPU where megatron-core was made to run there (``ditron_train.cpu.megatron_shim``)."""
+    """The current GPU; the CPU if megatron-core was made to run there (``ditron_train.cpu.megatron_shim``)."""
     current = torch.cuda.current_device()
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
 

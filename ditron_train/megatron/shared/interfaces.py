@@ -26,7 +26,7 @@ def unsupported_reason_otherwise(library: str, error: Exception) -> str:
 
 
 def computes_in_fp8(states: Any) -> bool:
-    """Whether Transformer Engine's layers are called in FP8 here, by its ``FP8GlobalStateManager``. Also where this
+    """Whether Transformer Engine's layers are called in FP8 here, by its ``FP8GlobalStateManager``. Also if this
     version does not say: what the paths of FP8 ask next is not there either, so those layers run natively."""
     try:
         return bool(states.is_fp8_enabled())
@@ -36,7 +36,7 @@ def computes_in_fp8(states: Any) -> bool:
 
 def classes_of_te(feature: str, class_map: Callable[[], dict[type, type]]) -> dict[type, type]:
     """Transformer Engine's classes that ``feature`` replaces and the fused ones, which ``class_map`` imports; none
-    where the version has other names than these are written with."""
+    if the version has other names than these are written with."""
     try:
         return class_map()
     except INTERFACE_ERRORS as error:

@@ -5,7 +5,7 @@ override are changed. A function is copied: its code stays, and its globals are 
 replaced.
 `te_fp8.py` does so for linear layers in FP8, `te_quantise.py` for experts in FP8, `batches.py` for Megatron-LM's
 `get_batch_on_this_tp_rank`. Each of them first asks `called` whether this version calls the names at all, and leaves
-the native path alone if not. Where a class can be overridden, layers do that instead (`in_place.py`).
+the native path alone if not. If a class can be overridden, layers do that instead (`in_place.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rebind_globals(function: Any, names: dict[str, Any]) -> Any:
     copied = _with_globals(function, shared)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        shared.update(native)  # in C: 2 us, where a dictionary that asks the module for each name costs 60 ns a name
+        shared.update(native)  # in C: 2 us, while a dictionary that asks the module for each name costs 60 ns a name
         shared.update(replaced)
         return copied(*args, **kwargs)
 

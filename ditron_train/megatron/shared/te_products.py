@@ -28,7 +28,7 @@ def product_with_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 def product_pairs(rows: int, weight: torch.Tensor) -> list[tuple[Run, Run]]:
     """What to compare in addition to native and fused, for ``decide(extra_cases=)``: forward's and dgrad's product of
-    one rank by both libraries, on data that shows the order of sums. Nothing where Transformer Engine is not
+    one rank by both libraries, on data that shows the order of sums. Nothing if Transformer Engine is not
     installed.
 
     wgrad is left out: in Transformer Engine's layers the fused path computes it by Transformer Engine's own product.

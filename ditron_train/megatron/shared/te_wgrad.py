@@ -1,6 +1,6 @@
 """The weight gradient as Transformer Engine's linear layers compute it (features ``tp`` and ``sp``).
 
-Imported only where Transformer Engine is installed.
+Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class TELinearWgrad:
 
     ``dw [N, K] = grad_output [tokens, N].T @ total_input [tokens, K]``: returned in the activation's type, or with
     ``fuse_wgrad_accumulation`` added to ``main_grad`` (written over it for the first microbatch, if the layer counts
-    microbatches, and where ``overwrite_main_grad`` is set).
+    microbatches, and if ``overwrite_main_grad`` is set).
 
     Args:
         weight: The parameter.
         fused: ``fuse_wgrad_accumulation`` of the layer.
-        is_first_microbatch: Whether the call is of one, or None where the layer does not count them.
+        is_first_microbatch: Whether the call is of one, or None if the layer does not count them.
         bias: What the layer adds inside its product: its gradient comes out of the same GEMM.
         store: Where a delayed gradient waits (``--delay-wgrad-compute``) for the layer's ``backward_dw``, or None.
         borrowed: Which operand is in memory that the next op overwrites; a delayed gradient copies it.
@@ -91,7 +91,7 @@ class TELinearWgrad:
         return gradient_in_main_grad(self._weight, self._weight.dtype)
 
     def bias_gradient(self, grad_output: torch.Tensor) -> torch.Tensor | None:
-        """What the weight gradient's GEMM has given for the bias: None where the weight is frozen, or its gradient
+        """What the weight gradient's GEMM has given for the bias: None if the weight is frozen, or its gradient
         delayed."""
         return self._bias_gradient
 

@@ -1,4 +1,4 @@
-"""Values that comparisons of linear layers use, and where they say nothing."""
+"""Values that comparisons of linear layers use, and when they say nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ditron_train.runtime.values import normal_values
 
 
 def unsupported_reason_hidden(device: torch.device, rows_of_a_rank: int, *features: int) -> str | None:
-    """Why the bits of a linear layer cannot be compared, or None, also where the policy compares none: the partners of
+    """Why the bits of a linear layer cannot be compared, or None, also if the policy compares none: the partners of
     wgrad's sums are among the rows of one rank, those of forward's and dgrad's among the features."""
     if device.type != "cuda" or min(rows_of_a_rank, *features) > HIDDEN_TERMS:
         return None
@@ -31,7 +31,7 @@ def order_probe_like(
 
 
 def own_or_normal(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """The values of `tensor` to compare on; normal ones where it has none yet: with Megatron-FSDP's fine-grained
+    """The values of `tensor` to compare on; normal ones if it has none yet: with Megatron-FSDP's fine-grained
     gathers a weight has no memory until its own module is called, which is after the decision."""
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         return normal_values(tuple(tensor.shape), tensor.dtype, tensor.device, seed)

@@ -22,12 +22,12 @@ def main_grad_of(weight: Any) -> torch.Tensor:
 
 
 def bias_of(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The ``bias`` to give an op: native gives no bias gradient where the weight is frozen."""
+    """The ``bias`` to give an op: native gives no bias gradient if the weight is frozen."""
     return bias if bias is None or weight.requires_grad else bias.detach()
 
 
 def gradient_in_main_grad(weight: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """What autograd gets as the gradient of ``weight`` when ``main_grad`` holds it, or will: a dummy where
+    """What autograd gets as the gradient of ``weight`` when ``main_grad`` holds it, or will: a dummy if
     ``grad_added_to_main_grad`` exists (zeros under ``zero_out_wgrad``), else None."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -82,7 +82,7 @@ class NativeWgrad:
         return True
 
     def operand(self, grad_output: torch.Tensor) -> torch.Tensor:
-        """Itself: native multiplies a gradient with strides as it is stored; newer versions its rows where the weight
+        """Itself: native multiplies a gradient with strides as it is stored; newer versions its rows if the weight
         is frozen."""
         if grad_output.dim() > 2 and not self._weight.requires_grad and multiplies_rows_of_frozen():
             return grad_output.reshape(-1, grad_output.shape[-1])

@@ -1,10 +1,10 @@
 """Ulysses attention: ``--context-parallel-size N --cp-comm-type a2a`` (feature ``sp``).
 
-megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. If only
-norms of heads come between a projection and its exchange, the two are fused; RoPE then comes after the exchange,
-with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output
-projection is fused with its exchange (``output``), or only the exchanges are fused. Causal masks are made
-by the attention; a mask that is passed with them is not looked at, as Transformer Engine does.
+megatron-core offers it with Transformer Engine's attention alone; here the local attention has it too. If only norms
+of heads come between a projection and its exchange (all-to-all), the two are fused; RoPE then comes after the
+exchange, with the tables of the whole sequence: it is elementwise, so bits stay. Else only the output projection is
+fused with its exchange (``output``), or only the exchanges are fused. Causal masks are made by the attention; a mask
+that is passed with them is not looked at, as Transformer Engine does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ditron_train.sp import SPContext, late_wgrad
 
 @outside_compile
 class DitronSelfAttention(SelfAttention, metaclass=EqualsBaseClass, native=SelfAttention):
-    """``SelfAttention`` whose projections are fused with Ulysses' exchanges where that covers it, else as
+    """``SelfAttention`` whose projections are fused with Ulysses' exchanges if that covers it, else as
     inherited."""
 
     @signed_as(SelfAttention.forward)
@@ -185,7 +185,7 @@ class DitronSelfAttention(SelfAttention, metaclass=EqualsBaseClass, native=SelfA
 
 @outside_compile
 class DitronMLASelfAttention(MLASelfAttention, metaclass=EqualsBaseClass, native=MLASelfAttention):
-    """``MLASelfAttention`` whose output projection is fused with its exchange where that covers it."""
+    """``MLASelfAttention`` whose output projection is fused with its exchange if that covers it."""
 
     @signed_as(MLASelfAttention.forward)
     def forward(
@@ -198,7 +198,7 @@ class DitronMLASelfAttention(MLASelfAttention, metaclass=EqualsBaseClass, native
 
 
 def class_map() -> dict[type, type]:
-    """The native classes and the fused ones; Transformer Engine's attention is among them where it is installed."""
+    """The native classes and the fused ones; Transformer Engine's attention is among them if it is installed."""
     classes: dict[type, type] = {
         SelfAttention: DitronSelfAttention,
         MLASelfAttention: DitronMLASelfAttention,

@@ -51,7 +51,7 @@ def exchanged(
     """Exchange, ``attend(q, k, v)`` on the whole sequence with this rank's heads, exchange back: [s / W, b, heads *
     d].
 
-    Where ``left_in_heads`` is a list, the way back is left to the output projection and noted there: by the table of
+    If ``left_in_heads`` is a list, the way back is left to the output projection and noted there: by the table of
     rows, which packed sequences alone have.
     """
     if query.shape[0] % 2:

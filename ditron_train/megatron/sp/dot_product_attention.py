@@ -19,7 +19,7 @@ from ditron_train.stream.cached_tensors import CachedTensor
 
 
 def _causal_mask(length: int, device: torch.device) -> torch.Tensor:
-    """What the native softmax masks by where it gets no mask, on the tensors' own device: True above the diagonal."""
+    """What the native softmax masks by if it gets no mask, on the tensors' own device: True above the diagonal."""
     if is_capturing(device):
         return _new_causal_mask(
             length, device
@@ -44,7 +44,7 @@ class DitronDotProductAttention(DotProductAttention, metaclass=EqualsBaseClass, 
     ``forward`` gets and returns local parts of the sequence, ``attend`` the whole sequence of this rank's heads.
 
     Attributes:
-        exchange_group: The group of the exchanges, or None where there are none.
+        exchange_group: The group of the exchanges, or None if there are none.
     """
 
     takes_packed = False

@@ -22,7 +22,7 @@ class AttentionShape:
     value_head_dim: int
 
     def qkv_layout(self, world_size: int) -> HeadsLayout:
-        """Raises NotSupportedError where heads do not divide, as native does."""
+        """Raises NotSupportedError if heads do not divide, as native does."""
         return qkv_layout(
             self.num_heads, self.num_groups, self.head_dim, world_size, value_head_dim=self.value_head_dim
         )

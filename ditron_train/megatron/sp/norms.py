@@ -14,7 +14,7 @@ from ditron_train.sp.head_norms import Norms
 
 
 def norms_of(attention: Any) -> Norms:
-    """Those of q, k and v (which has none), as ``qkv_projection`` takes them; empty where there is none at all."""
+    """Those of q, k and v (which has none), as ``qkv_projection`` takes them; empty if there is none at all."""
     norms = [
         None if norm is None or isinstance(norm, IdentityOp) else norm
         for norm in (attention.q_layernorm, attention.k_layernorm)

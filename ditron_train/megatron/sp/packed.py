@@ -19,7 +19,7 @@ from ditron_train.stream.cached_tensors import CachedTensor
 
 
 class OneRank:
-    """What RoPE takes for the context parallel group where every sequence is whole."""
+    """What RoPE takes for the context parallel group if every sequence is whole."""
 
     @staticmethod
     def size() -> int:

@@ -2,7 +2,7 @@
 
 ``linears`` and ``te_linears`` say what is particular to megatron-core's local layers and to Transformer Engine's.
 
-Hooks on an attention's projections: where these are fused with their exchanges, what comes out of the one and into
+Hooks on an attention's projections: if these are fused with their exchanges, what comes out of the one and into
 the other is of all rows and this rank's heads, which is not what a hook sees natively (part of feature ``sp``).
 """
 
@@ -50,7 +50,7 @@ def unsupported_reason_hooks_of_out(out: Any) -> str | None:
 
 
 def unsupported_reason_hooks_of_ranks(attention: Any) -> str | None:
-    """Why no projection of ``attention`` is fused for the sake of hooks that only some ranks have, as where the first
+    """Why no projection of ``attention`` is fused for the sake of hooks that only some ranks have, as when the first
     alone logs, or None; collective at its first call."""
     differ = _differ.get(attention)
     if differ is None:

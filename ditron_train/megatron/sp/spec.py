@@ -1,5 +1,5 @@
-"""The ops around an attention of Ulysses, declared for the policy: the two exchanges, and the
-projections fused with them.
+"""The ops around an attention of Ulysses, declared for the policy: the two exchanges (all-to-alls), and
+the projections fused with them.
 
 What all ranks see alike is decided without communication; the rest is tried once per shape, all ranks together
 (`ditron_train.policy`): whether memory can be had, and on GPUs bits and times.
@@ -44,12 +44,12 @@ class UlyssesCall(NamedTuple):
         group: Context parallel group.
         shape: Heads of the attention.
         rows: ``[s / W, b]``; packed sequences are one of them without a batch.
-        like: A tensor of the attention's type, on its device; the call's own input where its shape is the input's.
+        like: A tensor of the attention's type, on its device; the call's own input if its shape is the input's.
         weights: Of the projections that are fused: none, ``(out,)`` or ``(qkv, out)``.
         values: Inputs of a comparison; empty in a call to be decided.
         grads: Gradients of its results.
-        bias: Of q, k and v, where it is added inside the product, before its rounding.
-        norms: Of q and k, where they are normalised, as ``qkv_projection`` takes them.
+        bias: Of q, k and v, if it is added inside the product, before its rounding.
+        norms: Of q and k, if they are normalised, as ``qkv_projection`` takes them.
     """
 
     group: dist.ProcessGroup
@@ -336,7 +336,7 @@ def _normal(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tens
 
 
 def _given(shape: tuple[int, ...], like: torch.Tensor, seed: int) -> torch.Tensor:
-    """The call's own ``like`` where it has ``shape`` and is there, else normal values. A copy: with
+    """The call's own ``like`` if it has ``shape`` and is there, else normal values. A copy: with
     ``--overlap-param-gather`` a weight is only waited for when its own module is called, which is after the
     decision."""
     if tuple(like.shape) != tuple(shape):

@@ -3,7 +3,7 @@
 The reference is Transformer Engine's own autograd function, which its attention calls by name: inside
 ``fused_exchanges`` the name means a function of this module, which computes by the same attention kernels, called
 with the same arguments. Masks, windows and ranges of keys are computed by Transformer Engine.
-Imported only where Transformer Engine is installed.
+Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def route_all_gather(call: GatheredCall) -> KeyValueContext | None:
 
 @contextlib.contextmanager
 def fused_exchanges() -> Iterator[None]:
-    """Inside, Transformer Engine's attention gathers keys and values by the fused path where that covers a call."""
+    """Inside, Transformer Engine's attention gathers keys and values by the fused path if that covers a call."""
     native = getattr(te, _NAME)
     is_known = tuple(inspect.signature(native.forward).parameters)[1:] == _PARAMETERS
     if not is_known:

@@ -3,7 +3,7 @@
 The reference is Transformer Engine's own ``a2a`` attention: the same attention kernels get the same q, k and v. So
 does its ring in ``a2a+p2p``: what the exchanges leave on a rank are the two chunks that a ring of the other level's
 ranks alone would have there.
-Imported only where Transformer Engine is installed.
+Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DitronTEDotProductAttention(TEDotProductAttention, metaclass=EqualsBaseCla
     It is no submodule: checkpoints stay as they were.
 
     Attributes:
-        exchange_group: The ranks that exchange, where that is fused: the context parallel group, of ``a2a+p2p`` its
+        exchange_group: The ranks that exchange, if that is fused: the context parallel group, of ``a2a+p2p`` its
             first level.
         takes_packed: Whether packed sequences are covered; Transformer Engine refuses them in ``a2a+p2p``.
     """

@@ -1,6 +1,6 @@
 """An attention's projections as Transformer Engine's layers compute them (part of feature ``sp``).
 
-Imported only where Transformer Engine is installed.
+Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations

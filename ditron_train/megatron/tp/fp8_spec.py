@@ -2,7 +2,7 @@
 
 What is compared is a layer's forward and backward from quantized operands on: gather, products and reduce-scatter, by
 the functions that Transformer Engine's own layers call and by the fused path. Quantizing is Transformer Engine's
-either way, but for the largest amax of all ranks that the recipe tensorwise asks for. Imported only where Transformer
+either way, but for the largest amax of all ranks that the recipe tensorwise asks for. Imported only if Transformer
 Engine is installed.
 """
 

@@ -108,7 +108,7 @@ class DitronRowParallelLinear(RowParallelLinear, metaclass=EqualsBaseClass, nati
 
 
 def class_map() -> dict[type, type]:
-    """The native classes and the fused ones; Transformer Engine's are among them where it is installed."""
+    """The native classes and the fused ones; Transformer Engine's are among them if it is installed."""
     classes: dict[type, type] = {
         ColumnParallelLinear: DitronColumnParallelLinear,
         RowParallelLinear: DitronRowParallelLinear,

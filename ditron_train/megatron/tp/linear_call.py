@@ -1,6 +1,7 @@
 """One call of a linear layer, as the policy and the tools see it.
 
-Which exchanges of a linear layer over nodes go by rails, and which the policy leaves to the process group.
+Which exchanges of a linear layer over nodes go along rails (``symm.nodes``), and which the policy leaves to the
+process group.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class LinearOp(_LinearLengths):
         return unsupported_reason_bias(call.bias, x) or _unsupported_rows(self, call, world_size)
 
     def make_context(self, call: LinearCall) -> TPContext | NodesTPContext:
-        """By peer memory where that reaches all ranks, else with rails between nodes."""
+        """By peer memory if that reaches all ranks, else with rails between nodes (``symm.nodes``)."""
         try:
             return get_tp_context(call.group, call.x.device)
         except (ArenaError, NotSupportedError):

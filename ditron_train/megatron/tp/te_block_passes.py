@@ -3,7 +3,7 @@
 A tensor's bytes and its scales are sent together, by rows for the products with W and by columns for the weight
 gradient: neither can be made from the other. All products are Transformer Engine's own, for the rows of one rank or of
 a block of ranks at a time; its bits do not depend on the number of rows. How operands are stored and sent differs from
-version to version (``te_blocks``). Imported only where Transformer Engine is installed.
+version to version (``te_blocks``). Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ditron_train.tp.context import TPContext
 from ditron_train.tp.gather import PendingParts, start_gather_of_parts
 from ditron_train.tp.reduce_scatter import scatter_as_computed
 
-#: Of one that fills the GPU, some 50 us, and of one that is worth the host's time where it may not be recorded.
+#: Of one that fills the GPU, some 50 us, and of one that is worth the host's time if it may not be recorded.
 _FLOPS_OF_A_PRODUCT, _FLOPS_OF_A_LAUNCH = 5e10, 3e11
 
 

@@ -8,7 +8,7 @@ Of a tensor [rows, K] there are bytes and scales by rows, bytes and scales by co
 - From 2.12 on everything is stored as GEMMs take it. Rows of one rank are an operand as they arrive; bytes of columns
   are put side by side.
 
-Imported only where Transformer Engine is installed.
+Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -122,6 +122,6 @@ def finish_columns(total: Any, world_size: int) -> None:
 
 
 def _ready(operand: Any) -> dict[str, Any]:
-    """The field that says that an operand is stored as GEMMs take it; none where all do."""
+    """The field that says that an operand is stored as GEMMs take it; none if all do."""
     form = operand.get_metadata().get(_FORM)
     return {} if form is None else {_FORM: type(form).GEMM_READY}

@@ -6,7 +6,7 @@ own layers runs, in a copy in which its three functions that communicate and mul
 From 2.15 on ``Linear``'s passes are functions of its module, which are copied likewise; from 2.18 on each pass says
 over which ranks a quantizer asks for the largest amax. A version whose code calls others runs natively.
 
-Imported only where Transformer Engine is installed.
+Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _function_of(native: type) -> type:
         def forward(ctx: Any, *args: Any) -> Any:
             chosen = _chosen.get()
             assert chosen is not None, "the layer's forward was called without ``overlapping``"
-            if ctx is not None:  # None where no gradient is wanted
+            if ctx is not None:  # None if no gradient is wanted
                 ctx.ditron_layer = chosen
             with te_passes.passing(chosen.forward()):
                 return run_forward(ctx, *args)

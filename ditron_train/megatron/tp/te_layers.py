@@ -1,7 +1,7 @@
 """Transformer Engine's tensor parallel linear layers with the communication overlapped (part of feature ``tp``).
 
 The reference here is Transformer Engine itself: the norm is computed by its own kernels, the weight gradient by its
-own GEMM (into ``main_grad`` where it would). Imported only where Transformer Engine is installed.
+own GEMM (into ``main_grad`` if it would). Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any, sm_margin: int
     ) -> torch.Tensor:
-        # By its name there: from 0.19 on Megatron puts another one in its place where batches shall not matter.
+        # By its name there: from 0.19 on Megatron puts another one in its place if batches shall not matter.
         out, mean, inverse_deviation = te_layernorm_linear.apply_normalization(
             x, None, weight, bias, layer.eps, None, x.dtype, layer.normalization, sm_margin, layer.zero_centered_gamma
         )
@@ -78,7 +78,7 @@ def normalised(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _run_in_fp8(layer: Any, kind: Kind, x: torch.Tensor, forward: Callable[[torch.Tensor], Any]) -> Any:
-    """A call of a layer that computes in FP8: Transformer Engine's own either way, overlapped where that is covered,
+    """A call of a layer that computes in FP8: Transformer Engine's own either way, overlapped if that is covered,
     has the same bits and is faster."""
     answer = None
     if layer.sequence_parallel:

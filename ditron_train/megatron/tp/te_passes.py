@@ -4,7 +4,7 @@ Transformer Engine's linear layers gather, multiply and reduce-scatter by three 
 here have their names and arguments, and replace them in a copy of its layers' code (``te_fp8``): outside a
 pass they are the native ones, inside they are those of the pass (``te_tensor_passes``, ``te_block_passes``). So
 everything else (quantizers and their scales, which copies of an operand are kept, main_grad, amax histories) is
-Transformer Engine's own doing. Imported only where Transformer Engine is installed.
+Transformer Engine's own doing. Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pass:
     """A pass in which nothing is overlapped; the others replace what they do otherwise.
 
     Attributes:
-        features: Of this rank's weight [N, K]; (0, 0) where nobody has said it.
+        features: Of this rank's weight [N, K]; (0, 0) if nobody has said it.
     """
 
     features: tuple[int, int] = (0, 0)
@@ -38,7 +38,7 @@ class Pass:
         self._context = context
 
     def gather(self, inp: Any, group: Any, async_op: bool = False, quantizer: Any = None) -> tuple[Any, Any]:
-        """All ranks' rows, quantized where there is a quantizer, and what to wait for."""
+        """All ranks' rows, quantized if there is a quantizer, and what to wait for."""
         return te_distributed.gather_along_first_dim(inp, group, async_op, quantizer)
 
     def multiply(self, weight: Any, rows: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -64,7 +64,7 @@ class Pass:
 
 
 def like_quantized(like: Any, shape: torch.Size, **changed: Any) -> Any:
-    """A quantized tensor as ``like`` where nothing is ``changed``."""
+    """A quantized tensor as ``like`` if nothing is ``changed``."""
     fields = {**like.get_metadata(), **changed}
     if isinstance(like, torch.Tensor):
         fields.update(shape=shape, dtype=like.dtype)
@@ -86,8 +86,8 @@ def refilled(operand: Any, **fields: Any) -> Any:
 
 
 def product_key(operands: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """What products of quantized ``operands`` by ``general_gemm`` depend on, addresses included; None where that is
-    not known, or where it gives back more than the product, which it allocates."""
+    """What products of quantized ``operands`` by ``general_gemm`` depend on, addresses included; None if that is
+    not known, or if it gives back more than the product, which it allocates."""
     options = [*args, *kwargs.values()]
     if kwargs.get("gelu") or (kwargs.get("grad") and kwargs.get("bias") is not None):
         return None

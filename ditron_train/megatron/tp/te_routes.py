@@ -1,7 +1,7 @@
 """Whether a call of a linear layer of Transformer Engine is overlapped (part of feature ``tp``).
 
 In FP8 the host is hardly ahead of the GPU, so what is asked at every call has to be short: a layer that is called as
-before gets the answer that it got before. Imported only where Transformer Engine is installed.
+before gets the answer that it got before. Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def answer_in_fp8(layer: Any, kind: Kind, x: torch.Tensor) -> Answer | None:
 
 
 def _answer(layer: Any, kind: Kind, x: torch.Tensor) -> tuple[Answer | None, tuple[Any, ...] | None]:
-    """The same where this rank knows it by itself, or what the gate is to be asked."""
+    """The same if this rank knows it by itself, or what the gate is to be asked."""
     if _is_unusual(x):
         log_native(f"tp {kind} (TE, FP8)", str(unsupported_reason_fp8(layer, x)))
         return None, None

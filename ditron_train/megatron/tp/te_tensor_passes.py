@@ -1,7 +1,7 @@
 """The passes of layers whose FP8 operands have one scale a tensor (recipes tensorwise and delayed).
 
 Bytes are sent and stored side by side, and the scale is the same on all ranks (or this rank's own, of an operand that
-is not gathered). Imported only where Transformer Engine is installed.
+is not gathered). Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RowBackward(_Gathering):
         num_columns = weight.get_metadata()["data_transpose"].shape[0]
         num_rows, device = started.rows.shape[0], started.rows.device
         out = torch.empty(num_rows, num_columns, dtype=kwargs["out_dtype"], device=device)
-        self._started = None  # where there is no memory for ``out``, ``close`` waits
+        self._started = None  # if there is no memory for ``out``, ``close`` waits
         kwargs["out"] = out
         shares: list[Any] = []
 

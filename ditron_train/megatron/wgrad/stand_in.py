@@ -1,6 +1,6 @@
 """A module in the place of apex's ``fused_weight_gradient_mlp_cuda`` (feature ``wgrad``).
 
-Megatron-core's own linear layers call it where ``gradient_accumulation_fusion`` is on, and refuse to be built where
+Megatron-core's own linear layers call it if ``gradient_accumulation_fusion`` is on, and refuse to be built if
 it is missing. Megatron-core looks for it once, when ``tensor_parallel.layers`` is imported, and keeps the answer as a
 flag of that module, which a layer reads only if fusion is asked for. So the flag is replaced by one that provides the
 module the first time it is read: a job without fusion sees no change, and other libraries that look for apex do not
@@ -55,7 +55,7 @@ def is_provided() -> bool:
 
 
 def start() -> None:
-    """Puts the module in the place of apex's where that is missing; apex's own is never replaced."""
+    """Puts the module in the place of apex's if that is missing; apex's own is never replaced."""
     from megatron.core.tensor_parallel import layers
 
     namespace = vars(layers)
@@ -72,7 +72,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Megatron-core refuses fusion again. Where a layer was built with it the module stays, for its backward."""
+    """Megatron-core refuses fusion again. If a layer was built with it the module stays, for its backward."""
     from megatron.core.tensor_parallel import layers
 
     namespace = vars(layers)

@@ -2,7 +2,7 @@
 
 Native is megatron-core's alltoall dispatcher (of gathered experts: its allgather dispatcher's steps; of flex: its flex
 dispatcher with DeepEP, or by torch in DeepEP's order if that is missing), with Transformer Engine's fused permutation
-and grouped GEMM where TE is installed; without it PyTorch's deterministic mode, whose bits repeat. Both run in one
+and grouped GEMM if TE is installed; without it PyTorch's deterministic mode, whose bits repeat. Both run in one
 process on the same inputs.
 """
 
@@ -59,7 +59,7 @@ def _layers(arguments: argparse.Namespace, session: BenchSession) -> list[Shape]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for, shows and writes it; returns 1 where bits differ.
+    """Measures what the command line asks for, shows and writes it; returns 1 if bits differ.
 
     Raises:
         SettingError: An unknown model, sizes that cannot be, or a single rank, which dispatches nothing.

@@ -109,7 +109,7 @@ def attention_rows(session: BenchSession, fp8: str | None = None) -> Iterator[Ro
     """Forward, and forward + backward, of the layer at each length that fits.
 
     Bits are compared with deterministic attention (its backward takes memory that grows with the square of the length:
-    where it does not fit, the length is left out), times with the attention that Megatron uses by default. The limit
+    if it does not fit, the length is left out), times with the attention that Megatron uses by default. The limit
     is the time of the same layer without any exchange.
     """
     with _world(session):

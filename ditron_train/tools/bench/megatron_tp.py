@@ -1,4 +1,4 @@
-"""The native side of ``bench tp`` where it needs megatron-core: the linear layers' backward and a whole layer."""
+"""The native side of ``bench tp`` if it needs megatron-core: the linear layers' backward and a whole layer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _build_layer(spec: Any, session: BenchSession, config: TransformerConfig) ->
 
 
 class _LayerPair:
-    """The same LLaMA-70B layer natively and fused, TE's spec where TE is installed, and its inputs; ``is_split``:
+    """The same LLaMA-70B layer natively and fused, TE's spec if TE is installed, and its inputs; ``is_split``:
     whether the ranks share tokens (sequence parallelism), or each has all of them."""
 
     def __init__(self, session: BenchSession, fp8: str | None = None, *, is_split: bool = True) -> None:

@@ -3,8 +3,8 @@
 Native is the published algorithm in torch's operators (cuBLAS products); the peer is ``torch.compile`` of it. The
 limit is native's time over the ceiling of symmetry: half of two of the three products determines the other half,
 nothing else is saved. TFLOP/s count the operations of the whole algorithm, whoever computes less of it. Iterations are
-timed with the host ahead: its cost, several times the device's at small matrices where launches are single ones, does
-not count.
+timed with the host ahead: its cost, several times the device's at small matrices if kernels are launched one by one,
+does not count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for, shows and writes it; returns 1 where bits differ.
+    """Measures what the command line asks for, shows and writes it; returns 1 if bits differ.
 
     Raises:
         SettingError: A size below 1, or an unknown model.

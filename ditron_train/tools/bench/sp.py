@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for, shows and writes it; returns 1 where bits differ.
+    """Measures what the command line asks for, shows and writes it; returns 1 if bits differ.
 
     Raises:
         SettingError: A shape does not divide over the ranks.

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for; returns 1 where bits differ.
+    """Measures what the command line asks for; returns 1 if bits differ.
 
     Raises:
         SettingError: No shape is left, or one does not divide over the ranks.

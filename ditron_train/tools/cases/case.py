@@ -97,7 +97,7 @@ class Cost:
     Attributes:
         wire_bytes: Bytes that leave the rank.
         flops: Operations.
-        logical_bytes: Bytes in the convention of the field's tables, where it differs.
+        logical_bytes: Bytes in the convention of the field's tables, if it differs.
     """
 
     wire_bytes: float

@@ -1,4 +1,4 @@
-"""Rows of experts in FP8 as tools measure them. Imported only where Transformer Engine is installed."""
+"""Rows of experts in FP8 as tools measure them. Imported only if Transformer Engine is installed."""
 
 from __future__ import annotations
 

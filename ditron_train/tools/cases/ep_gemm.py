@@ -33,7 +33,7 @@ class GroupCall(NamedTuple):
         weights: One [N, K] an expert.
         tokens_per_expert: On the device.
         counts: The same on the host.
-        min_rows: Of any expert of any rank; None where every sum is exact.
+        min_rows: Of any expert of any rank; None if every sum is exact.
         native: native.
         group: The expert-parallel group.
     """

@@ -38,7 +38,7 @@ def with_routings(layers: Sequence[Shape], *, deterministic: Sequence[str] = ())
 
 
 def moe_layers(world_size: int, on_gpu: bool) -> list[Shape]:
-    """The published layers whose experts the ranks can share out; a small one where kernels are interpreted."""
+    """The published layers whose experts the ranks can share out; a small one if kernels are interpreted."""
     if not on_gpu:
         return [moe_layer("small", 24, 32, 48, 4 * world_size, 2)]
     data = load_workloads()
@@ -91,7 +91,7 @@ def zipf_routing(
     i.
 
     Returns:
-        bool [num_tokens, num_experts] with ``topk`` True a row; fp32 probabilities, 0 where not routed.
+        bool [num_tokens, num_experts] with ``topk`` True a row; fp32 probabilities, 0 if not routed.
     """
     # The same popular experts on every rank.
     order = torch.randperm(num_experts, device="cpu", generator=torch.Generator().manual_seed(1))

@@ -1,5 +1,5 @@
 """Dispatch and combine as tools measure them: each by itself, against megatron-core's alltoall or flex dispatcher,
-with Transformer Engine's fused permutation where that is installed; else in PyTorch's deterministic mode, whose bits
+with Transformer Engine's fused permutation if that is installed; else in PyTorch's deterministic mode, whose bits
 repeat. If DeepEP is missing, the native flex dispatcher runs by torch and NCCL, in DeepEP's order
 (``deepep_by_torch``).
 """
@@ -40,7 +40,7 @@ def moe_config(
     fused: bool | None = None,
     **others: Any,
 ) -> TransformerConfig:
-    """A MoE layer as it is trained: SwiGLU, router in fp32; fused permutation where Transformer Engine is installed.
+    """A MoE layer as it is trained: SwiGLU, router in fp32; fused permutation if Transformer Engine is installed.
 
     ``others`` are fields of ``TransformerConfig`` that replace these.
     """
@@ -214,7 +214,7 @@ def busiest_link(amounts: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def repeating(layer: Shape) -> Iterator[None]:
-    """PyTorch's deterministic mode where a layer is measured in it: natively only fused permutation repeats itself
+    """PyTorch's deterministic mode if a layer is measured in it: natively only fused permutation repeats itself
     without. The mode and the filling of new memory are restored as they were before."""
     is_on = bool(layer.options["deterministic"]) or not HAVE_TE
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -57,7 +57,7 @@ def newton_schulz_flops(rows: int, columns: int, num_steps: int = 5) -> float:
 
 
 def symmetry_ceiling(rows: int, columns: int) -> float:
-    """How much faster the algorithm can get where half of each symmetric product suffices and nothing else changes.
+    """How much faster the algorithm can get if half of each symmetric product suffices and nothing else changes.
 
     (2n + m) / (1.5n + 0.5m) with m <= n: 1.5 for square matrices, towards 1.33 for long ones.
     """
@@ -149,7 +149,7 @@ def step_shape(model: str, layer: Sequence[Sizes], num_layers: int) -> Shape:
 
 
 def _qkv(layer: Sequence[Sizes]) -> tuple[int, int, int] | None:
-    """Rows of q, k and v in a group of the first matrix, where it divides into groups."""
+    """Rows of q, k and v in a group of the first matrix, if it divides into groups."""
     return _QKV if layer[0][0] % sum(_QKV) == 0 else None
 
 

@@ -50,7 +50,7 @@ class ProjectionCall(NamedTuple):
         layout: Columns of one rank.
         exchange: Of stock Megatron.
         group: Context parallel group.
-        gradients: Of the results; empty where a row measures the forward pass.
+        gradients: Of the results; empty if a row measures the forward pass.
         gathered: Behind the attention: what is multiplied, which a backward pass has kept.
     """
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism in FP8 as tools measure it; imported only where Transformer Engine is installed.
+"""Tensor parallelism in FP8 as tools measure it; imported only if Transformer Engine is installed.
 
 AG-GEMM and GEMM-RS of quantised operands, against Transformer Engine's gather, product and reduce-scatter one after
 the other; and Megatron's linear layers of Transformer Engine with all that they do around the products: scales and
@@ -236,7 +236,7 @@ class LayerOp(Op[LayerCall, Any]):
             return reason if reason is not None else answer_in_fp8(call.fused, self.kind, call.x)
 
     def make_context(self, call: LayerCall) -> Any:
-        """None where the layer runs natively."""
+        """None if the layer runs natively."""
         found = self.route(call)
         return None if found is None or isinstance(found, str) else found.context
 

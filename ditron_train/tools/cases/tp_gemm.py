@@ -35,7 +35,7 @@ class GemmCall(NamedTuple):
 
 
 def linear_shapes(op: Kind, world_size: int, on_gpu: bool) -> list[Shape]:
-    """Published layers by their global M, N and K; a small one where kernels are interpreted."""
+    """Published layers by their global M, N and K; a small one if kernels are interpreted."""
     if not on_gpu:
         return [Shape("custom", {"m": 256, "n": 256, "k": 256})]
     shapes = load_workloads()["ag_gemm" if op == "ag_gemm" else "gemm_rs"]["shapes"]
@@ -43,7 +43,7 @@ def linear_shapes(op: Kind, world_size: int, on_gpu: bool) -> list[Shape]:
 
 
 def traced_linear(on_gpu: bool) -> Shape:
-    """A layer of LLaMA-70B; a small one where kernels are interpreted."""
+    """A layer of LLaMA-70B; a small one if kernels are interpreted."""
     return Shape("custom", {"m": 8192, "n": 28672, "k": 8192} if on_gpu else {"m": 256, "n": 256, "k": 256})
 
 

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("AB", "ABA", "ABBA"),
         default="ABBA",
         help="which jobs run one after the other, A natively, B with ditron_train (default %(default)s): GPUs are "
-        "slower where they are warm, so each kind has to come early and late",
+        "slower when they are warm, so each kind has to come early and late",
     )
     parser.add_argument(
         "--within",
@@ -197,7 +197,7 @@ def _command(arguments: argparse.Namespace) -> list[str]:
 
 
 def _train_all(arguments: argparse.Namespace) -> Runs:
-    """The jobs in their order; those behind the second only where time is left for them."""
+    """The jobs in their order; those behind the second only if time is left for them."""
     if arguments.ditron is None:
         raise SettingError("--ditron names what to accelerate: compare --ditron tp torchrun ... pretrain_gpt.py ...")
     words, order = _command(arguments), arguments.order

@@ -109,7 +109,7 @@ class RunningJob:
             raise SettingError(os.linesep.join([*words, f"the end of {self._log}:", *lines[-15:]]))
 
     def interrupt(self) -> None:
-        """Begins to end it where it still runs: torchrun passes an interrupt on to its workers."""
+        """Begins to end it if it still runs: torchrun passes an interrupt on to its workers."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
 

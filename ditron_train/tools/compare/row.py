@@ -73,7 +73,7 @@ def write_row(
         trace: See `trace_table`.
 
     Returns:
-        The file; None where no step was timed.
+        The file; None if no step was timed.
 
     Raises:
         SettingError: The notes do not say where they were made, or that the two jobs did not run on the same; or the

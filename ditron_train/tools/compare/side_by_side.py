@@ -76,7 +76,7 @@ def _times(runs: Runs, skip: int) -> str:
 
 
 def _uneven(runs: Runs) -> str | None:
-    """How many steps the first job has that has not as many as the first native one; None where all have."""
+    """How many steps the first job has that has not as many as the first native one; None if all have."""
     steps = len(runs.native[0])
     for jobs, words in ((runs.fused, "with ditron_train"), (runs.native, "natively the next time")):
         others = [len(job) for job in jobs if len(job) != steps]
@@ -106,7 +106,7 @@ def _verdict(runs: Runs, uneven: str | None, counted: Sequence[Difference], own:
 
 
 def _digests(jobs: Sequence[Job]) -> tuple[str, str]:
-    """After which steps every rank of all jobs has a digest of its parameters; and a warning where the last has none,
+    """After which steps every rank of all jobs has a digest of its parameters; and a warning if the last has none,
     as in a job that ended before the step that Megatron was told is the last."""
     steps = list(zip(*(steps for job in jobs for steps in job.ranks)))
     noted = [one[0].number for one in steps if all(PARAMETERS in step.figures for step in one)]

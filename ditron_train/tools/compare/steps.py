@@ -23,11 +23,11 @@ class Step:
 
     Attributes:
         number: From 1.
-        figures: Losses by name, ``grad norm``, and `PARAMETERS`, the digest, where there is one.
+        figures: Losses by name, ``grad norm``, and `PARAMETERS`, the digest, if there is one.
         seconds: From the end of the step before; None of the first, and of one that is traced.
         used_bytes: Of the GPU, by anything, at its end; None without a GPU.
-        clock_mhz: Of the GPU's multiprocessors at its end; None where nothing tells.
-        joules: What the GPU took, where ``seconds`` are told; likewise.
+        clock_mhz: Of the GPU's multiprocessors at its end; None if nothing tells.
+        joules: What the GPU took, if ``seconds`` are told; likewise.
         reserved_bytes: The most that torch's allocator had reserved on the GPU until its end; None without a GPU.
         symmetric_bytes: Of symmetric memory at its end, which the driver allocates outside of ``reserved_bytes``.
         fused_calls: Calls of the fused path by feature; notes of older versions have none.
@@ -52,7 +52,7 @@ class Job:
         header: ``world_size``, ``features``, ``dtype``, ``sizes``; ``trace``, the step and rank that is traced, or
             None; ``stamp``, of the machine that it ran on. Notes of older versions lack the last two.
         ranks: The steps of each rank; as many on each.
-        plan: What ran by which path, and why; empty where the job ended early.
+        plan: What ran by which path, and why; empty if the job ended early.
     """
 
     header: dict[str, Any]
@@ -63,25 +63,25 @@ class Job:
         return len(self.ranks[0])
 
     def step_ms(self, skip: int) -> float | None:
-        """Median over the steps behind the first ``skip`` of the maximum over ranks; None where there are none."""
+        """Median over the steps behind the first ``skip`` of the maximum over ranks; None if there are none."""
         steps = list(zip(*self.ranks))[skip:]
         kept = [max(step.seconds or 0.0 for step in ranks) for ranks in steps if ranks[0].seconds is not None]
         return statistics.median(kept) * 1e3 if kept else None
 
     def clock_mhz(self, skip: int) -> float | None:
-        """Mean over the steps that are timed, and the ranks; None where nothing tells."""
+        """Mean over the steps that are timed, and the ranks; None if nothing tells."""
         clocks = [step.clock_mhz for steps in self.ranks for step in steps[skip:] if step.clock_mhz is not None]
         return statistics.mean(clocks) if clocks else None
 
     def step_joules(self, skip: int) -> float | None:
-        """What a GPU takes for a step: median over the steps that are timed of the mean over ranks; None where nothing
+        """What a GPU takes for a step: median over the steps that are timed of the mean over ranks; None if nothing
         tells."""
         steps = list(zip(*self.ranks))[skip:]
         joules = [[step.joules for step in ranks if step.joules is not None] for ranks in steps]
         return statistics.median(statistics.mean(joule) for joule in joules if joule) if any(joules) else None
 
     def power_w(self, skip: int) -> float | None:
-        """What a GPU draws in the steps that are timed: mean over them and the ranks; None where nothing tells."""
+        """What a GPU draws in the steps that are timed: mean over them and the ranks; None if nothing tells."""
         steps = [step for steps in self.ranks for step in steps[skip:] if step.joules is not None and step.seconds]
         return (
             sum(step.joules or 0.0 for step in steps) / sum(step.seconds or 0.0 for step in steps) if steps else None
@@ -106,7 +106,7 @@ class Runs:
     fused: list[Job]
 
     def times_ms(self, skip: int) -> tuple[list[float], list[float]] | None:
-        """`Job.step_ms` of each job, natively and fused; None where a kind has none."""
+        """`Job.step_ms` of each job, natively and fused; None if a kind has none."""
         native, fused = ([ms for job in jobs if (ms := job.step_ms(skip)) is not None] for jobs in self)
         return (native, fused) if native and fused else None
 

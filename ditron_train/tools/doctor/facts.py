@@ -42,22 +42,22 @@ class Facts:
     """What ``collect_facts`` found.
 
     Attributes:
-        versions: Of everything in ``versions.SUPPORTED``, None where it is not installed.
+        versions: Of everything in ``versions.SUPPORTED``, None if it is not installed.
         gpus: Visible GPUs.
         driver: Version of the NVIDIA driver, whether torch sees its GPUs or not.
         torch_cuda: Version of CUDA that torch was built with; None: without.
         nccl: Version of torch's NCCL.
         peer_access: ``[i][j]``: whether GPU i can read and write GPU j's memory.
         links: Connection of each pair of GPUs as ``nvidia-smi topo -m`` names it (``NV18``, ``PIX``, ``SYS``).
-        multicast: Whether the driver offers NVLink multicast on every GPU; None where nothing could be asked.
+        multicast: Whether the driver offers NVLink multicast on every GPU; None if nothing could be asked.
         environment: Variables that matter here.
         nccl_files: What NCCL's configuration files set, by name of the variable; the environment overrules it.
-        nvshmem_library: Where NVSHMEM's host library is; None where there is none.
+        nvshmem_library: Where NVSHMEM's host library is; None if there is none.
         interfaces: Network interfaces besides the loopback, over which NVSHMEM's processes find each other.
         infiniband: Devices for traffic between nodes.
-        shared_memory: Total and free bytes of /dev/shm and whether it is writable; None where there is none.
+        shared_memory: Total and free bytes of /dev/shm and whether it is writable; None if there is none.
         libraries: Copies of one library that this process has loaded, by name.
-        distributions: Places in which one distribution is installed, by name, where there are several.
+        distributions: Places in which one distribution is installed, by name, if there are several.
         compiler: The C compiler that Triton's launcher needs.
         has_cuda_bindings: Whether the extra ``cuda`` is installed.
     """
@@ -83,7 +83,7 @@ class Facts:
 
     @property
     def islands(self) -> list[list[int]]:
-        """GPUs in sets of two or more that all reach each other's memory, none of them the others'; empty where it is
+        """GPUs in sets of two or more that all reach each other's memory, none of them the others'; empty if it is
         not so."""
         rows = [{j for j, can in enumerate(row) if can} for row in self.peer_access]
         whole = all(rows[j] == row for row in rows for j in row)

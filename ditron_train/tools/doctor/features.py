@@ -24,7 +24,7 @@ class FeatureState:
 
 
 def _on_gpus(facts: Facts) -> tuple[str, str | None] | None:
-    """Why a feature that needs peers' memory stays native, and the fix; None where nothing stands in its way."""
+    """Why a feature that needs peers' memory stays native, and the fix; None if nothing stands in its way."""
     if len(facts.gpus) < 2:
         return "one GPU: a group of one rank has nothing to overlap", "start on several GPUs"
     if not facts.islands:
@@ -71,7 +71,7 @@ def _across_nodes(name: str, facts: Facts) -> str:
 
 
 def judge_features(facts: Facts) -> list[FeatureState]:
-    """Returns one state for each feature; none where torch or Triton is missing,
+    """Returns one state for each feature; none if torch or Triton is missing,
     without which no feature can be asked for."""
     if any(facts.versions.get(name) is None for name in ("torch", "triton")):
         return []
@@ -81,7 +81,7 @@ def judge_features(facts: Facts) -> list[FeatureState]:
 
 
 def _ops_of(name: str) -> tuple[str, ...]:
-    """Of the catalog; none where what they need cannot be loaded, of which a finding speaks."""
+    """Of the catalog; none if what they need cannot be loaded, of which a finding speaks."""
     from ditron_train.tools.catalog import ops_of
 
     try:

@@ -25,7 +25,7 @@ def add_fp8_argument(parser: argparse._ActionsContainer, text: str) -> None:
 
 
 def check_fp8(recipe: str | None, what: str) -> None:
-    """Refuses a recipe where nothing could be compared with it.
+    """Refuses a recipe if nothing could be compared with it.
 
     Raises:
         NotSupportedError: Transformer Engine is not installed, or cannot be loaded.
@@ -53,7 +53,7 @@ def fp8_options(recipe: str | None) -> dict[str, str]:
 
 
 def fp8_context(config: Any) -> AbstractContextManager[Any]:
-    """What Megatron calls a layer of ``config`` in: nothing where it has no recipe."""
+    """What Megatron calls a layer of ``config`` in: nothing if it has no recipe."""
     from megatron.core.fp8_utils import get_fp8_context
 
     context: AbstractContextManager[Any] = get_fp8_context(config, 0)

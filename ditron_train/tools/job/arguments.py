@@ -399,6 +399,6 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def require_megatron(command: str) -> None:
-    """Raises NotSupportedError where megatron-core, whose layers are asked, is not installed."""
+    """Raises NotSupportedError if megatron-core, whose layers are asked, is not installed."""
     if not _configuration_defaults():
         raise NotSupportedError(f"{command} -- ARGUMENTS needs megatron-core; {pip_command('megatron-core')}")

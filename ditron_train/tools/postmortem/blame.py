@@ -68,7 +68,7 @@ def _wait_of(file: RankFile) -> Wait | None:
 
 
 def first_own_errors(files: Sequence[RankFile]) -> list[RankFile]:
-    """The ranks that raised first what no peer caused, all of them where they say the same; empty where none did."""
+    """The ranks that raised first what no peer caused, all of them if they say the same; empty if none did."""
     own = [(file, file.error) for file in files if file.error is not None and _has_own_error(file)]
     if not own:
         return []
@@ -105,7 +105,7 @@ def _is_told_by_peers(file: RankFile) -> bool:
 
 
 def stuck_in(rank: int, files: Files) -> tuple[Call, tuple[int, ...]] | None:
-    """The last call of a rank that left no word, and who never came to it; None where all came."""
+    """The last call of a rank that left no word, and who never came to it; None if all came."""
     file = files.get(rank)
     if file is None or file.state != "running" or not file.calls or not file.calls[-1].compared:
         return None

@@ -1,7 +1,7 @@
 """Finds the rank that first went another way than its group, from the last calls and the errors of every rank.
 
 Ranks of a group make the same calls in the same order, so calls are compared by their number on the group. A rank
-*differs* where its call of a number is another one than the others'; it is *behind* where it never made a call that
+*differs* if its call of a number is another one than the others'; it is *behind* if it never made a call that
 others made, though nothing kept it from that (``postmortem.blame``). A difference that is older than every error is
 what the errors came from. Else the first error tells: one that no peer caused is its rank's own, and the first wait
 that was given up leads to the rank that was missing. Last come calls without errors, and a rank that ended without a
@@ -35,11 +35,11 @@ class Divergence:
     Attributes:
         kind: ``differs`` (another call), ``behind`` (no call), ``raised`` (an error that no peer caused), ``missing``
             (others waited for it), ``silent`` (it ended without a word).
-        ranks: Global ranks, all of them where nobody can say which of them is right.
+        ranks: Global ranks, all of them if nobody can say which of them is right.
         group: The group in question; None for ``raised`` and ``silent``.
-        number: Of the call on the group, where calls tell.
+        number: Of the call on the group, if calls tell.
         time_ns: When the first rank made that call, or raised.
-        calls: By rank what each called there, None where it did not; empty where calls do not tell.
+        calls: By rank what each called there, None if it did not; empty if calls do not tell.
         text: One sentence.
     """
 
@@ -53,7 +53,7 @@ class Divergence:
 
 
 def find_divergence(files: Sequence[RankFile]) -> Divergence | None:
-    """The first divergence, or None where all ranks ended alike."""
+    """The first divergence, or None if all ranks ended alike."""
     by_rank = {file.rank: file for file in files}
     groups = sorted({group for file in files for group in file.groups})
     differing = _first(_differing(group, by_rank) for group in groups)
@@ -150,7 +150,7 @@ def _raised(own: Sequence[RankFile]) -> Divergence | None:
 
 
 def _missing(wait: Wait, files: dict[int, RankFile], behind: Sequence[Divergence]) -> Divergence:
-    """The rank that the first wait came from: with the call that it did not make, where there is one."""
+    """The rank that the first wait came from: with the call that it did not make, if there is one."""
     rank = root_of(wait, files)
     place = _first(place for place in behind if rank in place.ranks and place.time_ns <= wait.time_ns)
     if place is not None:

@@ -50,7 +50,7 @@ class RankFile:
     Attributes:
         rank: Global rank.
         world_size: Of its job.
-        job: A word that the ranks of a job share; empty where they had no store.
+        job: A word that the ranks of a job share; empty if they had no store.
         started_s: When its file was made, by the clock of its host.
         host, pid: Where it ran.
         state: ``running`` (still, or ended without a word), ``raised``, ``ended``.

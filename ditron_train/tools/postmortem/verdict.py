@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 where all ranks went the same way, else 1.
+    """Returns 0 if all ranks went the same way, else 1.
 
     Raises:
         SettingError: The folder holds no records, they cannot be read, or a negative number of calls is asked for.

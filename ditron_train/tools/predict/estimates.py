@@ -1,7 +1,7 @@
 """What the parts of a job's step take on both paths: op costs times the calls that the job makes.
 
 Parts have the names that ``tools.job.parts`` gives them. Parts that both paths run alike (attention, passes over
-memory, gradients, optimizer) are those of the rough step, which is used where the user states no step time.
+memory, gradients, optimizer) are those of the rough step, which is used if the user states no step time.
 """
 
 from __future__ import annotations

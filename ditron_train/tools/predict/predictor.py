@@ -54,7 +54,7 @@ class Prediction:
     Attributes:
         step_ms: Of a native step, and ``is_rough``: by the rough model.
         parts: By name, what is accelerated: native and fused, ms of a step.
-        native: By name, what stays native and why; "" where nothing is gained.
+        native: By name, what stays native and why; "" if nothing is gained.
         idle: Features with nothing to do, and what is not estimated.
         gain: Estimated speedup of the step.
         between: The speedups that nine in ten of the measured steps allow.

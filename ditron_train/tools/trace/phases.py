@@ -42,7 +42,7 @@ class KernelTime:
 
 
 def phases_us(intervals: Sequence[Interval], whole: str = "the step") -> dict[str, float | None]:
-    """How long what went on, in microseconds, by the words that the table shows; None where the trace does not tell.
+    """How long what went on, in microseconds, by the words that the table shows; None if the trace does not tell.
 
     GEMMs, other computation and communication may run at once; communication that is not hidden and nothing never do.
     """
@@ -61,7 +61,7 @@ def phases_us(intervals: Sequence[Interval], whole: str = "the step") -> dict[st
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without its result, parameters and namespaces, cut where it is long."""
+    """A kernel's name without its result, parameters and namespaces, cut if it is long."""
     name = re.sub(r"^void ", "", name.replace("(anonymous namespace)", "anonymous"))
     if name.endswith(")") and not name.startswith("Mem"):  # Memcpy PtoP (Device -> Device)
         depth = 0
@@ -90,7 +90,7 @@ def alike_us(native: Sequence[Interval], fused: Sequence[Interval]) -> tuple[flo
     """How long those computations took in the two jobs that ran alike, by name and number, with nothing beside them;
     None without any.
 
-    They do the same work, so what differs is the clock that the GPU held: lower where it is warm, or has fewer waits
+    They do the same work, so what differs is the clock that the GPU held: lower when it is warm, or has fewer waits
     to cool down in.
     """
     one, other = (_alone(intervals) for intervals in (native, fused))

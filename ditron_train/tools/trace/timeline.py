@@ -38,7 +38,7 @@ _CPU_COMPUTE = re.compile(r"^(aten::(mm|addmm|bmm|baddbmm)|ditron_train)\b")
 class Interval:
     """Something that ran on one lane, in microseconds from the start of the trace.
 
-    ``launched_us``: when the host had handed it to the device; None where the trace does not tell.
+    ``launched_us``: when the host had handed it to the device; None if the trace does not tell.
     """
 
     lane: str
@@ -85,7 +85,7 @@ def _intervals(events: Sequence[dict[str, Any]]) -> list[Interval]:
 
 
 def _without_device_hold(intervals: list[Interval]) -> list[Interval]:
-    """What runs behind the barrier that the recorder puts in front of a call, where it did."""
+    """What runs behind the barrier that the recorder puts in front of a call, if it did."""
     in_order = sorted(intervals, key=lambda interval: interval.start_us)
     starts = [place for place, interval in enumerate(in_order) if _HEAD_START.search(interval.name)]
     if not starts:

@@ -16,7 +16,7 @@ _RANKS_OF_A_NODE = 8
 
 @dataclass(frozen=True)
 class Observed:
-    """Times of a problem's parts, in us; ``link_us`` of a gather by copy engines alone, None where it was not
+    """Times of a problem's parts, in us; ``link_us`` of a gather by copy engines alone, None if it was not
     timed."""
 
     problem: Problem
@@ -68,7 +68,7 @@ def _rounded(value: float) -> float:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """(us at no bytes, GB/s) of the line through (bytes, us); None where the points do not make one."""
+    """(us at no bytes, GB/s) of the line through (bytes, us); None if the points do not make one."""
     if len({num_bytes for num_bytes, _ in points}) < 2:
         return None
     slope, intercept = statistics.linear_regression(*zip(*points))

@@ -77,7 +77,7 @@ class ShapeClass:
         return list(self.space.candidates(self.first, self.trials[0].context, ranked))
 
     def score(self, candidate: Hashable) -> float:
-        """Geometric mean over the shapes of time over the default's, or over stock Megatron's where the default has
+        """Geometric mean over the shapes of time over the default's, or over stock Megatron's if the default has
         other bits."""
         logs = []
         for result in self.results:

@@ -58,7 +58,7 @@ class GemmSpace(SearchSpace[GemmCall, TPContext]):
         return list(dict.fromkeys([*ways, *(variant for way in tiled for variant in tile_variants(machine, way))]))
 
     def _prepared(self, call: GemmCall, context: TPContext, choice: Choice) -> Any:
-        """The op as ``choice`` says (collective where it is new here, or buffers have grown since)."""
+        """The op as ``choice`` says (collective if it is new here, or buffers have grown since)."""
         problem = self.case.op.problem(call)
         key = ("tune", problem, choice)
         prepared = context.prepared.get(key)

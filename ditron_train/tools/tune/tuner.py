@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tunes what the command line asks for and writes the table; returns 1 where bits of a candidate differed.
+    """Tunes what the command line asks for and writes the table; returns 1 if bits of a candidate differed.
 
     Raises:
         NothingComparedError: An op that ``--op`` names, or any op, has no shape to be tried at.
@@ -128,7 +128,7 @@ def _save(table: TuningTable, classes: list[ShapeClass], path: Path, session: Be
 
 
 def _rates(classes: list[ShapeClass], session: BenchSession) -> MachineRates | None:
-    """Rates of the machine from the parts of AG-GEMM and GEMM-RS, where any was timed."""
+    """Rates of the machine from the parts of AG-GEMM and GEMM-RS, if any was timed."""
     observed = []
     for one in classes:
         for trial, result in zip(one.trials, one.results, strict=True):
@@ -225,7 +225,7 @@ def _check_rows(space: GemmSpace, shapes: Iterable[Shape], session: BenchSession
 
 
 def _shapes_of(space: SearchSpace[Any, Any], arguments: argparse.Namespace, session: BenchSession) -> list[Shape]:
-    """Of an op that is no linear layer: a model's, or what is published; nothing where ``--shape`` names layers."""
+    """Of an op that is no linear layer: a model's, or what is published; nothing if ``--shape`` names layers."""
     on_gpu = session.device.type == "cuda"
     if arguments.job:
         return list(space.case.shapes_of_model(model_sizes(arguments.job, on_gpu), session.world_size))

@@ -90,7 +90,7 @@ def model_sizes(words: Sequence[str], on_gpu: bool) -> ModelSizes:
 
 
 def model_cases(model: ModelSizes, dtype: torch.dtype) -> list[Case]:
-    """The four linear layers of a transformer layer, and the output layer where its size is given."""
+    """The four linear layers of a transformer layer, and the output layer if its size is given."""
     kinds: dict[str, Kind] = {"qkv": "column", "proj": "row", "fc1": "column", "fc2": "row"}
     cases = [Case(name, kinds[name], model.tokens, *shape, dtype) for name, shape in model.matrices.items()]
     if model.vocabulary:

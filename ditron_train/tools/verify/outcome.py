@@ -49,7 +49,7 @@ class Outcome:
         case: Which.
         is_fused: Whether a training job would run our op at this shape; else it runs natively, so nothing can differ.
         num_different: By result: in how many comparisons a bit differed on any rank.
-        native_us: Forward and backward natively; None where it was not timed.
+        native_us: Forward and backward natively; None if it was not timed.
         ditron_us: Forward and backward with the fused path.
     """
 

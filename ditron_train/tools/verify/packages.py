@@ -80,7 +80,7 @@ class _UnderStress:
             self._compared += 1
 
     def add_row(self, row: Row) -> None:
-        """The benchmark's row, equal where every comparison was."""
+        """The benchmark's row, equal if every comparison was."""
         self._report.add_row(replace(row, bitwise_equal=row.bitwise_equal and self._equal), 1 + self._compared)
         self._equal, self._compared = True, 0
 

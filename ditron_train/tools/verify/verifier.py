@@ -1,4 +1,4 @@
-"""Compares every op with native, forward and backward, on every rank: one table, exit status 1 where a single bit
+"""Compares every op with native, forward and backward, on every rank: one table, exit status 1 if a single bit
 differs."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _missing(error: ImportError) -> Exception:
-    """What to say where the reference, or what it or the ops need, cannot be imported."""
+    """What to say if the reference, or what it or the ops need, cannot be imported."""
     name = (error.name or "").partition(".")[0]
     if name in ("", "megatron", "ditron_train"):
         return NotSupportedError(f"verify compares with megatron-core: {error}; {pip_command('megatron-core')}")
