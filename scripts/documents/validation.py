@@ -58,14 +58,15 @@ def _words(row: Row) -> list[str]:
 
 
 def check_steps(root: Path) -> list[Checked]:
-    """Every committed step on H200s and H100s with a feature that overlaps something."""
+    """Every committed step on H200s and H100s with a feature that overlaps something, of a kind that is estimated."""
     found = []
     for path in measurement_files(root):
         device = path.parent.name.rpartition("x")[0]
         for row in read_results(path)[1] if device in _PROFILES else ():
             features = row.op.removeprefix(TRAINING_STEP).split(",")
-            if row.op.startswith(TRAINING_STEP) and not set(features) <= set(WITH_OTHERS):
-                job = read_job(_words(row), allow_unknown=True)
+            is_step = row.op.startswith(TRAINING_STEP) and not set(features) <= set(WITH_OTHERS)
+            if is_step and "flex" not in (words := _words(row)):  # of that dispatcher no gain is estimated
+                job = read_job(words, allow_unknown=True)
                 cluster = Cluster(profile_named(_PROFILES[device]), 1, row.world_size, network_named("ib-400"))
                 predictions = (predict(job, cluster, features, ms) for ms in (None, row.native_us / 1e3))
                 found.append(Checked(path.parent.name, row, *predictions))

@@ -76,7 +76,7 @@ def test_its_shapes_are_what_it_claims(name: str) -> None:
     assert ("qk_layernorm" in values) == (model in ("dense-32b", "moe-30b"))
     # The parts of its name are the features, and their groups have ranks.
     features = parse_features(job.ditron)
-    assert set(name.split("-")[2:]) - {"interleaved", "graphs", "te", "blockwise", "overlap"} == set(features)
+    assert set(name.split("-")[2:]) - {"interleaved", "graphs", "te", "blockwise", "overlap", "flex"} == set(features)
     assert values.get("cuda_graph_impl") == (
         "transformer_engine" if name.endswith("te") else "local" if "graphs" in name else None
     )
@@ -85,6 +85,8 @@ def test_its_shapes_are_what_it_claims(name: str) -> None:
     sizes = {feature: values.get(SIZE_ARGUMENTS[feature], 1) for feature in SIZE_ARGUMENTS}
     assert {feature for feature, size in sizes.items() if size > 1} == set(features) - {"muon", "det"}
     assert ("fp8_recipe" in values) == ("fp8_param_gather" in values) == name.endswith("blockwise")
+    dispatcher = "flex" if name.endswith("flex") else "alltoall" if "ep" in features else None
+    assert values.get("moe_token_dispatcher_type") == dispatcher
     assert ("muon" in features) == (values.get("optimizer") == "dist_muon")
     assert ("det" in features) == ("deterministic_mode" in values) == (job.gpus == 1)
     model_ranks = sizes["tp"] * sizes["sp"] * sizes["pp"]
