@@ -200,7 +200,7 @@ def _import_all(modules: Sequence[str]) -> None:
     import triton  # noqa: F401
 
     from ditron_train.cpu import megatron_shim as megatron_cpu
-    from tests.support import patient_polls, quick_interpreter
+    from tests.support import patient_polls, quick_interpreter, small_tiles
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.install()
@@ -211,6 +211,7 @@ def _import_all(modules: Sequence[str]) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.rewrite_kernels()
         patient_polls.install()
+        small_tiles.install()
 
 
 def main() -> None:
