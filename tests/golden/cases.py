@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from tests.support.call_recorder import CallRecorder, bits_of
 from tests.support.processes import run_workers, run_workers_once
+from tests.support.small_tiles import tiles_of_a_release
 
 CPU = torch.device("cpu")
 Tensors = Sequence["torch.Tensor | None"]
@@ -633,9 +634,10 @@ def _of_ranks(world: int, names: Sequence[str], simulates: bool) -> list[dict[st
 def records_of(names: Sequence[str]) -> dict[str, list[str]]:
     """This rank's records of the cases named, by ``"<case>, call <n>"``; runs on every rank (collective)."""
     found = {}
-    for case in all_cases():
-        if case.name in names:
-            found.update(_records_of_case(case))
+    with tiles_of_a_release():
+        for case in all_cases():
+            if case.name in names:
+                found.update(_records_of_case(case))
     return found
 
 

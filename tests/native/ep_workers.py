@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.runtime import logs
 from tests.support.megatron_version import build_of
+from tests.support.small_tiles import two_chunks
 
 BASE = dict(
     num_layers=1,
@@ -39,7 +40,7 @@ def groups(**sizes):
     """Megatron on gloo with those sizes."""
     from megatron.core import parallel_state
 
-    with megatron_cpu.megatron_on_cpu():
+    with megatron_cpu.megatron_on_cpu(), two_chunks():
         parallel_state.initialize_model_parallel(**sizes)
         megatron_cpu.seed(1)
         try:

@@ -117,7 +117,7 @@ def timed_steps(us_of_ranks, num_steps=7, is_late=False, fails_at=None, options=
     gate.forget("ep")
     options = {"num_layers": 2, "moe_layer_freq": [0, 1], **(options or {})}
     calls, wrong, paths, computed = [], [], [], Counter()
-    with schedule_models(**options) as (native, fused), lines_logged() as lines, comparing_on_cpu():
+    with schedule_models(**options) as (native, fused), lines_logged() as lines, comparing_on_cpu(repeats=1):
         if options.get("delay_wgrad_compute"):
             for model in (native, fused):
                 delay_wgrads(model, computed)

@@ -17,7 +17,8 @@ def swap_decisions(other: Gate) -> None:
 
 
 @contextlib.contextmanager
-def comparing_on_cpu() -> Iterator[None]:
-    """Also compares and times what runs on the CPU, in the interpreter, by the host's clock."""
-    with mock.patch.object(probe, "_on_cpu", True):
+def comparing_on_cpu(repeats: int = probe._CPU_REPEATS) -> Iterator[None]:
+    """Also compares and times what runs on the CPU, in the interpreter, by the host's clock, ``repeats`` times in each
+    turn."""
+    with mock.patch.multiple(probe, _on_cpu=True, _CPU_REPEATS=repeats):
         yield

@@ -27,17 +27,19 @@ FIXED_ENV = {
 
 #: Libraries of other people that are imported once for all workers, if they are imported here. Torch's compiler, which
 #: takes 5 s, is what ``torch.use_deterministic_algorithms`` imports.
-_SHARED = ("megatron.core", "torch._dynamo", "torch._inductor")
+_SHARED = ("megatron.core", "pytest", "torch._dynamo", "torch._inductor")
 #: What nearly every worker of a test with megatron-core imports in its first call, with what these import.
 _WITH_MEGATRON = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
     "ditron_train.megatron.det.first_step",
+    "ditron_train.megatron.ep.dispatcher",
     "ditron_train.megatron.ep.spec",
     "ditron_train.megatron.loss.cross_entropy",
     "ditron_train.megatron.pp.communicator",
     "ditron_train.megatron.plugin.rank_agreement",
+    "ditron_train.megatron.sp.attention",
     "ditron_train.megatron.sp.spec",
     "ditron_train.megatron.tp.spec",
     "ditron_train.megatron.wgrad.stand_in",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from ditron_train.cpu.megatron_shim import megatron_on_cpu, seed
+from tests.support.small_tiles import two_chunks
 
 
 @contextlib.contextmanager
@@ -24,7 +25,7 @@ def model_parallel(**sizes: int) -> Iterator[None]:
     from ditron_train.policy import gate
     from ditron_train.symm import close_all_arenas
 
-    with megatron_on_cpu():
+    with megatron_on_cpu(), two_chunks():
         parallel_state.initialize_model_parallel(**sizes)
         seed(1234)
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ def install() -> None:
         setattr(interpreter, _MARK, True)
         _remember_operations(interpreter)
         _shorten_handles(interpreter)
+        _shorten_builder(interpreter)
         _remember_arguments(interpreter)
         _leave_arguments_where_they_are(interpreter)
 
@@ -86,6 +88,31 @@ def _shorten_handles(interpreter: Any) -> None:
         return handle(found, lhs.dtype)
 
     handle.__init__, builder.binary_op = init, binary_op
+
+
+def _shorten_builder(interpreter: Any) -> None:
+    """What is done most often, without NumPy's functions that are Python themselves."""
+    builder, handle, empty = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.np.empty
+    to_whole = interpreter.np.uint64
+    strides: dict[int, tuple[Any, int]] = {}  # of elements, with the pointer's type, which has this id meanwhile
+
+    def addptr(self: Any, ptr: Any, offset: Any) -> Any:
+        known = strides.get(id(ptr.dtype))
+        if known is None:
+            known = ptr.dtype, max(1, ptr.get_element_ty().primitive_bitwidth // 8)
+            if len(strides) < _MOST:
+                strides[id(ptr.dtype)] = known
+        return handle(ptr.data + known[1] * offset.data.astype(to_whole), ptr.dtype)
+
+    def splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        found = empty(ret_ty.shape, interpreter._get_np_dtype(arg.dtype))
+        found[...] = arg.data
+        return handle(found, arg.dtype.scalar)
+
+    def expand_dims(self: Any, arg: Any, axis: int) -> Any:
+        return handle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
+
+    builder.create_addptr, builder.create_splat, builder.create_expand_dims = addptr, splat, expand_dims
 
 
 def _remember_arguments(interpreter: Any) -> None:
@@ -154,8 +181,9 @@ class _Plan:
     """What one operation comes down to.
 
     Attributes:
-        steps: Methods of the builder, and for each argument its place among the values: the operation's own handles,
-            then ``constants``, then results of earlier steps. A list of places is an argument that is a list.
+        steps: Names of the builder's methods, how their arguments are picked from the values, and places of arguments
+            that are lists (else None). The values are the operation's own handles, then ``constants``, then results of
+            earlier steps.
         constants: Arguments that are no handles.
         result: ``(place, attributes of the result but its handle)``, or ``(None, the result itself)``.
         kept: Types whose ids are in the plan's key.
@@ -167,6 +195,14 @@ class _Plan:
         self, steps: list[Any], constants: list[Any], result: tuple[int | None, Any], kept: list[Any]
     ) -> None:
         self.steps, self.constants, self.result, self.kept = steps, constants, result, kept
+
+
+def _picking(places: list[int]) -> Callable[[list[Any]], Any]:
+    """A function that takes the values at `places` from a list."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    first = places[0] if places else 0
+    return operator.itemgetter(slice(first, first + len(places)))
 
 
 class _Recording:
@@ -257,7 +293,8 @@ class _Recording:
         steps = []
         for name, args, _ in pending:
             where = [located(arg) for arg in args]
-            steps.append((name, where, any(isinstance(item, list) for item in where)))
+            is_nested = any(isinstance(item, list) for item in where)
+            steps.append((name, None if is_nested else _picking(where), where if is_nested else None))
         if result is None or (isinstance(result, tensor) and result.handle is None):  # of what only writes
             return _Plan(steps, constants, (None, result), kept)
         place = self.place(result.handle) if isinstance(result, tensor) else None
@@ -355,11 +392,11 @@ def _remember_operations(interpreter: Any) -> None:
             if plan is None:
                 return function(*args, **kwargs, _semantic=semantic)
             values += plan.constants
-            for name, places, is_nested in plan.steps:
-                if is_nested:
-                    given = [[values[i] for i in p] if p.__class__ is list else values[p] for p in places]
+            for name, pick, nested in plan.steps:
+                if nested is None:
+                    given = pick(values)
                 else:
-                    given = [values[place] for place in places]
+                    given = [[values[i] for i in p] if p.__class__ is list else values[p] for p in nested]
                 values.append(getattr(builder, name)(*given))  # asked for anew: tests replace methods
             place, like = plan.result
             if place is None:

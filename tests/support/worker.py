@@ -200,17 +200,19 @@ def _import_all(modules: Sequence[str]) -> None:
     import triton  # noqa: F401
 
     from ditron_train.cpu import megatron_shim as megatron_cpu
-    from tests.support import patient_polls, quick_interpreter
+    from tests.support import patient_polls, quick_interpreter, quick_shim, small_tiles
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.install()
     torch.compile = megatron_cpu.leave_uncompiled
+    quick_shim.install()
     share_gloo_device()
     for name in modules:
         importlib.import_module(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.rewrite_kernels()
         patient_polls.install()
+        small_tiles.install()
 
 
 def main() -> None:
