@@ -204,8 +204,7 @@ def shapes_for(
         model_of = {tuple(shape.sizes.values()): shape.model for shape in known if names_known}
         sizes = published[0].sizes
         published = [
-            Shape(model_of.get(tuple(one), "x".join(map(str, one))), dict(zip(sizes, one, strict=True)))
-            for one in asked_for
+            Shape(model_of.get(tuple(one), "custom"), dict(zip(sizes, one, strict=True))) for one in asked_for
         ]
     elif on_gpu:
         published = [shape for shape in published if shape.model in wanted]

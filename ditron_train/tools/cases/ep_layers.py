@@ -46,6 +46,8 @@ def moe_layers(world_size: int, on_gpu: bool) -> list[Shape]:
     tokens, topk, hidden = ep["tokens_per_rank"], ep["topk"], ep["hidden"]
     layers = [
         moe_layer("facts", tokens, hidden, 2048, 128, topk),
+        moe_layer("Qwen3-235B", tokens, 4096, 1536, 128, topk),
+        moe_layer("Qwen3-30B", tokens, 2048, 768, 128, topk),
         moe_layer("weak scaling", tokens, hidden, 2048, ep["weak_scaling_experts_per_rank"] * world_size, topk),
         moe_layer("strong scaling", tokens, hidden, 2048, ep["strong_scaling_experts_total"], topk),
         *(
