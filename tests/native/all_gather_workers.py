@@ -36,6 +36,11 @@ def _attend(q, k, v, window, causal, seq_dim):
     return out.transpose(0, 1) if seq_dim == 0 else out
 
 
+def _strides(tensor):
+    """Of the dimensions that are longer than 1: no kernel moves along the others."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
+
+
 class Kernels:
     """Stand for Transformer Engine's kernels by the names that its code calls; ``calls`` is what they were given.
 
@@ -46,7 +51,7 @@ class Kernels:
         self.calls, self.minor = [], minor
 
     def _note(self, name, *given, **options):
-        words = [(tuple(one.shape), one.stride(), one.double().sum().item()) if torch.is_tensor(one) else one
+        words = [(tuple(one.shape), _strides(one), one.double().sum().item()) if torch.is_tensor(one) else one
                  for one in (*given, *(options[name] for name in sorted(options)))]  # fmt: skip
         assert all(one.is_contiguous() for one in given if torch.is_tensor(one))
         self.calls.append((name, repr(words), sorted(options)))
@@ -72,9 +77,11 @@ class Kernels:
         out, *saved = self._forward(q, k, v, window_size, causal, seq_dim)
         return out, saved
 
-    def fused_attn_bwd(self, rows, num_keys, starts, key_starts, q, k, v, out, grad, dtype, grad_type, saved, backend,
-                       *, window_size, attn_mask_type, qkv_layout, **options):  # fmt: skip
-        self._note("fused backward", rows, num_keys, starts, key_starts, q, k, v, out, grad, dtype, grad_type, *saved,
+    def fused_attn_bwd(self, rows, num_keys, starts, key_starts, q, k, v, out, grad, dtype, *rest, window_size,
+                       attn_mask_type, qkv_layout, **options):  # fmt: skip
+        *types, saved, backend = rest
+        assert len(types) == (self.minor < 15)
+        self._note("fused backward", rows, num_keys, starts, key_starts, q, k, v, out, grad, dtype, types, *saved,
                    window_size, attn_mask_type, qkv_layout, **options)  # fmt: skip
         seq_dim, causal = qkv_layout.index("s"), attn_mask_type == "causal_bottom_right"
         return *self._backward(grad, q, k, v, out, saved, window_size, causal, seq_dim), None
@@ -170,6 +177,12 @@ def pose(checkout):
     jit.jit_fuser = lambda function: function
     others.nvtx_range_push = others.nvtx_range_pop = lambda *_: None
     tex.NVTE_Fused_Attn_Backend = types.SimpleNamespace(NVTE_F16_arbitrary_seqlen="arbitrary")
+    utils.get_attention_quantizers = lambda *_: [None] * 6
+    quantization, quantized = (importlib.import_module(f"transformer_engine.pytorch.{name}")
+                               for name in ("quantization", "quantized_tensor"))  # fmt: skip
+    quantization.FP8GlobalStateManager = types.SimpleNamespace(get_fp8_recipe=lambda: None)
+    quantized.prepare_for_saving = lambda *tensors: (tensors, None)
+    quantized.restore_from_func_ctx = lambda ctx: ctx.saved_tensors
     torch.cuda.current_stream = torch.cuda.Event = lambda *_: MagicMock()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     te = importlib.import_module(f"transformer_engine.pytorch.{_REAL}")
@@ -231,7 +244,12 @@ def compare(checkout, seed, num_cases):
             window=draw.choice(windows) if causal else draw.choice([(-1, -1), (3, 2), None]),
         )  # fmt: skip
         given, grad = _arguments(te, case)
-        assert [*given] == list(inspect.signature(te.AttnFuncWithCPAndKVAllGather.forward).parameters)[1:]
+        given |= dict(
+            cu_seqlens_kv=given["cu_seqlens_q"], cu_seqlens_kv_padded=None, pad_between_seqs=False, fp8=False,
+            fp8_meta=None, quantizers=None, fp8_output=False,
+        )  # fmt: skip
+        names = list(inspect.signature(te.AttnFuncWithCPAndKVAllGather.forward).parameters)[1:]
+        given = {name: given[name] for name in names}
         native, calls = _results(te, given, grad), kernels.calls[:]
         with fused_exchanges():
             assert te.AttnFuncWithCPAndKVAllGather is not function
@@ -240,7 +258,7 @@ def compare(checkout, seed, num_cases):
             fused = _results(te, given, grad)
         assert te.AttnFuncWithCPAndKVAllGather is function
         for one, other in zip(kernels.calls, calls, strict=True):
-            assert one == other
+            assert one == other, (one, other)
         assert len(calls) == 4
         kernels.calls.clear()
         for name, one, other in zip(("out", "dq", "dk", "dv"), fused, native, strict=True):

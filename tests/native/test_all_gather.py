@@ -46,7 +46,7 @@ def test_bits_of_the_attention_that_gathers_by_itself(window):
         ("uneven", "q is (8, 1, 4, 8), k (8, 1, 2, 8), v (8, 1, 2, 8)"),
         ("fp8", "the attention itself computes in FP8"),
         ("packed", "the attention is called with packed_seq_params"),
-        ("version", "Transformer Engine gathers keys and values otherwise (2.10 to 2.14 are covered)"),
+        ("version", "Transformer Engine gathers keys and values otherwise (2.10 to 2.18 are covered)"),
         ("group", "a batch before this one has changed the context parallel group"),
     ],
 )

@@ -33,12 +33,14 @@ from ditron_train.sp.all_gather_attention import (
 from ditron_train.sp.keys_values import FusedMoves, KeyValueContext
 
 _NAME = "AttnFuncWithCPAndKVAllGather"
-#: What the function takes in Transformer Engine 2.10 to 2.14.
+#: What the function takes in Transformer Engine 2.10 to 2.14, and what it takes besides since 2.15 or 2.18, at other
+#: places among these: for FP8, and for packed sequences.
 _PARAMETERS = (
     "is_training", "q", "k", "v", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q_padded", "dropout_p",
     "softmax_scale", "qkv_format", "attn_mask_type", "attn_bias_type", "attn_bias", "deterministic",
     "use_fused_attention", "return_max_logit", "window_size", "cp_group", "cp_stream", "use_flash_attn_3",
 )  # fmt: skip
+_NEWER = {"fp8", "fp8_meta", "quantizers", "fp8_output", "cu_seqlens_kv", "cu_seqlens_kv_padded", "pad_between_seqs"}
 
 
 class _Steps:
@@ -46,10 +48,15 @@ class _Steps:
 
     Args:
         given: The arguments of Transformer Engine's function, by name.
+
+    Attributes:
+        takes_fp8: Whether that function covers FP8, too: its kernels are told more formats, and its result has q's
+            shape.
     """
 
     def __init__(self, given: Any) -> None:
         self.given, self.causal = given, "causal" in given.attn_mask_type
+        self.takes_fp8 = is_at_least("transformer-engine", "2.15")
         world, rank = dist.get_world_size(given.cp_group), dist.get_rank(given.cp_group)
         self.seq_dim = given.qkv_format.index("s")
         self.rows, self.num_ranks = given.max_seqlen_q // (2 * world), world
@@ -80,13 +87,16 @@ class _FusedAttention(_Steps):
         self._query_starts = given.cu_seqlens_q // (2 * self.num_ranks)
         self._key_starts: dict[int, torch.Tensor] = {}
 
+        self._layout = "_".join([given.qkv_format] * 3)
+
     def _options(self, step: int) -> dict[str, Any]:
         given, starts = self.given, self._key_starts[step]
-        return dict(
-            attn_scale=self.softmax_scale, dropout=given.dropout_p, qkv_layout="_".join([given.qkv_format] * 3),
+        options = dict(
+            attn_scale=self.softmax_scale, dropout=given.dropout_p, qkv_layout=self._layout,
             attn_mask_type=self._mask, attn_bias_type=given.attn_bias_type, cu_seqlens_q_padded=None,
             cu_seqlens_kv_padded=starts, window_size=self.windows[step], cuda_graph=te.is_graph_capturing(),
         )  # fmt: skip
+        return options | (dict(o_format=given.qkv_format, qkv_scale_inv_format=None) if self.takes_fp8 else {})
 
     def forward(self, step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any]:
         given, num_keys = self.given, self.num_keys[step]
@@ -101,10 +111,12 @@ class _FusedAttention(_Steps):
 
     def backward(self, step: int, grad: torch.Tensor, attended: Attended) -> Sequence[torch.Tensor]:
         q, k, v, out, saved = attended
+        formats = dict(do_format=self.given.qkv_format, dqkv_layout=self._layout, do_scale_inv_format=None)
+        types, formats = ([], formats) if self.takes_fp8 else ([te.TE_DType[grad.dtype]], {})
         grads = te.fused_attn_bwd(
             self.rows, self.num_keys[step], self._query_starts, self._key_starts[step], q, k, v, out, grad, q.dtype,
-            te.TE_DType[grad.dtype], list(saved), te.tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen,
-            deterministic=self.given.deterministic, **self._options(step),
+            *types, list(saved), te.tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen,
+            deterministic=self.given.deterministic, **self._options(step), **formats,
         )  # fmt: skip
         return list(grads[:3])
 
@@ -154,6 +166,7 @@ def _unsupported_reason(given: Any) -> str | None:
     reasons = {
         f"the layout of the attention is {given.qkv_format}": given.qkv_format not in ("sbhd", "bshd"),
         "attention dropout is on": given.dropout_p,
+        "the attention itself computes in FP8": getattr(given, "fp8", False),
         "the largest attention logits are collected": given.return_max_logit,
         f"q is {q.dtype}": q.dtype not in (torch.bfloat16, torch.float16),
         f"the mask is {given.attn_mask_type}": "padding" in given.attn_mask_type,
@@ -165,35 +178,35 @@ def _unsupported_reason(given: Any) -> str | None:
 
 
 class _FusedAllGather:
-    """Stands for Transformer Engine's autograd function, which ``native`` is."""
+    """Stands for Transformer Engine's autograd function, which ``native`` is and which takes ``names``."""
 
-    def __init__(self, native: Any) -> None:
-        self._native = native
+    def __init__(self, native: Any, names: Sequence[str]) -> None:
+        self._native, self._names = native, names
 
     def apply(self, *args: Any) -> torch.Tensor:
         """As the function's own."""
-        given = SimpleNamespace(**dict(zip(_PARAMETERS, args, strict=True)))
+        given = SimpleNamespace(**dict(zip(self._names, args, strict=True)))
         values = given.q, given.k, given.v
         reason = _unsupported_reason(given)
         if reason is not None:
             log_native("sp attention", reason)
             return self._native.apply(*args)
         steps = (_FusedAttention if given.use_fused_attention else _FlashAttention)(given)
+        # FlashAttention 3's steps share a workspace, so since 2.18 Transformer Engine runs one after the other.
+        stream = None if given.use_flash_attn_3 and is_at_least("transformer-engine", "2.18") else given.cp_stream
         given.q = given.k = given.v = None  # what backward wants of them is saved for it
         call = GatheredCall(
             given.cp_group,
             values,
             steps.options,
             lambda *values: self._native.apply(args[0], *values, *args[4:]).view(values[0].shape),
-            lambda context: GatheredAttention(
-                FusedMoves(context, steps.ranges), steps, steps.seq_dim, given.cp_stream
-            ),
+            lambda context: GatheredAttention(FusedMoves(context, steps.ranges), steps, steps.seq_dim, stream),
         )
         context = route_all_gather(call)
         if context is None:
             return self._native.apply(*args)
         out = all_gather_attention(*values, call.attention(context))
-        return out if given.use_fused_attention else out.view(-1, *out.shape[-2:])
+        return out if given.use_fused_attention or steps.takes_fp8 else out.view(-1, *out.shape[-2:])
 
 
 def route_all_gather(call: GatheredCall) -> KeyValueContext | None:
@@ -205,10 +218,11 @@ def route_all_gather(call: GatheredCall) -> KeyValueContext | None:
 def fused_exchanges() -> Iterator[None]:
     """Inside, Transformer Engine's attention gathers keys and values by the fused path if that covers a call."""
     native = getattr(te, _NAME)
-    is_known = tuple(inspect.signature(native.forward).parameters)[1:] == _PARAMETERS
+    names = tuple(inspect.signature(native.forward).parameters)[1:]
+    is_known = tuple(name for name in names if name not in _NEWER) == _PARAMETERS
     if not is_known:
-        log_native("sp attention", "Transformer Engine gathers keys and values otherwise (2.10 to 2.14 are covered)")
-    setattr(te, _NAME, _FusedAllGather(native) if is_known else native)
+        log_native("sp attention", "Transformer Engine gathers keys and values otherwise (2.10 to 2.18 are covered)")
+    setattr(te, _NAME, _FusedAllGather(native, names) if is_known else native)
     try:
         yield
     finally:
