@@ -201,7 +201,6 @@ def main() -> int:
     parser.add_argument("--compare", default="", metavar="OPTIONS", help="more options of compare, in one word")
     parser.add_argument("--show", action="store_true", help="print the command and train nothing")
     parser.add_argument("--simulated", action="store_true", help="for bits alone, by ranks that share GPUs")
-    parser.add_argument("--posed", dest="simulated", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if bool(arguments.jobs) == (arguments.all is not None):
         parser.error("name jobs, or --all GPUS")

@@ -44,6 +44,7 @@ def moe_layers(world_size: int, on_gpu: bool) -> list[Shape]:
     data = load_workloads()
     ep = data["ep"]
     tokens, topk, hidden = ep["tokens_per_rank"], ep["topk"], ep["hidden"]
+    sizes = "hidden", "intermediate", "num_experts", "topk"
     layers = [
         moe_layer("facts", tokens, hidden, 2048, 128, topk),
         moe_layer("Qwen3-235B", tokens, 4096, 1536, 128, topk),
@@ -51,14 +52,7 @@ def moe_layers(world_size: int, on_gpu: bool) -> list[Shape]:
         moe_layer("weak scaling", tokens, hidden, 2048, ep["weak_scaling_experts_per_rank"] * world_size, topk),
         moe_layer("strong scaling", tokens, hidden, 2048, ep["strong_scaling_experts_total"], topk),
         *(
-            moe_layer(
-                one["model"],
-                one["num_tokens"] // world_size,
-                one["hidden"],
-                one["intermediate"],
-                one["num_experts"],
-                one["topk"],
-            )
+            moe_layer(one["model"], one["num_tokens"] // world_size, *map(one.get, sizes))
             for one in data["moe"]["shapes"]
         ),
     ]
