@@ -171,8 +171,8 @@ def _deadline_s(fault: Fault, one: Ending, file: RankFile | None, native_timeout
 
 
 def _is_named(fault: Fault, divergence: Divergence | None, endings: Sequence[Ending]) -> bool:
-    if fault.kind in _DISKS:  # which all ranks share: what is named is the disk
-        return any(words in ending.printed for ending in endings for words in _WORDS_OF_DISKS)
+    if fault.kind in _DISKS and any(words in ending.printed for ending in endings for words in _WORDS_OF_DISKS):
+        return True  # all ranks share the disk; on a busy machine others may give up waiting for who fills it
     if divergence is None:
         return False
     if divergence.ranks == (fault.rank,):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class _Template:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
         modules = [name for name in sys.modules if name in _SHARED or name.startswith("ditron_train.")]
         if "megatron.core" in modules:
             modules += _WITH_MEGATRON
@@ -83,9 +85,10 @@ class _Template:
         return self._process.poll() is None
 
     def ask(self, message: tuple, descriptors: Sequence[int] = ()) -> Any:
-        """Its answer to one message."""
-        socket.send_fds(self._socket, [pickle.dumps(message)], descriptors)
-        answer = self._socket.recv(1 << 12)
+        """Its answer to one message. Threads take turns, as several pools of workers may be used at once."""
+        with self._lock:
+            socket.send_fds(self._socket, [pickle.dumps(message)], descriptors)
+            answer = self._socket.recv(1 << 12)
         if not answer:
             raise RuntimeError("the process that workers are forked from has ended")
         return pickle.loads(answer)

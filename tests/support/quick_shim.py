@@ -16,9 +16,9 @@ def install() -> None:
     mode = megatron_shim._CudaMeansCpu
     native, named = mode.__torch_function__, frozenset([torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to])
 
-    def torch_function(self: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs and func not in named:
             return func(*args)
         return native(self, func, types, args, kwargs)
 
-    mode.__torch_function__ = torch_function  # type: ignore[method-assign]
+    mode.__torch_function__ = __torch_function__  # type: ignore[method-assign]
