@@ -116,7 +116,7 @@ def losses_around_children() -> tuple[list[float], list[int | None]]:
         for way in ("fork", "spawn"):
             child = multiprocessing.get_context(way).Process(target=_child)
             child.start()
-            child.join(60)
+            child.join(300)
             codes.append(child.exitcode)
         losses.append(models.train(model, 16))
     return losses, codes
