@@ -2,7 +2,7 @@
 # Kernels and compile checks on another Triton than the environment's, some 4 minutes on 2 cores: another version from
 # commit to commit.
 #   [TRITON=3.9.0] bash scripts/test_other_triton.sh
-# It is installed beside the environment, in .tritons (TRITONS names another folder), and put in front of it. If no
+# It is installed beside the environment, in .tritons (TRITONS names another folder), and found before it. If no
 # package index gives it, nothing is tested, and one line says so.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"

@@ -196,7 +196,7 @@ class Stamp:
     Attributes:
         device: Name of the GPU, or ``CPU``.
         count: Number of ranks, one for each GPU.
-        commit: Of the working tree, with ``+`` behind it if files differed from it.
+        commit: Of the working tree, and ``+`` if files differed from it.
         settings: Environment variables and options that matter to speed or bits.
     """
 

@@ -92,6 +92,8 @@ def _verdict(tmp_path: Path, fault: Fault = FAULT, survivor: Ending | None = Non
         ({"survivor": Ending(1, 1, False, 7.1, None, "PeerTimeoutError", 1.0)}, ["after 7.1 s, allowed are 6 and 1"]),
         ({"survivor": Ending(1, 1, False, 1.1, {"equal": False, "calls": 1}, "PeerTimeoutError")}, ["other results"]),
         ({"fault": Fault(1, "tp", "step", "SIGKILL", 2, 1, 0.5, 1.0)}, ["rank 1 is not named"]),
+        ({"fault": Fault(1, "tp", "step", "full disk", 2, 1, 0.5, 1.0)}, ["rank 1 is not named"]),
+        ({"fault": Fault(1, "tp", "step", "full disk", 2, 0, 0.5, 1.0)}, []),  # which others gave up waiting for
     ],
 )
 def test_what_is_wrong_is_seen(
