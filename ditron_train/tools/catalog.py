@@ -24,7 +24,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "ep": (f"{_CASES}.ep_moves", f"{_CASES}.ep_gemm", f"{_CASES}.ep_gathered"),
     "pp": (f"{_CASES}.pp",),
     "muon": (f"{_CASES}.muon",),
-    "loss": (f"{_CASES}.loss",),
+    "loss": (f"{_CASES}.vocabulary",),
+    "det": (f"{_CASES}.vocabulary",),
     "adam": (f"{_CASES}.adam",),
 }
 #: Modules whose ``fp8_cases`` of a recipe are the ops that tools measure in it; they need Transformer Engine.
@@ -43,6 +44,7 @@ _ASKED: dict[str, tuple[str, ...]] = {
     "muon": ("ditron_train.optim.plans",),
     "adam": ("ditron_train.megatron.adam.optimizer",),
     "loss": ("ditron_train.megatron.loss.cross_entropy",),
+    "det": ("ditron_train.megatron.det.embedding",),
 }
 #: Modules whose ``SPACES`` are the choices of ops.
 _SPACES: dict[str, tuple[str, ...]] = {
@@ -68,8 +70,8 @@ def cases_of(package: str, fp8: str | None = None) -> list[BenchCase[Any, Any]]:
     """The ops of a subpackage that tools measure; ``fp8``: those in a recipe, which needs Transformer Engine."""
     if fp8 is not None:
         return [case for name in FP8_PACKAGES.get(package, ()) for case in import_module(name).fp8_cases(fp8)]
-    added = [case for case, _ in _added if case.op.name.split()[0] == package]
-    return [*_collect(PACKAGES.get(package, ()), "CASES"), *added]
+    known = [*_collect(PACKAGES.get(package, ()), "CASES"), *(case for case, _ in _added)]
+    return [case for case in known if case.op.name.split()[0] == package]
 
 
 def spaces_of(package: str) -> list[SearchSpace[Any, Any]]:

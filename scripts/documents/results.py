@@ -50,7 +50,7 @@ _HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
     "pp": (("send_recv", "forward"), ("gemm_and_transfer", "forward"), ("pipeline_step", "forward_backward")),
     "muon": (("newton_schulz", "forward"), ("muon_step", "forward")),
     "loss": (("cross_entropy", "forward_backward"),),
-    "det": (),
+    "det": (("embedding", "forward_backward"),),
 }
 """What the table of gains shows of each benchmark, in bf16 or in a recipe: op and pass."""
 

@@ -174,3 +174,19 @@ def cross_entropy() -> None:
         wanted, softmax = code["plain_cross_entropy"](logits, target, dist.group.WORLD, first_word)
     gradient = code["plain_cross_entropy_backward"](softmax, target, grad, first_word, logits.dtype)
     assert torch.equal(loss, wanted) and torch.equal(logits.grad, gradient)
+
+
+def lookup() -> None:
+    """Rows and gradient, on values that round."""
+    from ditron_train.embedding import lookup as own
+
+    code, rank, num_words = plain_code("lookup.md"), dist.get_rank(), 20
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(num_words, 16, generator=generator).bfloat16().requires_grad_()
+    words = torch.randint(num_words * dist.get_world_size(), (7, 9), generator=generator) - rank * num_words
+    grad = torch.randn(7, 9, 16, generator=generator).bfloat16()
+    is_elsewhere = ((words < 0) | (words >= num_words)).unsqueeze(-1)
+    rows = own(weight, words).masked_fill(is_elsewhere, 0.0)
+    rows.backward(grad)
+    assert torch.equal(rows, code["plain_lookup"](weight, words))
+    assert torch.equal(weight.grad, code["plain_lookup_backward"](grad, words, num_words))

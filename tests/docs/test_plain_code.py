@@ -25,6 +25,7 @@ from tests.support.processes import run_workers  # noqa: E402
         bodies.gathered_experts,
         bodies.pipeline,
         bodies.cross_entropy,
+        bodies.lookup,
     ],
 )
 def test_the_op_gives_the_same(body, world_size: int) -> None:

@@ -28,6 +28,7 @@ FLOORS = {
     "pp": 3.0,
     "optim": 3.0,
     "loss": 3.0,
+    "embedding": 3.0,
     "megatron": 5.0,
 }
 TOOLS = {"tools", "cpu", "cli", "__main__"}

@@ -784,4 +784,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         'choice = "auto"',
         ("tests/native/test_muon.py::test_matrices_are_dealt_out_by_cost_where_it_helps",),
     ),
+    Mutation(
+        "sums-of-an-embedding-rounded-once",
+        "rounding skipped",
+        "ditron_train/embedding/lookup.py",
+        "total = (total + addend.to(tl.float32)).to(sums.dtype.element_ty).to(tl.float32)",
+        "total = total + addend.to(tl.float32)",
+        ("tests/embedding/test_lookup.py",),
+    ),
+    Mutation(
+        "tokens-of-a-word-in-reverse",
+        "reduction order",
+        "ditron_train/embedding/lookup.py",
+        "token = tl.load(tokens + place + ahead,",
+        "token = tl.load(tokens + begin + end - 1 - place - ahead,",
+        ("tests/embedding/test_lookup.py",),
+    ),
+    Mutation(
+        "frozen-embedding-not-native",
+        "fallback not taken",
+        "ditron_train/megatron/det/embedding.py",
+        "torch.is_grad_enabled() and self.weight.requires_grad",
+        "torch.is_grad_enabled()",
+        ("tests/megatron_plugin/test_embedding.py::test_what_stays_native[frozen]",),
+    ),
 )

@@ -248,3 +248,16 @@ def without_iterator(case: jobs.Case) -> tuple[list[str], bool, list[str]]:
     batches, step = jobs._batches, jobs._forward_step
     with replaced(jobs, "_forward_step", lambda iterator, model: step(batches(case, 1, 1), model)):
         return compared(case, wrap=lambda iterator: None)
+
+
+def embedded(case: jobs.Case) -> tuple[list[str], bool, int]:
+    """``compared`` where the embedding's gradient is taken from here on CPUs, too, and how many steps and embeddings
+    were counted. One sequence a microbatch: CPUs add the gradients of several in the order of memory, GPUs do not."""
+    from ditron_train.megatron.det import embedding
+    from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
+
+    FUSED_CALLS.install(("det",))
+    FUSED_CALLS.take()
+    with replaced(jobs, "BATCH", 1):
+        different, is_filled, _ = compared(case, around=lambda: replaced(embedding, "_DEVICES", ("cpu",)))
+    return different, is_filled, FUSED_CALLS.take()["det"]

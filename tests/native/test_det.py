@@ -131,6 +131,15 @@ def test_steps_without_the_fill_are_counted():
     assert run_workers(1, workers.counted_steps, SMALL) == [{"det": 3}]
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_embeddings_are_taken_from_here(tp, tied):
+    sizes = {"tensor_model_parallel": tp}
+    case = Case("det", sizes, dtype=torch.bfloat16, config={"deterministic_mode": True}, tied=tied)
+    outcomes = run_workers(2, workers.embedded, case, env={"DITRON_POLICY": "bits"})
+    assert outcomes == [([], False, 3 + 3 * 2)] * 2  # steps, and the embeddings of two microbatches each
+
+
 class _Model(torch.nn.Linear):
     def __init__(self, **options):
         super().__init__(2, 2)

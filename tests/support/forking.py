@@ -34,6 +34,7 @@ _WITH_MEGATRON = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+    "ditron_train.megatron.det.embedding",
     "ditron_train.megatron.det.first_step",
     "ditron_train.megatron.ep.dispatcher",
     "ditron_train.megatron.ep.spec",

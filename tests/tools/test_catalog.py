@@ -33,7 +33,7 @@ def _modules_with(pattern: str) -> list[str]:
     ids=["ops", "cases", "spaces"],
 )
 def test_every_list_of_a_module_is_in_the_catalog(name: str, listed: dict[str, tuple[str, ...]]) -> None:
-    assert _modules_with(rf"^{name}\b") == sorted(module for modules in listed.values() for module in modules)
+    assert _modules_with(rf"^{name}\b") == sorted({module for modules in listed.values() for module in modules})
 
 
 def test_cases_of_a_recipe_are_in_the_catalog() -> None:

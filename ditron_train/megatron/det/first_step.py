@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
+from ditron_train.megatron.det import embedding
 from ditron_train.megatron.det.step_state import StepState, unsupported_reason
 from ditron_train.megatron.plugin import patching
 from ditron_train.megatron.plugin.fused_calls import FUSED_CALLS
@@ -195,13 +196,15 @@ def class_map() -> dict[type, type]:
 
 
 def start() -> None:
-    """From now on the first training step that any of Megatron's schedules runs is checked, in deterministic mode."""
+    """From now on the first training step that any of Megatron's schedules runs is checked, in deterministic mode, in
+    which embeddings have their gradients from here."""
     global _is_awaited
     if get_settings().det == "off":
         log_once("det off", "det: off by DITRON_DET")
         return
     _is_awaited = True
     time_without_fill(True)
+    embedding.start()
     for native in [one for name, one in vars(schedules).items() if name.startswith("forward_backward_")]:
         patching.replace_symbol(native, _checked(native))
 
@@ -213,3 +216,4 @@ def stop() -> None:
         set_torch_fill(True)
     _is_awaited = _is_switched_off = False
     time_without_fill(False)
+    embedding.stop()

@@ -26,6 +26,7 @@ _DECISIONS = (
     ("ditron_train.megatron.adam.optimizer", "route_step", "adam"),
     ("ditron_train.megatron.loss.cross_entropy", "route_loss", "loss"),
     ("ditron_train.megatron.det.first_step", "step_without_fill", "det"),
+    ("ditron_train.megatron.det.embedding", "route_embedding", "det"),
 )
 _TE_DECISIONS = (
     ("ditron_train.megatron.tp.te_layers", "route", "tp"),

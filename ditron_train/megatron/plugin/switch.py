@@ -78,7 +78,8 @@ def apply(
 
     With any feature, ``wgrad`` provides the module of Megatron's gradient accumulation fusion if apex's is missing
     (``DITRON_WGRAD``), ``loss`` takes the place of Megatron's unfused cross entropy if it is faster
-    (``DITRON_LOSS``), and in deterministic mode ``det`` switches PyTorch's fill of new tensors off (``DITRON_DET``).
+    (``DITRON_LOSS``), and in deterministic mode ``det`` switches PyTorch's fill of new tensors off and sums
+    gradients of embeddings faster (``DITRON_DET``).
 
     Calling it again adds features and changes nothing for those already on. Only if NVSHMEM will be needed (several
     nodes, or it is asked for) a call after ``initialize_model_parallel`` is a call of all ranks of the job.

@@ -14,5 +14,6 @@ PACKAGES = {
     "gemm": "the tile GEMM alone against cuBLAS, at one rank's share of the layers",
     "muon": "optimizer: Newton-Schulz steps",
     "loss": "cross entropy of language models",
+    "det": "the embedding in deterministic mode",
     "adam": "optimizer: clipping, Adam and the cast to bf16",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from ditron_train.tools.arguments import add_common_arguments, add_shape_argument
-from ditron_train.tools.cases.loss import CASES
+from ditron_train.tools.catalog import cases_of
 from ditron_train.tools.op_rows import run_in_tensor_group
 
 
@@ -24,4 +24,4 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         SettingError: A size below 1, or an unknown model.
     """
-    return run_in_tensor_group("loss", CASES, arguments)
+    return run_in_tensor_group("loss", cases_of("loss"), arguments)

@@ -260,6 +260,7 @@ def test_every_room(tmp_path: Path) -> None:
         "pipeline_step",
         "muon_step",
         "cross_entropy",
+        "embedding",
     }
     assert {row.op for row in rows} == ops and all(row.bitwise_equal for row in rows)
     others = len(rows) - 1
