@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -53,7 +54,7 @@ class RowPartition:
     @classmethod
     def of(cls, counts: Sequence[int]) -> RowPartition:
         """From the number of rows of each rank."""
-        return cls((0, *(int(total) for total in np.cumsum(np.asarray(counts, dtype=np.int64)))))
+        return cls((0, *accumulate(map(int, counts))))
 
     @property
     def num_rows(self) -> int:
@@ -68,6 +69,12 @@ class RowPartition:
     def max_count(self) -> int:
         """Rows of the rank that has most."""
         return max(end - start for start, end in zip(self.starts, self.starts[1:]))
+
+    def owners_key(self, block_m: int) -> tuple[tuple[int, int, bool], ...]:
+        """What the owners of tiles of ``block_m`` rows depend on, and so their order: in which tile each share begins,
+        whether at its first row, and whether the share is empty."""
+        ends = (*self.starts[1:], self.starts[-1])
+        return tuple((start // block_m, -(-start // block_m), start == end) for start, end in zip(self.starts, ends))
 
     def is_even(self, block_m: int) -> bool:
         """Whether every rank owns the same whole number of tiles of ``block_m`` rows."""
@@ -138,7 +145,7 @@ class TPContext(OpContext):
         starts = self.table(partition, partition.starts)
         if partition.is_even(block_m):
             return RowTables(starts, starts)
-        key = (kind, partition, block_m)
+        key = (kind, *partition.owners_key(block_m))  # most new lengths share a table with one before
         if key not in self._tables:
             function = gather_row_tile_order if kind == "gather" else scatter_row_tile_order
             self.table(key, function(partition.starts, block_m, self.rank, self.world_size))

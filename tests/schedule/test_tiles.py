@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -135,3 +137,22 @@ def test_scatter_tile_equals_the_table_where_rows_divide(data, group):
     got = device_tiles("scatter", num_tiles_m, num_tiles_n, group_m, **group)
     assert np.array_equal(got[:, :2], grouped_tile_order(num_tiles_m, num_tiles_n, group_m, order))
     assert np.array_equal(got[:, 2], owners[got[:, 0]])
+
+
+@pytest.mark.parametrize("block_m", [1, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_partitions_that_share_a_table_have_one_order(world_size, block_m):
+    """Every partition of a few rows over the ranks, empty shares among them."""
+    tables, num_partitions = {}, 0
+    for counts in itertools.product(range(10), repeat=world_size):
+        partition = RowPartition.of(counts)
+        owners = [one.tolist() for one in row_tile_owners(partition.starts, block_m)]
+        for rank in range(world_size):
+            orders = [
+                order(partition.starts, block_m, rank, world_size).tolist()
+                for order in (gather_row_tile_order, scatter_row_tile_order)
+            ]
+            key = rank, partition.owners_key(block_m)
+            assert tables.setdefault(key, (owners, orders)) == (owners, orders), counts
+            num_partitions += 1
+    assert len(tables) < num_partitions or block_m == 1
