@@ -9,13 +9,13 @@ SPECS = [
         kernel="ditron_train.embedding.lookup:sum_tokens_kernel",
         signature={
             "gradient": f"*{dtype}",
-            **dict.fromkeys(("words", "ends", "tokens"), "*i64"),
+            "words": "*i32",
+            **dict.fromkeys(("ends", "tokens"), "*i64"),
             "sums": f"*{dtype}",
             **dict.fromkeys(("num_words", "features"), "i32"),
         },
         constexprs={"BLOCK": _BLOCK, "AHEAD": _AHEAD},
         num_warps=_NUM_WARPS,
-        num_stages=1,
         signals=False,
     )
     for dtype in ("bf16", "fp32")

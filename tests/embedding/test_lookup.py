@@ -42,9 +42,10 @@ def _gradients(words, dtype, features, values=None):
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(NUM_WORDS, features, generator=generator).to(dtype)
     is_elsewhere = (words < 0) | (words >= NUM_WORDS)
+    index = words.masked_fill(is_elsewhere, 0)
     gradient = torch.randn(*words.shape, features, generator=generator) if values is None else values
     found = []
-    for path in (lambda x: x[words.masked_fill(is_elsewhere, 0)], lambda x: lookup(x, words)):
+    for path in (lambda x: x[index], lambda x: lookup(x, index, is_elsewhere)):
         leaf = weight.clone().requires_grad_()
         result = path(leaf) * 1
         result[is_elsewhere] = 0.0
@@ -96,12 +97,24 @@ def test_a_gradient_with_strides():
         (torch.zeros(3, 4), torch.zeros(2, dtype=torch.int32)),
         (torch.zeros(3, 4), torch.zeros(0, dtype=torch.int64)),
         (torch.zeros(3), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64, device="meta")),
     ],
 )
 def test_what_is_not_covered_is_refused(weight, words):
     assert unsupported_reason(weight, words)
     with pytest.raises(NotSupportedError):
         lookup(weight, words)
+
+
+def test_an_index_counts_from_the_end_as_pytorchs():
+    generator = torch.Generator().manual_seed(4)
+    index, grad = torch.tensor([-1, 2, -3, 2, 39, 37]), torch.randn(6, 8, generator=generator)
+    leaves = [torch.zeros(NUM_WORDS, 8, requires_grad=True) for _ in range(2)]
+    leaves[0][index].backward(grad)
+    lookup(leaves[1], index).backward(grad)
+    assert have_same_bits(leaves[0].grad, leaves[1].grad)
+    with pytest.raises(IndexError):
+        lookup(leaves[1], torch.tensor([NUM_WORDS]))
 
 
 def test_second_derivatives_are_refused():

@@ -36,19 +36,36 @@ def _deterministic():
 def test_rows_and_gradient_are_pytorchs(all_equal, words, shape):
     words = words(shape).cuda()
     is_elsewhere = (words < 0) | (words >= NUM_WORDS)
+    index = words.masked_fill(is_elsewhere, 0)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for hidden in (64, 513, 4096):
             weight = torch.randn(NUM_WORDS, hidden, device="cuda").to(dtype)
             grad = (torch.randn(*shape[::-1], hidden, device="cuda") * 3).to(dtype)
             grad = grad.transpose(0, 1) if len(shape) == 2 else grad
             found = []
-            for path in (lambda x: x[words.masked_fill(is_elsewhere, 0)], lambda x: lookup(x, words)):
+            for path in (lambda x: x[index], lambda x: lookup(x, index, is_elsewhere)):
                 leaf = weight.clone().requires_grad_()
                 result = path(leaf) * 1
                 result[is_elsewhere] = 0.0
                 result.backward(grad)
                 found.append((result.detach(), leaf.grad))
             assert all(all_equal(*pair) for pair in zip(*found)), (dtype, hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_zeros_subnormals_and_infinities_keep_their_bits(dtype):
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    values = torch.tensor([-0.0, 0.0, smallest, -smallest, float("inf"), float("nan"), 1.0, -1.0], device="cuda")
+    picks = torch.randint(0, len(values), (4096, 64), device="cuda")
+    words = torch.randint(0, 900, (4096,), device="cuda")
+    found = []
+    for path in (lambda x: x[words], lambda x: lookup(x, words)):
+        leaf = torch.zeros(900, 64, device="cuda", dtype=dtype, requires_grad=True)
+        path(leaf).backward(values[picks].to(dtype))
+        found.append(leaf.grad)
+    assert torch.equal(*(one.isnan() for one in found))
+    whole, own = (one.nan_to_num(7.0, 8.0, 9.0) for one in found)
+    assert torch.equal(whole, own) and torch.equal(whole.signbit(), own.signbit())
 
 
 @pytest.mark.parametrize("is_sequence_parallel", [False, True])

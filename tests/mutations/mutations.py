@@ -796,8 +796,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tokens-of-a-word-in-reverse",
         "reduction order",
         "ditron_train/embedding/lookup.py",
-        "token = tl.load(tokens + place + ahead,",
-        "token = tl.load(tokens + begin + end - 1 - place - ahead,",
+        "token = tl.load(tokens + place)",
+        "token = tl.load(tokens + begin + end - 1 - place)",
         ("tests/embedding/test_lookup.py",),
     ),
     Mutation(

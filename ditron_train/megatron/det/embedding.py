@@ -1,7 +1,7 @@
 """The gradient of Megatron's embedding by ``embedding.lookup``, in deterministic mode.
 
 There Megatron indexes the weight, since ``torch.nn.functional.embedding`` has no deterministic gradient. Its forward
-stays as it is: while it runs, ``weight[index]`` is taken from here, whatever a version of Megatron does around it.
+stays as it is: while it runs, ``weight[index]`` is taken from here, of whatever index Megatron has made.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ class EmbeddingCall(NamedTuple):
 
     Attributes:
         weight: This rank's [V, H].
-        words: [...], counted from this rank's first word; others are below 0, or V and above.
+        index: [...], what the weight is indexed with.
+        is_elsewhere: [...], which words are other ranks'; None if there are none.
         group: Tensor parallel group.
+        grad: Gradient of the rows if the call is tried or measured, of other ranks' words zero.
     """
 
     weight: torch.Tensor
-    words: torch.Tensor
+    index: torch.Tensor
+    is_elsewhere: torch.Tensor | None
     group: dist.ProcessGroup
+    grad: torch.Tensor | None = None
 
-    @property
-    def is_elsewhere(self) -> torch.Tensor:
-        """Which words are other ranks'."""
-        return (self.words < 0) | (self.words >= len(self.weight))
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """What Megatron indexes the weight with."""
-        return self.words.masked_fill(self.is_elsewhere, 0)
+    def with_grad(self) -> EmbeddingCall:
+        """With a gradient of random values."""
+        weight = self.weight
+        grad = normal_values((*self.index.shape, weight.shape[-1]), weight.dtype, weight.device, 6)
+        return self._replace(
+            grad=grad if self.is_elsewhere is None else grad.masked_fill_(self.is_elsewhere[..., None], 0)
+        )
 
 
 class EmbeddingOp(Op[EmbeddingCall, None]):
@@ -56,39 +58,40 @@ class EmbeddingOp(Op[EmbeddingCall, None]):
     def key(self, call: EmbeddingCall) -> tuple[Hashable, ...]:
         """At any number of tokens PyTorch adds up by the same kernel, so a decision holds for all that are about as
         many; the size of the vocabulary costs both paths alike."""
-        weight = call.weight
-        return weight.shape[-1], call.words.numel().bit_length(), weight.dtype, weight.device
+        weight, index = call.weight, call.index
+        kinds = type(weight), weight.dtype, weight.device, index.dtype, index.device
+        return weight.shape[1:], index.numel().bit_length(), *kinds
 
     def unsupported_reason(self, call: EmbeddingCall) -> str | None:
-        return unsupported_reason(call.weight, call.words)
+        return unsupported_reason(call.weight, call.index)
 
     def trial(self, call: EmbeddingCall, context: None) -> Trial:
         """The call's own words, and words of which each comes eight times, of a vocabulary with a row per token."""
-        num_tokens = call.words.numel()
+        num_tokens = call.index.numel()
         weight = normal_values((num_tokens, call.weight.shape[-1]), call.weight.dtype, call.weight.device, 5)
-        renamed = call.rows.flatten().unique(return_inverse=True)[1]
-        own = EmbeddingCall(weight, renamed.masked_fill(call.is_elsewhere.flatten(), -1), call.group)
+        renamed = call.index.flatten().unique(return_inverse=True)[1]
+        is_elsewhere = None if call.is_elsewhere is None else call.is_elsewhere.flatten()
+        own = EmbeddingCall(weight, renamed, is_elsewhere, call.group)
         repeated = torch.arange(num_tokens, device=weight.device) * 7 % max(1, num_tokens // 8)
-        pair = make_trial(self, own._replace(words=repeated), context)
-        return make_trial(self, own, context, extra_cases=[(pair.native, pair.fused)])
+        pair = make_trial(self, own._replace(index=repeated, is_elsewhere=None).with_grad(), context)
+        return make_trial(self, own.with_grad(), context, extra_cases=[(pair.native, pair.fused)])
 
     def peak_bytes(self, call: EmbeddingCall) -> int:
         """Of both cases and both paths results, gradients and their sums."""
-        return 12 * call.words.numel() * call.weight.shape[-1] * call.weight.itemsize + (1 << 20)
+        return 12 * call.index.numel() * call.weight.shape[-1] * call.weight.itemsize + (1 << 20)
 
     def inputs(self, call: EmbeddingCall) -> Sequence[torch.Tensor]:
         return (call.weight,)
 
     def grads(self, call: EmbeddingCall) -> Sequence[torch.Tensor]:
-        weight = call.weight
-        values = normal_values((*call.words.shape, weight.shape[-1]), weight.dtype, weight.device, 6)
-        return (values.masked_fill(call.is_elsewhere.unsqueeze(-1), 0.0),)
+        assert call.grad is not None, "calls of a job are not tried themselves"
+        return (call.grad,)
 
     def native(self, call: EmbeddingCall) -> Function:
-        return lambda weight: [weight[call.rows]]
+        return lambda weight: [weight[call.index]]
 
     def fused(self, call: EmbeddingCall, context: None) -> Function:
-        return lambda weight: [lookup(weight, call.words)]
+        return lambda weight: [lookup(weight, call.index, call.is_elsewhere)]
 
 
 EMBEDDING = EmbeddingOp()
@@ -101,16 +104,22 @@ def route_embedding(call: EmbeddingCall) -> Answer:
 
 
 class _Lookups(TorchFunctionMode):
-    """Takes ``weight[index]`` from here while Megatron's forward runs."""
+    """Takes ``weight[index]`` from here while Megatron's forward runs for ``words``, counted from this rank's
+    first."""
 
-    def __init__(self, call: EmbeddingCall) -> None:
+    def __init__(self, weight: torch.Tensor, words: torch.Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self._call = call
+        self._weight, self._words, self._group = weight, words, group
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_lookup = func is torch.Tensor.__getitem__ and args[0] is self._call.weight
-        if is_lookup and route_embedding(self._call).is_fused:
-            return lookup(self._call.weight, self._call.words)
+        is_lookup = func is torch.Tensor.__getitem__ and args[0] is self._weight
+        if is_lookup and isinstance(args[1], torch.Tensor) and args[1].shape == self._words.shape:
+            is_elsewhere = None
+            if self._group.size() > 1:  # else Megatron takes the words as they are
+                is_elsewhere = (self._words < 0) | (self._words >= len(self._weight))
+            call = EmbeddingCall(self._weight, args[1], is_elsewhere, self._group)
+            if route_embedding(call).is_fused:
+                return lookup(*args, is_elsewhere)
         return func(*args, **(kwargs or {}))
 
 
@@ -121,20 +130,25 @@ def _fused(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         is_ours = self.deterministic_mode and has_gradient and self.weight.device.type in _DEVICES
         if torch.compiler.is_compiling() or not is_ours:
             return native(self, input_)
-        with _Lookups(EmbeddingCall(self.weight, input_ - self.vocab_start_index, self.tp_group)):
+        with _Lookups(self.weight, input_ - self.vocab_start_index, self.tp_group):
             return native(self, input_)
 
     return forward
 
 
-_native = VocabParallelEmbedding.forward
+_native: Callable[..., torch.Tensor] | None = None
 
 
 def start() -> None:
     """From now on embeddings in deterministic mode have their gradients from here, if that is faster."""
-    VocabParallelEmbedding.forward = _fused(_native)
+    global _native
+    if _native is None:
+        _native = VocabParallelEmbedding.forward
+        VocabParallelEmbedding.forward = _fused(_native)
 
 
 def stop() -> None:
     """Embeddings use PyTorch's gradients again."""
-    VocabParallelEmbedding.forward = _native
+    global _native
+    if _native is not None:
+        VocabParallelEmbedding.forward, _native = _native, None

@@ -103,8 +103,10 @@ class EmbeddingCase(_VocabularyCase[EmbeddingCall]):
         weight = normal_values((num_own, sizes["hidden"]), environment.dtype, device, 100 * seed + environment.rank)
         generator = torch.Generator(device).manual_seed(seed)
         shares = torch.rand(sizes["tokens"], generator=generator, device=device)
-        words = (sizes["vocabulary"] ** shares).long() - 1
-        return EmbeddingCall(weight, words - environment.rank * num_own, environment.group)
+        words = (sizes["vocabulary"] ** shares).long() - 1 - environment.rank * num_own
+        is_elsewhere = (words < 0) | (words >= num_own)
+        index = words.masked_fill(is_elsewhere, 0)
+        return EmbeddingCall(weight, index, is_elsewhere, environment.group).with_grad()
 
     def columns(self, call: EmbeddingCall, context: None, timings: Mapping[str, Timing]) -> dict[str, Any]:
         return {"dtype": call.weight.dtype}
