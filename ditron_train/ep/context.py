@@ -331,6 +331,11 @@ class EPContext(OpContext):
         if not self.only_compiles:
             self._records.record(op, *details)
 
+    def check(self) -> None:
+        """Raises what any kernel of this context recorded (host memory only)."""
+        for channel in self._channels:
+            channel.check()
+
 
 _moves: weakref.WeakKeyDictionary[SymmetricArena, CallOrder] = weakref.WeakKeyDictionary()
 

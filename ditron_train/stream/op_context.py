@@ -128,13 +128,9 @@ class OpContext(VaryingLengths):
             The current stream, None on the CPU.
         """
         self._records.record(op, *details)
-        self.check()
-        return self._follow()
-
-    def check(self) -> None:
-        """Raises what any kernel of this context recorded (host memory only)."""
         for channel in self._channels:
             channel.check()
+        return self._follow()
 
     def resume(self, started_on: torch.cuda.Stream | None, *used: torch.Tensor) -> None:
         """Called when an op that was started is waited for: makes this stream wait for the last op's, and the next
