@@ -22,7 +22,7 @@ from ditron_train.ep.handle import EPHandle, LayoutShape, LayoutSizes, Room
 from ditron_train.runtime.device import device_name, is_capturing, is_interpreter, kernel_target, with_index
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.groups import GroupCache, check_member, unwrapped
-from ditron_train.runtime.launch import KernelLaunch, as_constant, compiled_together
+from ditron_train.runtime.launch import compiled_together, kept_launch
 from ditron_train.runtime.logs import log_once
 from ditron_train.stream.call_order import CallOrder
 from ditron_train.stream.op_context import OpContext
@@ -264,7 +264,6 @@ class EPContext(OpContext):
         self.counts_channel = self.add_channel(f"{name}_counts", self.world_size, fields)
         self.dispatch_channel = self.add_channel(f"{name}_dispatch", flags, fields)
         self.combine_channel = self.add_channel(f"{name}_combine", flags, fields)
-        self.launches: dict[tuple, KernelLaunch] = {}
         self.counts_on_their_way: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self.buffers = EPBuffers(self)
         self.counts_channel.overflow_hint = (
@@ -399,15 +398,9 @@ def launch(
     *dtypes: torch.dtype,
     num_stages: int = 3,
 ) -> Callable[..., None]:
-    """The launch of a kernel with these constants and types of arguments. It is cached, so that only the first one
-    goes through all of Triton. Inside ``compiling`` it compiles and does not launch."""
-    key = (kernel.__name__, num_programs, num_warps, num_stages, dtypes, *constants.values())
-    launch = context.launches.get(key)
-    if launch is None:
-        constants = {name: as_constant(value) for name, value in constants.items()}
-        launch = context.launches[key] = KernelLaunch(
-            kernel, num_programs, constants, num_warps=num_warps, num_stages=num_stages
-        )
+    """``kept_launch`` for these types of arguments. Inside ``compiling`` it compiles and does not launch."""
+    kinds = (context.device, *dtypes)
+    launch = kept_launch(kernel, num_programs, *kinds, num_warps=num_warps, num_stages=num_stages, **constants)
     if context.only_compiles:
         return lambda *arguments, stream=None: launch.compile(*arguments)
     return launch

@@ -24,9 +24,8 @@ _ITEMSIZE = 2
 _LAYOUT_US = 1.0  # of each expert: how many rows it gets is counted, exchanged and added up
 _RETURN_US = 33.0  # from the experts' last row to the first on its way
 _PLACE_SHARE = 0.3  # of the shorter one is what arriving rows and writing them out for each expert cost each other
-_COMBINE_SHARE = (
-    0.45  # of the shorter one is what a product and the return of its rows cost each other: 16 programs send
-)
+# Of the shorter one is what a product and the return of its rows cost each other: 16 programs send.
+_COMBINE_SHARE = 0.45
 _ROUTER_RATE = 1 / 16  # of a bf16 GEMM's rate is that of one in fp32
 # Natively under PyTorch's deterministic mode: a token's rows are added up one by one, in so many of the usual passes.
 _DETERMINISTIC_SUM = 5.3

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Union
+from typing import Any, Union
 
 import torch
 
@@ -45,63 +45,18 @@ AnyContext = Union[EPContext, RailContext]
 Moved = tuple[torch.Tensor, Union[torch.Tensor, None]]
 
 
-class TokenDispatcher(Protocol):
-    """Moves the tokens of one context to their experts and back, as the handle of their routing says.
-
-    Arguments, results and errors are those of ``dispatch.dispatch`` and ``combine.combine``.
-    """
-
-    def dispatch(
-        self, x: torch.Tensor, handle: Any, *, probs_dtype: torch.dtype = ..., zero_probs: bool = ...
-    ) -> Moved:
-        """``x`` [T, hidden] to rows [N, hidden] of this rank's experts; the first time also their probabilities
-        [N]."""
-
-    def combine(
-        self,
-        rows: torch.Tensor,
-        handle: Any,
-        *,
-        order: SumOrder,
-        row_grads: torch.Tensor | None = ...,
-        probs_dtype: torch.dtype = ...,
-    ) -> Moved:
-        """Rows [N, hidden] to tokens [T, hidden], gradients of probabilities [N] to [T, num_experts]."""
+def _dispatch(x: torch.Tensor, handle: Any, context: AnyContext, **options: Any) -> Moved:
+    """Along rails between nodes, or by peer memory alone: see ``dispatch.dispatch``."""
+    if isinstance(context, RailContext):
+        return rails.dispatch(x, handle, context, **options)
+    return dispatch(x, handle, context, **options)
 
 
-@dataclass(frozen=True)
-class PeerMemoryDispatcher:
-    """All ranks reach each other's memory: one kernel each way."""
-
-    context: EPContext
-
-    def dispatch(self, x: torch.Tensor, handle: EPHandle, **options: Any) -> Moved:
-        """See ``TokenDispatcher``."""
-        return dispatch(x, handle, self.context, **options)
-
-    def combine(self, rows: torch.Tensor, handle: EPHandle, **options: Any) -> Moved:
-        """See ``TokenDispatcher``."""
-        return combine(rows, handle, self.context, **options)
-
-
-@dataclass(frozen=True)
-class RailDispatcher:
-    """Ranks on several nodes: along rails between nodes, by peer memory inside each."""
-
-    context: RailContext
-
-    def dispatch(self, x: torch.Tensor, handle: RailHandle, **options: Any) -> Moved:
-        """See ``TokenDispatcher``."""
-        return rails.dispatch(x, handle, self.context, **options)
-
-    def combine(self, rows: torch.Tensor, handle: RailHandle, **options: Any) -> Moved:
-        """See ``TokenDispatcher``."""
-        return rails.combine(rows, handle, self.context, **options)
-
-
-def token_dispatcher(context: AnyContext) -> TokenDispatcher:
-    """The dispatcher that moves the tokens of a context."""
-    return RailDispatcher(context) if isinstance(context, RailContext) else PeerMemoryDispatcher(context)
+def _combine(rows: torch.Tensor, handle: Any, context: AnyContext, **options: Any) -> Moved:
+    """Along rails between nodes, or by peer memory alone: see ``combine.combine``."""
+    if isinstance(context, RailContext):
+        return rails.combine(rows, handle, context, **options)
+    return combine(rows, handle, context, **options)
 
 
 @outside_compile
@@ -110,16 +65,18 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, probs: torch.Tensor, handle: AnyHandle, context: AnyContext, order: SumOrder
     ):
-        ctx.handle, ctx.dispatcher, ctx.order = handle, token_dispatcher(context), order
+        ctx.handle, ctx.context, ctx.order = handle, context, order
         ctx.probs_dtype = probs.dtype
-        return ctx.dispatcher.dispatch(x, handle, probs_dtype=probs.dtype, zero_probs=order.endswith("descending"))
+        zero_probs = order.endswith("descending")
+        return _dispatch(x, handle, context, probs_dtype=probs.dtype, zero_probs=zero_probs)
 
     @staticmethod
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor):
         refuse_second_derivatives("dispatch")
-        grad_x, grad_probs = ctx.dispatcher.combine(
+        grad_x, grad_probs = _combine(
             grad_rows,
             ctx.handle,
+            ctx.context,
             order=ctx.order,
             row_grads=grad_row_probs if ctx.needs_input_grad[1] else None,
             probs_dtype=ctx.probs_dtype,
@@ -131,13 +88,13 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, handle: AnyHandle, context: AnyContext, order: SumOrder) -> torch.Tensor:
-        ctx.handle, ctx.dispatcher = handle, token_dispatcher(context)
-        return ctx.dispatcher.combine(y, handle, order=order)[0]
+        ctx.handle, ctx.context = handle, context
+        return _combine(y, handle, context, order=order)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor):
         refuse_second_derivatives("combine")
-        return ctx.dispatcher.dispatch(grad_out, ctx.handle)[0], None, None, None
+        return _dispatch(grad_out, ctx.handle, ctx.context)[0], None, None, None
 
 
 @outside_compile

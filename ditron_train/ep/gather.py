@@ -17,7 +17,7 @@ kernels read a list of its rows, not a table of all experts.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 import triton
@@ -29,7 +29,7 @@ from ditron_train.ep.grouped_gemm import RowTiles, row_tiles, row_tiles_of_group
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.launch import kept_launch
 from ditron_train.runtime.sizes import next_power_of_2
 
 
@@ -228,13 +228,6 @@ class SlicedLayout(RowLayout):
         super().__init__(counts.contiguous(), table, adds_up=False)
 
 
-@lru_cache(maxsize=256)
-def _launch(
-    kernel: object, num_programs: int, constants: tuple[tuple[str, int], ...], dtypes: tuple[torch.dtype, ...]
-) -> KernelLaunch:
-    return KernelLaunch(kernel, num_programs, dict(constants), num_warps=8)
-
-
 def _check(name: str, rows: torch.Tensor, layout: RowLayout) -> None:
     if rows.dim() != 2 or rows.shape[0] != layout.num_rows or not rows.is_contiguous():
         raise NotSupportedError(f"{name}: needs contiguous [{layout.num_rows}, hidden], got {tuple(rows.shape)}")
@@ -253,7 +246,7 @@ def _run(kernel: object, layout: RowLayout, source: int, hidden: int, tensors: t
     constants = {"PLACES": places, "PLACE_LANES": lanes, **flags, "BLOCK_T": block_t, "BLOCK_H": columns}
     is_cuda = kernel_target(first.device) != "interpreter"
     num_programs = min(_PROGRAMS_OF_AN_SM * num_sms(first.device), -(-layout.num_tokens // block_t)) if is_cuda else 1
-    launch = _launch(kernel, num_programs, tuple(constants.items()), tuple(tensor.dtype for tensor in tensors))
+    launch = kept_launch(kernel, num_programs, *(tensor.dtype for tensor in tensors), **constants, num_warps=8)
     with on_device(first.device):
         launch(*tensors, layout.rows_of_token[layout.tokens_of(source)], layout.num_tokens, hidden)
 

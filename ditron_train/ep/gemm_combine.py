@@ -501,10 +501,8 @@ def gemm_combine(
     tables = handle.tables
     sums = Sums(out, no_grads, tables.chunk_entries, handle.expert_ids, handle.token_places)
     given = pointers(context, channel, hidden, x.dtype, Kind.GEMM_COMBINE)
-    descriptors, tasks = (
-        (operands.a, operands.b, operands.c),
-        TileTasks(operands.places, tiles.tiles, tile_order, board),
-    )
+    descriptors = (operands.a, operands.b, operands.c)
+    tasks = TileTasks(operands.places, tiles.tiles, tile_order, board)
     sizes_of_call = (handle.num_tokens, hidden, operands.k, shape.num_experts)
     launch(context, gemm_combine_kernel, programs, constants, config.num_warps, *dtypes, num_stages=config.num_stages)(
         Produced(y, x, handle.origins), sums, buffers, given, tables.limits, *descriptors, tasks, *sizes_of_call

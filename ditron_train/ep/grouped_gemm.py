@@ -40,7 +40,7 @@ from ditron_train.gemm.operands import addresses_of, make_descriptor
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import device_name, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError, SettingError
-from ditron_train.runtime.launch import KernelLaunch, as_constant
+from ditron_train.runtime.launch import kept_launch
 from ditron_train.runtime.sizes import next_power_of_2
 from ditron_train.schedule.tiles import compute_tiles, grouped_tile
 from ditron_train.stream.cached_tensors import int32_table, int64_table
@@ -419,22 +419,6 @@ _MOST_LANES = 4096  # of tiles times experts: more do not fit the registers of a
 _SLACK_WORDS = 1024  # a loop that runs ahead may look at entries behind the last, whose values it then drops
 
 
-@lru_cache(maxsize=1024)
-def group_launch(
-    kernel: Any,
-    num_programs: int,
-    constants: tuple[tuple[str, Any], ...],
-    num_warps: int,
-    num_stages: int,
-    dtype: torch.dtype,
-) -> KernelLaunch:
-    """The launch of a kernel with these constants, for operands of this type; cached, so that only the first one goes
-    through Triton."""
-    values = {name: as_constant(value) for name, value in constants}
-    options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages)
-    return KernelLaunch(kernel, num_programs, values, **options)
-
-
 @dataclass(frozen=True)
 class RowTiles:
     """How the rows of a rank are cut into tiles that hold one expert each; made once a layer, on the device.
@@ -476,7 +460,7 @@ def row_tiles(tokens_per_expert: torch.Tensor, num_rows: int, block_m: int | Non
     words = _TILE_WORDS * (max_tiles + 1) + num_experts
     tiles = torch.empty(words + _SLACK_WORDS, dtype=torch.int32, device=tokens_per_expert.device)
     constants = dict(NUM_EXPERTS=num_experts, EXPERTS=next_power_of_2(num_experts), BLOCK_M=block_m, BLOCK=_LIST_BLOCK)
-    launch = group_launch(list_tiles, num_programs, tuple(constants.items()), 4, 3, tokens_per_expert.dtype)
+    launch = kept_launch(list_tiles, num_programs, tokens_per_expert.dtype, **constants)
     with on_device(tokens_per_expert.device):
         launch(tokens_per_expert, tiles, max_tiles, num_rows)
     return RowTiles(tiles, num_rows, num_experts, block_m, max_tiles)
@@ -506,7 +490,7 @@ def row_tiles_of_groups(
     sizes = dict(NUM_SOURCES=num_sources, NUM_EXPERTS=num_experts, EXPERTS=next_power_of_2(num_experts))
     block = min(_LIST_BLOCK, max(_MOST_LANES // sizes["EXPERTS"], 1))
     constants = dict(**sizes, LAST=last, SLACK=_SLACK_WORDS, BLOCK_M=block_m, BLOCK=block)
-    launch = group_launch(list_tiles_of_groups, len(groups), tuple(constants.items()), 4, 3, counts.dtype)
+    launch = kept_launch(list_tiles_of_groups, len(groups), counts.dtype, **constants)
     with on_device(device):
         launch(counts, table, tiles, max_tiles, max(min_rows, 1))
     return [RowTiles(one, num_rows, num_experts, block_m, max_tiles, has_row_ends=False) for one in tiles.unbind(0)]
@@ -686,8 +670,7 @@ def multiply(operands: GemmOperands, tiles: RowTiles) -> None:
         return
     chosen, y = operands.config, operands.y
     num_programs = min(num_sms(y.device), tiles.max_tiles * -(-operands.n // chosen.block_n))
-    constants = (("GEMM", operands.sizes),)
-    launch = group_launch(group_gemm_kernel, num_programs, constants, chosen.num_warps, chosen.num_stages, y.dtype)
+    launch = kept_launch(group_gemm_kernel, num_programs, y.dtype, GEMM=operands.sizes, **chosen.launch_options)
     with on_device(y.device):
         launch(
             operands.a, operands.b, operands.half_b, operands.c, operands.places, tiles.tiles, operands.n, operands.k
@@ -791,9 +774,7 @@ def _launch_wgrad(
         GEMM=_sizes(config, config.block_m),
     )
     num_programs = min(max(num_sms(x.device) - spare_sms, 1), tiles.num_experts * config.num_tiles(n, k))
-    launch = group_launch(
-        group_wgrad_kernel, num_programs, tuple(constants.items()), config.num_warps, config.num_stages, x.dtype
-    )
+    launch = kept_launch(group_wgrad_kernel, num_programs, x.dtype, **constants, **config.launch_options)
     operands = _clipped_rows(grad, config.block_k, config.block_m), _clipped_rows(x, config.block_k, config.block_n)
     with on_device(x.device):
         launch(*operands, result, grad, x, tiles.row_ends, n, k)

@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_train.ep.grouped_gemm import RowTiles, group_launch, row_tiles
+from ditron_train.ep.grouped_gemm import RowTiles, row_tiles
 from ditron_train.gemm.ops import on_device
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.runtime.launch import kept_launch
 from ditron_train.stream.cached_tensors import int64_table
 
 
@@ -197,26 +198,19 @@ def quantised_rows(
         tiles = _listed_tiles(splits, tile, device)
         places = int64_table((0,) if numbers is None else tuple(one.data_ptr() for one in numbers), device)
         largest = torch.zeros(count, dtype=torch.int32, device=device)
-        parts = (("PARTS", _PARTS), ("BLOCK_M", tile), ("BLOCK", 256 if is_interpreted else _BLOCK))
-        rule = (("MAX_FP8", _LARGEST[dtype]), ("EPSILON", epsilon), ("POWER_OF_2", power_of_2))
-        constants = (
-            *rule,
-            ("KEEPS", numbers is not None),
-            ("STEP", _STEP),
-            ("ALIGNED", _ALIGNED),
-            ("BLOCK_M", tile),
-            ("BLOCK_K", tile),
-        )
         num_programs = _PROGRAMS_OF_AN_SM * num_sms(device)
-        find = group_launch(largest_of_experts, num_programs, parts, 8, 3, rows.dtype)
-        cast = group_launch(cast_rows, num_programs, constants, 8, 3, rows.dtype)
+        parts = dict(PARTS=_PARTS, BLOCK_M=tile, BLOCK=256 if is_interpreted else _BLOCK)
+        find = kept_launch(largest_of_experts, num_programs, rows.dtype, **parts, num_warps=8)
+        rule = dict(MAX_FP8=_LARGEST[dtype], EPSILON=epsilon, POWER_OF_2=power_of_2, KEEPS=numbers is not None)
+        sizes = dict(STEP=_STEP, ALIGNED=_ALIGNED, BLOCK_M=tile, BLOCK_K=tile)
+        cast = kept_launch(cast_rows, num_programs, rows.dtype, **rule, **sizes, num_warps=8)
         with on_device(device):
             find(rows, tiles.tiles, largest, columns)
             cast(rows, tiles.tiles, tiles.row_ends, largest, places, data, transposes, inverses, columns)
-    sizes = [size * columns for size in splits]
+    elements = [size * columns for size in splits]
     return Fp8Rows(  # while the device is at work
         _owners(data.view(num_rows, columns).split(list(splits))),
-        _owners(part.view(columns, size) for part, size in zip(transposes.split(sizes), splits)),
+        _owners(part.view(columns, size) for part, size in zip(transposes.split(elements), splits)),
         _owners(inverses[:, :1].unbind(0)),
     )
 

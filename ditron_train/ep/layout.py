@@ -679,10 +679,8 @@ def _exchange(
 ) -> None:
     """Launches ``exchange_counts``, which fills the tables; ranks with another padding have another signature."""
     rows, slots, places = (room.rows, room.slots, room.places) if room else (0, 0, padding)
-    messages, given = (
-        context.messages,
-        pointers(context, context.counts_channel, hidden, dtype, Kind.COUNTS, rows or padding),
-    )
+    messages = context.messages
+    given = pointers(context, context.counts_channel, hidden, dtype, Kind.COUNTS, rows or padding)
     tickets, shape = context.dispatch_channel.tickets, context.shape
     most_experts = shape.num_experts if ragged else shape.topk
     launch(context, exchange_counts, 1, {"S": context.layout_sizes, "HAS_CAPACITY": room is not None}, 8)(

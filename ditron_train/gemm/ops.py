@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.kernels import gemm_kernel
@@ -23,7 +21,7 @@ from ditron_train.gemm.operands import (
 )
 from ditron_train.runtime.device import kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.launch import KernelLaunch, kept_launch
 
 _DTYPES = {"interpreter": (torch.float32, torch.bfloat16, torch.float16), "gpu": (torch.bfloat16, torch.float16)}
 
@@ -68,55 +66,25 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 @dataclass(frozen=True)
 class GemmLaunch:
-    """What one launch of the kernel needs beside its operands; see ``gemm_launch``."""
+    """A launch of the kernel and how it takes its operands; see ``gemm_launch``."""
 
     launch: KernelLaunch
-    a_block: tuple[int, int]
-    b_block: tuple[int, int]
-    half_b_block: tuple[int, int]
-    store_block: tuple[int, int]
+    config: GemmConfig
+    transpose_b: bool
     num_whole_tiles: int
+    has_halves: bool
 
-    def b_descriptors(self, b: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Of B in whole tiles and in halves of them; an aligned operand."""
-        whole = make_descriptor(b, self.b_block)
-        return whole, whole if self.half_b_block == self.b_block else make_descriptor(b, self.half_b_block)
-
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b_descriptors: tuple[TensorDescriptor, TensorDescriptor],
-        out: torch.Tensor,
-        k: int,
-        scales: TensorScales | None = None,
-        *,
-        key: Hashable = None,
-    ) -> None:
-        """Launches on aligned, not empty 2-D operands of the current device, FP8 ones with their ``scales``; ``key``
-        as ``KernelLaunch`` takes it."""
-        self.launch(*self._arguments(a, b_descriptors, out, k, scales), key=key)
-
-    def compile(
-        self,
-        a: torch.Tensor,
-        b_descriptors: tuple[TensorDescriptor, TensorDescriptor],
-        out: torch.Tensor,
-        k: int,
-        scales: TensorScales | None = None,
-    ) -> None:
-        """Compiles what a call with these operands would run, without running it."""
-        self.launch.compile(*self._arguments(a, b_descriptors, out, k, scales))
-
-    def _arguments(
-        self,
-        a: torch.Tensor,
-        b_descriptors: tuple[TensorDescriptor, TensorDescriptor],
-        out: torch.Tensor,
-        k: int,
-        scales: TensorScales | None,
-    ) -> tuple:
-        a_desc, c_desc = make_descriptor(a, self.a_block), make_descriptor(out, self.store_block)
-        return (a_desc, *b_descriptors, c_desc, scales, *out.shape, k, self.num_whole_tiles)
+    def arguments(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: TensorScales | None = None
+    ) -> tuple[Any, ...]:
+        """What ``launch`` takes: aligned, not empty 2-D operands of the current device, FP8 ones with their
+        ``scales``."""
+        config, transpose_b = self.config, self.transpose_b
+        a_desc, c_desc = make_descriptor(a, (config.block_m, config.block_k)), make_descriptor(out, config.store_block)
+        b_desc = half_b_desc = make_descriptor(b, config.b_block(transpose_b))
+        if self.has_halves:
+            half_b_desc = make_descriptor(b, config.b_block(transpose_b, halved=True))
+        return (a_desc, b_desc, half_b_desc, c_desc, scales, *out.shape, a.shape[1], self.num_whole_tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -135,47 +103,17 @@ def gemm_launch(
     num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
     split_last_wave = num_whole_tiles < num_tiles
     grid = num_programs if split_last_wave else min(num_programs, num_tiles)
-    return GemmLaunch(
-        _launcher(config, transpose_b, split_last_wave, grid, dtypes, device_index, fp8_chain),
-        (config.block_m, config.block_k),
-        config.b_block(transpose_b),
-        config.b_block(transpose_b, halved=split_last_wave),
-        config.store_block,
-        num_whole_tiles,
+    launch = kept_launch(
+        gemm_kernel,
+        grid,
+        dtypes,
+        device_index,
+        **config.tile_constants(transpose_b=transpose_b),
+        SPLIT_LAST_WAVE=split_last_wave,
+        FP8_CHAIN=fp8_chain,
+        **config.launch_options,
     )
-
-
-def launch_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    config: GemmConfig,
-    *,
-    transpose_b: bool,
-    num_programs: int,
-    scales: TensorScales | None = None,
-    fp8_chain: int | None = None,
-) -> None:
-    """Launches the kernel on aligned, not empty 2-D operands of one device, which must be the current one."""
-    (m, n), dtypes = out.shape, (a.dtype, b.dtype)
-    launch = gemm_launch(m, n, config, transpose_b, num_programs, dtypes, out.device.index, fp8_chain)
-    launch(a, launch.b_descriptors(b), out, a.shape[1], scales)
-
-
-@lru_cache(maxsize=4096)
-def _launcher(
-    config: GemmConfig,
-    transpose_b: bool,
-    split_last_wave: bool,
-    num_programs: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device_index: int | None,
-    fp8_chain: int | None,
-) -> KernelLaunch:
-    """One launcher for each kernel that is compiled (types and device are part of its key alone) and grid."""
-    constants: dict[str, Any] = dict(config.tile_constants(transpose_b=transpose_b))
-    constants.update(SPLIT_LAST_WAVE=split_last_wave, FP8_CHAIN=fp8_chain)
-    return KernelLaunch(gemm_kernel, num_programs, constants, **config.launch_options)
+    return GemmLaunch(launch, config, transpose_b, num_whole_tiles, split_last_wave)
 
 
 def _product(
@@ -204,7 +142,8 @@ def _product(
     config = config or choose_config(m, n, k, a.dtype, target, sms)
     a, b = aligned_operand(a), aligned_operand(b)
     with on_device(a.device):
-        launch_gemm(a, b, result, config, transpose_b=transpose_b, num_programs=sms)
+        gemm = gemm_launch(m, n, config, transpose_b, sms, (a.dtype, a.dtype), a.device.index)
+        gemm.launch(*gemm.arguments(a, b, result))
     if is_direct:
         return result
     return result.contiguous() if out is None else out.copy_(result)

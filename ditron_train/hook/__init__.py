@@ -11,7 +11,6 @@ Only the standard library is imported here: this runs at the start of every Pyth
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib
 import importlib.abc
@@ -34,7 +33,9 @@ _MEGATRON, _RENDEZVOUS = "ditron_train.megatron", "ditron_train.megatron.plugin.
 
 _awaited: dict[str, Callable[[ModuleType], None]] = {}
 _activations: list[Callable[[], None]] = []
-_passed: set[_Point] = set()
+#: Points that a program passes, and those that it has passed.
+_ACTIVATION, _MODEL = "features were switched on", "a module was built"
+_passed: set[str] = set()
 #: Key of the job's store that says that features are switched on in some rank.
 _ON = "ditron_train is on"
 
@@ -95,14 +96,7 @@ def arm(activate: Callable[[], None] | None = None) -> None:
 
 def has_built() -> bool:
     """Whether a module of Megatron's has been built since `arm`."""
-    return _Point.MODEL in _passed
-
-
-class _Point(enum.Enum):
-    """Points that a program passes."""
-
-    ACTIVATION = "features were switched on"
-    MODEL = "a module was built"
+    return _MODEL in _passed
 
 
 def _is_on() -> bool:
@@ -111,8 +105,8 @@ def _is_on() -> bool:
 
 def _rendezvous() -> Any:
     """The module in which ranks meet, once features are switched on; None if it cannot be imported here."""
-    is_first = _Point.ACTIVATION not in _passed
-    _passed.add(_Point.ACTIVATION)
+    is_first = _ACTIVATION not in _passed
+    _passed.add(_ACTIVATION)
     try:
         megatron, rendezvous = map(importlib.import_module, (_MEGATRON, _RENDEZVOUS))
     except ImportError as error:
@@ -160,7 +154,7 @@ def _hook_modules(module: ModuleType) -> None:
     @functools.wraps(native)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         rendezvous = _rendezvous() if _is_on() else sys.modules.get(_RENDEZVOUS)
-        _passed.add(_Point.MODEL)
+        _passed.add(_MODEL)
         if rendezvous is not None:
             rendezvous.before_model()
         native(self, *args, **kwargs)

@@ -5,7 +5,6 @@ bits.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from functools import lru_cache
 from typing import Any, Literal, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim.adamw import adamw
 from ditron_train.gemm.ops import on_device
 from ditron_train.optim.kernels import momentum_kernel, update_kernel
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.launch import kept_launch
 
 DecayMethod = Literal["decoupled", "independent", "l2"]
 
@@ -73,34 +72,20 @@ def momentum_step(
 
     direction = torch.empty_like(grad) if use_nesterov else momentum
     decay = "none" if weight_decay == 0 else "l2" if decay_method == "l2" else "decoupled"
-    launch = _momentum_launcher(
+    launch = kept_launch(
+        momentum_kernel,
         -(-grad.numel() // _BLOCK),
-        decay,
-        abs(1 - momentum_beta) < _SMALL_WEIGHT,
-        use_nesterov,
-        abs(momentum_beta) < _SMALL_WEIGHT,
         grad.device.index,
+        DECAY=decay,
+        MOMENTUM_SMALL=abs(1 - momentum_beta) < _SMALL_WEIGHT,
+        NESTEROV=use_nesterov,
+        NESTEROV_SMALL=abs(momentum_beta) < _SMALL_WEIGHT,
+        BLOCK=_BLOCK,
     )
     scalars = (float(decay_alpha), float(1 - momentum_beta), float(momentum_beta))
     with on_device(grad.device):
         launch(param, momentum, grad, direction, grad.numel(), *scalars)
     return direction
-
-
-@lru_cache(maxsize=1024)
-def _momentum_launcher(
-    num_programs: int, decay: str, momentum_small: bool, nesterov: bool, nesterov_small: bool, device_index: int
-) -> KernelLaunch:
-    constants = dict(
-        DECAY=decay, MOMENTUM_SMALL=momentum_small, NESTEROV=nesterov, NESTEROV_SMALL=nesterov_small, BLOCK=_BLOCK
-    )
-    return KernelLaunch(momentum_kernel, num_programs, constants)
-
-
-@lru_cache(maxsize=1024)
-def _update_launcher(num_programs: int, transposed: bool, dtype: torch.dtype, device_index: int) -> KernelLaunch:
-    constants = dict(TRANSPOSE=transposed, BLOCK_M=_TILE, BLOCK_N=_TILE)
-    return KernelLaunch(update_kernel, num_programs, constants)
 
 
 def apply_update(
@@ -130,7 +115,8 @@ def apply_update(
     rows = num_groups * rows_per_group
     num_programs = -(-rows // _TILE) * -(-columns // _TILE)
     strides = (whole.stride(0), whole.stride(1), x.stride(0))
-    launch = _update_launcher(num_programs, transposed, x.dtype, param.device.index)
+    constants = dict(TRANSPOSE=transposed, BLOCK_M=_TILE, BLOCK_N=_TILE)
+    launch = kept_launch(update_kernel, num_programs, x.dtype, param.device.index, **constants)
     with on_device(param.device):
         launch(whole, x, rows, columns, rows_per_group, *strides, float(scale), float(extra_scale), float(-lr))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -24,7 +23,7 @@ from ditron_train.optim.kernels import normalize_kernel
 from ditron_train.optim.plans import ProductMode, plan_products
 from ditron_train.optim.products import newton_schulz_step
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.launch import kept_launch
 from ditron_train.runtime.outside_compile import outside_compile
 
 CoefficientType = Literal["simple", "quintic", "polar_express"]
@@ -133,16 +132,12 @@ def normalized(
     write_transposed = transpose and contiguous
     if out is None:
         out = torch.empty(view.shape if write_transposed else x.shape, dtype=dtype, device=x.device)
-    launch = _normalize_launcher(-(-rows // _TILE) * -(-columns // _TILE), write_transposed, dtype, x.device.index)
+    num_programs = -(-rows // _TILE) * -(-columns // _TILE)
+    constants = dict(TRANSPOSE=write_transposed, BLOCK_M=_TILE, BLOCK_N=_TILE)
+    launch = kept_launch(normalize_kernel, num_programs, dtype, x.device.index, **constants)
     with on_device(x.device):
         launch(x, norm, out, rows, columns, x.stride(0), out.stride(0), eps)
     return out.mT if transpose and not contiguous else out
-
-
-@lru_cache(maxsize=1024)
-def _normalize_launcher(num_programs: int, transpose: bool, dtype: torch.dtype, device_index: int) -> KernelLaunch:
-    constants = dict(TRANSPOSE=transpose, BLOCK_M=_TILE, BLOCK_N=_TILE)
-    return KernelLaunch(normalize_kernel, num_programs, constants)
 
 
 @outside_compile

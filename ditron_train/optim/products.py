@@ -22,7 +22,7 @@ from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
 from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import KernelLaunch
+from ditron_train.runtime.launch import kept_launch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule import lower_triangle_tile_order
 
@@ -148,7 +148,19 @@ def _launch_symmetric(
     m, k = a.shape
     order, num_whole, num_quarters = _triangle(m, config, num_programs, a.device)
     grid = min(num_programs, max(num_whole, num_quarters))
-    launch = _symmetric_launcher(config, has_add, num_quarters > 0, grid, a.dtype, a.device.index)
+    launch = kept_launch(
+        symmetric_kernel,
+        grid,
+        a.dtype,
+        a.device.index,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        HAS_ADD=has_add,
+        SPLIT_STORE=config.block_n > config.block_m,
+        HAS_QUARTERS=num_quarters > 0,
+        **config.launch_options,
+    )
     block, half = (config.block_m, config.block_m), config.block_m // 2
     descriptors = whole = (
         make_descriptor(a, (config.block_m, config.block_k)),
@@ -165,26 +177,6 @@ def _launch_symmetric(
         )
     with on_device(a.device):
         launch(*whole, *descriptors, order, num_whole, num_quarters, k, alpha, beta)
-
-
-@lru_cache(maxsize=1024)
-def _symmetric_launcher(
-    config: GemmConfig,
-    has_add: bool,
-    has_quarters: bool,
-    num_programs: int,
-    dtype: torch.dtype,
-    device_index: int | None,
-) -> KernelLaunch:
-    constants = dict(
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        HAS_ADD=has_add,
-        SPLIT_STORE=config.block_n > config.block_m,
-        HAS_QUARTERS=has_quarters,
-    )
-    return KernelLaunch(symmetric_kernel, num_programs, constants, **config.launch_options)
 
 
 @outside_compile
@@ -285,28 +277,25 @@ def _launch_addmm(
     num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
     split_last_wave = num_whole_tiles < num_tiles
     grid = num_programs if split_last_wave else min(num_programs, num_tiles)
-    launch = _addmm_launcher(config, split_last_wave, grid, a.dtype, a.device.index)
-    b_desc = make_descriptor(b, (config.block_k, config.block_n))
-    half_b_desc = make_descriptor(b, (config.block_k, config.block_n // 2)) if split_last_wave else b_desc
-    a_desc = make_descriptor(a, (config.block_m, config.block_k))
-    add_desc, c_desc = (make_descriptor(tensor, config.store_block) for tensor in (add, out))
-    with on_device(a.device):
-        launch(a_desc, b_desc, half_b_desc, add_desc, c_desc, m, n, a.shape[1], num_whole_tiles, alpha, beta)
-
-
-@lru_cache(maxsize=1024)
-def _addmm_launcher(
-    config: GemmConfig, split_last_wave: bool, num_programs: int, dtype: torch.dtype, device_index: int | None
-) -> KernelLaunch:
-    constants = dict(
+    launch = kept_launch(
+        addmm_kernel,
+        grid,
+        a.dtype,
+        a.device.index,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
         SPLIT_STORE=config.split_store,
         SPLIT_LAST_WAVE=split_last_wave,
+        **config.launch_options,
     )
-    return KernelLaunch(addmm_kernel, num_programs, constants, **config.launch_options)
+    b_desc = make_descriptor(b, (config.block_k, config.block_n))
+    half_b_desc = make_descriptor(b, (config.block_k, config.block_n // 2)) if split_last_wave else b_desc
+    a_desc = make_descriptor(a, (config.block_m, config.block_k))
+    add_desc, c_desc = (make_descriptor(tensor, config.store_block) for tensor in (add, out))
+    with on_device(a.device):
+        launch(a_desc, b_desc, half_b_desc, add_desc, c_desc, m, n, a.shape[1], num_whole_tiles, alpha, beta)
 
 
 def newton_schulz_step(x: torch.Tensor, a: float, b: float, c: float, plan: ProductPlan) -> torch.Tensor:

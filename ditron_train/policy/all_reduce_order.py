@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
@@ -107,25 +106,18 @@ def probe_orders(
     if dtype not in VALUES or world > VALUES[dtype][2]:
         return SumOrders(None, f"the orders of sums of {world} ranks in {dtype} cannot be read from their values")
     seen = _Seen(all_reduce, num_elements, world, rank, device, dtype)
-    found = exchange(group, _as_plain(seen.read()))
-    if any(one != found[0] for one in found) or not found[0]:
+    mine = seen.read()
+    found = exchange(group, None if mine is None else astuple(mine))
+    if any(one != found[0] for one in found) or mine is None:
         return SumOrders(
             None, f"NCCL's all-reduce does not add along a chain of the ranks ({_SETTINGS} would change it)"
         )
-    ends, order_of_run, orders = found[0]
-    sums = SumMap(tuple(ends), tuple(order_of_run), tuple(tuple(order) for order in orders))
-    equal = exchange(group, int(_rounds_each_hop(all_reduce, sums, world, rank, device, dtype)))
+    equal = exchange(group, int(_rounds_each_hop(all_reduce, mine, world, rank, device, dtype)))
     if not all(equal):
         return SumOrders(
             None, f"NCCL's all-reduce does not round to {dtype} at every hop ({_SETTINGS} would change it)"
         )
-    return SumOrders(sums, None)
-
-
-def _as_plain(sums: SumMap | None) -> list[list[Any]]:
-    if sums is None:
-        return []
-    return [list(sums.ends), list(sums.order_of_run), [list(order) for order in sums.orders]]
+    return SumOrders(mine, None)
 
 
 @dataclass(frozen=True)

@@ -154,12 +154,8 @@ class Lengths:
 
     def _open(self, op: Op[Call, Context], call: Call, family: Family, rows: int, most_rows: int | None) -> None:
         answer = self._decide(op, call, most_rows, False)
-        family.is_open, family.context, family.reason, family.most_rows = (
-            True,
-            answer.context,
-            answer.reason,
-            most_rows,
-        )
+        family.is_open, family.most_rows = True, most_rows
+        family.context, family.reason = answer.context, answer.reason
         if answer.reason is not None:
             return
         policy, device = get_settings().policy, op.device(call)

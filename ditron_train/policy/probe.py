@@ -292,9 +292,8 @@ def probe(
     if not compares(device):
         fused()
         return Observation(None, None, None)
-    equal = all(
-        [_compare(*pair, device) for pair in ((native, fused), *extra_cases)]
-    )  # all of them: they are collective
+    # All of them: they are collective.
+    equal = all([_compare(*pair, device) for pair in ((native, fused), *extra_cases)])
     if timed:
         with torch_fill(False) if _is_timed_without_fill else nullcontext():
             is_ahead = host_counts != "alone"

@@ -201,9 +201,8 @@ class PipelineContext:
             ArenaError: The memory is not there, if only on one node; on every rank alike, and the context is closed.
         """
         requested = self._asked_by_all(num_bytes)
-        largest = (
-            -(-max(*requested, 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        )  # a slot of no bytes would have no address
+        # A slot of no bytes would have no address.
+        largest = -(-max(*requested, 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         try:
             self._on_all_nodes(f"making room for messages of {largest} bytes", partial(self._grow, largest))
         except ArenaError:
@@ -306,7 +305,7 @@ class PipelineContext:
 def _leases(requested: int | None, world_size: int, channel: PipelineChannel) -> tuple[int, int]:
     """Slots to lease, by lane. In 1F1B a stage holds at most as many activations as there are stages; one more is on
     its way, and the model holds on to the last one. nvshmem frees memory though a tensor may be in it."""
-    if not channel.flags_in_host or channel.arena.transport_name == "nvshmem":
+    if not channel.flags_in_host or channel.arena.transport.name == "nvshmem":
         return (0, 0)
     forward = min(world_size + 2 if requested is None else requested, MAX_LEASES)
     return (forward, min(forward, _BACKWARD_LEASES))

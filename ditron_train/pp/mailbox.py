@@ -191,9 +191,8 @@ class Headers:
         for _ in range(self._mailbox.world_size):
             place = self._mailbox.word(found, _OFFSET_AWAITED)
             awaited, lane, sequence = self._mailbox.int64[place : place + 3].tolist()
-            if (
-                self._mailbox.int64[self._header(found, lane, sequence)] >= sequence
-            ):  # it has come; or none was waited for
+            # It has come; or none was waited for.
+            if self._mailbox.int64[self._header(found, lane, sequence)] >= sequence:
                 return found
             found = awaited
         return peer

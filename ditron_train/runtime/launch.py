@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -170,6 +171,16 @@ class KernelLaunch:
                 self._compiled.clear()
                 self._repeated.clear()
             self._compiled[key] = compiled, recorder_of(compiled, self._num_programs)
+
+
+@lru_cache(maxsize=8192)
+def kept_launch(
+    kernel: Any, num_programs: int, *kinds: Hashable, num_warps: int = 4, num_stages: int = 3, **constants: Any
+) -> KernelLaunch:
+    """The ``KernelLaunch`` of a kernel with these constants, in their order, for operands of these types and device
+    (``kinds``); kept, so that only the first launch goes through Triton."""
+    values = {name: as_constant(value) for name, value in constants.items()}
+    return KernelLaunch(kernel, num_programs, values, num_warps=num_warps, num_stages=num_stages)
 
 
 @contextmanager

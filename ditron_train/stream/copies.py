@@ -1,4 +1,4 @@
-"""Copies between kernels: puts and gets by a copy engine on a GPU, plain copies on the CPU."""
+"""Copies between kernels: by a copy engine on a GPU, plain copies on the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.stream import driver
 
 
@@ -34,7 +33,7 @@ class StridedCopy:
 
 
 def copy_bytes(destination: int, source: int, num_bytes: int, stream: torch.cuda.Stream | None) -> None:
-    """``put`` by addresses, for hot paths: by a copy engine on ``stream``, or at once if ``stream`` is None (CPU)."""
+    """Copies between addresses: by a copy engine on ``stream``, or at once if ``stream`` is None (CPU)."""
     if stream is None:
         ctypes.memmove(destination, source, num_bytes)
     else:
@@ -67,10 +66,8 @@ def copy_strided(strided_copies: Iterable[StridedCopy], stream: torch.cuda.Strea
     for strided_copy in strided_copies:
         if stream is None:
             for i in range(strided_copy.count):
-                destination, source = (
-                    strided_copy.destination + i * strided_copy.destination_pitch,
-                    strided_copy.source + i * strided_copy.source_pitch,
-                )
+                destination = strided_copy.destination + i * strided_copy.destination_pitch
+                source = strided_copy.source + i * strided_copy.source_pitch
                 ctypes.memmove(destination, source, strided_copy.num_bytes)
         else:
             driver.memcpy_2d_async(
@@ -89,35 +86,3 @@ def _in_order(chunks: Iterable[tuple[int, int, int, int, int]], source: int) -> 
         if num_bytes:
             yield destination, source + offset, num_bytes
         yield flag, word, 4
-
-
-def put(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-    """Copies ``source`` into ``destination`` (often a peer's memory): same number of bytes, both contiguous.
-
-    On a GPU it is enqueued on ``stream`` (default: the current one) and costs no SM between devices; on the CPU it is
-    done when the call returns.
-
-    Raises:
-        NotSupportedError: Sizes differ or a side is not contiguous.
-    """
-    num_bytes = source.numel() * source.element_size()
-    if num_bytes != destination.numel() * destination.element_size():
-        raise NotSupportedError(f"put of {num_bytes} bytes into {destination.numel() * destination.element_size()}")
-    if not (source.is_contiguous() and destination.is_contiguous()):
-        raise NotSupportedError("put takes contiguous tensors")
-    if num_bytes == 0:
-        return
-    if source.device.type != "cuda":
-        destination.view(-1).view(torch.uint8).copy_(source.detach().view(-1).view(torch.uint8))
-        return
-    stream = stream if stream is not None else torch.cuda.current_stream(source.device)
-    if driver.has_driver():
-        driver.memcpy_async(destination.data_ptr(), source.data_ptr(), num_bytes, stream.cuda_stream)
-        return
-    with torch.cuda.stream(stream):
-        destination.view(-1).view(torch.uint8).copy_(source.detach().view(-1).view(torch.uint8), non_blocking=True)
-
-
-def get(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-    """``put`` seen from the receiving side: ``source`` is a peer's memory."""
-    put(destination, source, stream)

@@ -24,9 +24,8 @@ from ditron_train.stream import driver
 _CALLS_BEFORE = 2  # a recording takes as long as five calls: not for what comes once or twice
 _MOST_RECORDED = 512
 _MOST_COUNTED = 4096
-_IDLE_RUNS = (
-    4096  # a recording that has not run in so many may go for another; a training step comes by its own in fewer
-)
+# A recording that has not run in so many may go for another; a training step comes by its own in fewer.
+_IDLE_RUNS = 4096
 _MOST_REFUSED = 8  # sequences: each costs as much as five calls, and a GPU whose memory is full refuses all of them
 
 _NEVER = -sys.maxsize  # calls of what is not to be recorded

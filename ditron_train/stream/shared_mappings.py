@@ -23,11 +23,9 @@ _MAY_MOVE_TO_FIXED = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     size, address = ctypes.c_size_t, ctypes.c_void_p
-    libc.mmap.argtypes, libc.mmap.restype = (
-        [address, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long],
-        address,
-    )
-    libc.mremap.argtypes, libc.mremap.restype = [address, size, size, ctypes.c_int, address], address
+    libc.mmap.argtypes = [address, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mremap.argtypes = [address, size, size, ctypes.c_int, address]
+    libc.mmap.restype = libc.mremap.restype = address
     libc.munmap.argtypes = [address, size]
     return libc
 

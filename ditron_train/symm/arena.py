@@ -25,6 +25,8 @@ class SymmetricTensor:
     """A tensor that exists at the same place in every group rank's memory.
 
     Attributes:
+        segment: The allocation behind it, which may be larger.
+        shape: Of each rank's copy.
         local: This rank's copy, of the shape and dtype that was asked for.
         addresses: int64 tensor ``[world_size]`` on the arena's device: base address of each group rank's copy as seen
             from this rank (0 if it cannot be addressed); kernels index it by *group* rank.
@@ -32,8 +34,8 @@ class SymmetricTensor:
     """
 
     def __init__(self, segment: Segment, shape: tuple[int, ...], dtype: torch.dtype, addresses: torch.Tensor) -> None:
-        self._segment = segment
-        self._shape = tuple(shape)
+        self.segment = segment
+        self.shape = tuple(shape)
         self._dtype = dtype
         self.addresses = addresses
         self.host_addresses = segment.addresses
@@ -43,23 +45,8 @@ class SymmetricTensor:
         if torch.is_inference_mode_enabled():  # an evaluation may be first; training will write to the same tensor
             with torch.inference_mode(False):
                 return self._view(storage)
-        num_bytes = math.prod(self._shape) * self._dtype.itemsize
-        return storage[:num_bytes].view(self._dtype).view(self._shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of each rank's copy."""
-        return self._shape
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of the allocation behind this tensor (it may be larger than the tensor)."""
-        return self._segment.num_bytes
-
-    @property
-    def segment(self) -> Segment:
-        """The memory behind it."""
-        return self._segment
+        num_bytes = math.prod(self.shape) * self._dtype.itemsize
+        return storage[:num_bytes].view(self._dtype).view(self.shape)
 
     def peer(self, rank: int) -> torch.Tensor:
         """Group rank ``rank``'s copy, mapped into this process.
@@ -67,7 +54,7 @@ class SymmetricTensor:
         Raises:
             ArenaError: That rank's memory cannot be addressed from here (another node).
         """
-        mapped = self._segment.peers[rank]
+        mapped = self.segment.peers[rank]
         if mapped is None:
             raise ArenaError(f"the memory of group rank {rank} cannot be addressed from this rank")
         return self._view(mapped)
@@ -88,6 +75,9 @@ class SymmetricArena:
     Raises:
         NotSupportedError: This rank is not in the group.
         ArenaError: On every rank alike: transport not available, peers out of reach, cap or memory exceeded.
+
+    Attributes:
+        transport: Where the memory comes from.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, transport: str | None = None) -> None:
@@ -97,22 +87,12 @@ class SymmetricArena:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.group_name = getattr(group, "group_name", "") or f"of {self.world_size}"
-        self._transport: Transport = select_transport(group, self.device, transport)
+        self.transport: Transport = select_transport(group, self.device, transport)
         self._segments: dict[str, tuple[Segment, torch.Tensor]] = {}
         self._kept_for_graphs: list[tuple[Segment, torch.Tensor]] = []  # with its table, which kernels know by address
         self.graph_captured = False
         self._let_go: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.closed = False
-
-    @property
-    def transport_name(self) -> str:
-        """Where the memory comes from: ``shm``, ``torch`` or ``nvshmem``."""
-        return self._transport.name
-
-    @property
-    def copies_by_engine(self) -> bool:
-        """Whether copies to peers need no multiprocessors, the same on every rank."""
-        return self._transport.copies_by_engine
 
     @property
     def num_bytes(self) -> int:
@@ -166,13 +146,13 @@ class SymmetricArena:
                     f"bytes, above rank {rank}'s cap DITRON_ARENA_BYTES={rank_cap}"
                 )
         self._retire(name)
-        segment = self._transport.allocate(self.group, self.device, num_bytes)
+        segment = self.transport.allocate(self.group, self.device, num_bytes)
         addresses = torch.tensor(segment.addresses, dtype=torch.int64, device=self.device)
         self._segments[name] = (segment, addresses)
         if num_bytes >= 2**20:  # flags and counters are not worth a line
             log_once(
                 f"arena {self.group_name} {name} {num_bytes}",
-                f"symmetric memory of group {self.group_name} ({self.transport_name}): {name} "
+                f"symmetric memory of group {self.group_name} ({self.transport.name}): {name} "
                 f"{num_bytes / 2**20:.1f} MiB, {self.num_bytes / 2**20:.1f} MiB in all",
             )
 

@@ -274,7 +274,7 @@ class Channel:
 
     def _record_on_host(self, record: list[int]) -> None:
         with _recording:  # a watchdog's thread may record, too
-            if self._has_record():
+            if self.failed:
                 return
             self._host_record = record
         if self.arena.device.type != "cuda":
@@ -287,9 +287,6 @@ class Channel:
     @property
     def failed(self) -> bool:
         """Whether a failure is recorded (host memory only)."""
-        return self._has_record()
-
-    def _has_record(self) -> bool:
         return self._host_record is not None or bool(self._record_view[RECORD_STATE])
 
     def start_signals(self, epoch: int, *, patient: bool = False) -> list[list[int]]:

@@ -134,9 +134,8 @@ class _Rendezvous:
             if missing is None:  # the last one is about to settle it, or has died before it could
                 return self._settle_with_all(keys)
             return self._settle(_GivenUp(self._rank, self._mark, missing, timeout_s))
-        except (
-            BaseException
-        ):  # an interrupt: the others are neither to wait for this rank nor to take what it said for an answer
+        except BaseException:
+            # An interrupt: the others are neither to wait for this rank nor to take what it said for an answer.
             self._number_left = self._number
             with suppress(RuntimeError):
                 self._settle(_GivenUp(self._rank, self._mark, self._rank, round(time.monotonic() - begun_s, 1)))

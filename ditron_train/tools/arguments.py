@@ -63,6 +63,12 @@ def add_shape_argument(
     parser.add_argument("--shape", nargs=len(names), type=int, action=action, metavar=names, help=text)
 
 
+def refuse(reason: str | None) -> None:
+    """Raises SettingError for a reason why what the command line asks for cannot be, if there is one."""
+    if reason is not None:
+        raise SettingError(reason)
+
+
 def check_counts(arguments: argparse.Namespace) -> None:
     """Refuses what cannot be counted; a tool need not have all of these options.
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from ditron_train.data.device_profiles import known_rates, machine_of
 from ditron_train.policy import Function, fused_results, native_results
-from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.logs import get_logger
-from ditron_train.tools.arguments import check_sizes, choose_models
+from ditron_train.tools.arguments import check_sizes, choose_models, refuse
 from ditron_train.tools.cases import BenchCase, RunEnvironment, Shape
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession, bench_session
@@ -209,9 +208,7 @@ def shapes_for(
     elif on_gpu:
         published = [shape for shape in published if shape.model in wanted]
     for shape in published:
-        why = case.unsupported_shape(shape, world_size)
-        if why is not None:
-            raise SettingError(why)
+        refuse(case.unsupported_shape(shape, world_size))
     return published
 
 

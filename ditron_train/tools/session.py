@@ -71,7 +71,6 @@ class BenchSession:
     def measure(
         self,
         contenders: Mapping[str, Contender],
-        group: dist.ProcessGroup | None = None,
         *,
         most: int | None = None,
         inside: bool = False,
@@ -87,7 +86,6 @@ class BenchSession:
         )
         return measure(
             contenders,
-            group=group,
             device=self.device,
             repetitions=repetitions,
             warmup=warmup,
@@ -103,10 +101,10 @@ class BenchSession:
         """``values.make_values`` on this rank; ranks differ, runs do not."""
         return make_values(shape, dtype, self.device, seed=seed, rank=self.rank)
 
-    def agree(self, mine: bool, group: dist.ProcessGroup | None = None) -> bool:
+    def agree(self, mine: bool) -> bool:
         """Whether ``mine`` holds on every rank."""
         flag = torch.tensor([int(mine)], device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
 
     def equal(self, fused: Sequence[torch.Tensor], native: Sequence[torch.Tensor]) -> bool:

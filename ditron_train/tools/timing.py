@@ -30,10 +30,9 @@ Contender = Callable[[int], object]
 
 Name = TypeVar("Name", bound=Hashable)
 _PASSES = 2
-_MOST_CALLS_AHEAD = (
-    8  # of the host: memory that two streams used comes back when the device is done with it, and an allocator
-)
-# that ran out of it would wait for the device inside a measurement (native exchanges of 12 GB)
+# Of the host: memory that two streams used comes back when the device is done with it, and an allocator that ran out
+# of it would wait for the device inside a measurement (native exchanges of 12 GB).
+_MOST_CALLS_AHEAD = 8
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ def num_input_sets(set_bytes: int, device: torch.device, *, most: int = 8) -> in
 def measure(
     contenders: Mapping[Name, Contender],
     *,
-    group: dist.ProcessGroup | None,
     device: torch.device,
     repetitions: int = 15,
     warmup: int = 4,
@@ -67,7 +65,6 @@ def measure(
 
     Args:
         contenders: Functions by name; the same names in the same order on every rank.
-        group: Ranks to take the maximum over (None: WORLD).
         device: CUDA events are used on CUDA, the process's clock on CPU.
         repetitions: Timed calls of each measurement.
         warmup: Calls in front of each measurement, not timed.
@@ -85,11 +82,9 @@ def measure(
     for index in range(passes):
         names = list(contenders)[:: -1 if index % 2 else 1]
         for together in [names] if interleaved else [[name] for name in names]:
-            times = time_interleaved(
-                [contenders[name] for name in together], group, device, repetitions, warmup, inside
-            )
+            times = time_interleaved([contenders[name] for name in together], device, repetitions, warmup, inside)
             slowest = torch.tensor(times, dtype=torch.float64, device=device)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             for name, of_one in zip(together, slowest.tolist()):
                 measured[name].append(of_one)
     return {name: _summary(all_passes) for name, all_passes in measured.items()}
@@ -119,12 +114,7 @@ def _call(contender: Callable[..., object], index: int, mark: Callable[[int], ob
 
 
 def _time_cuda(
-    contenders: Sequence[Callable[..., object]],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    repetitions: int,
-    warmup: int,
-    inside: bool,
+    contenders: Sequence[Callable[..., object]], device: torch.device, repetitions: int, warmup: int, inside: bool
 ) -> list[list[float]]:
     barrier = torch.zeros(1, device=device)
     ends: deque[torch.cuda.Event] = deque()
@@ -139,7 +129,7 @@ def _time_cuda(
             if len(ends) == _MOST_CALLS_AHEAD:
                 ends.popleft().synchronize()
             device_hold.wait()
-            dist.all_reduce(barrier, group=group)
+            dist.all_reduce(barrier)
             with device_hold.launching(place):
                 _call(contender, index, lambda edge, pair=pair: pair[edge].record(), inside)
             ends.append(pair[1])
@@ -148,16 +138,11 @@ def _time_cuda(
 
 
 def _time_cpu(
-    contenders: Sequence[Callable[..., object]],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    repetitions: int,
-    warmup: int,
-    inside: bool,
+    contenders: Sequence[Callable[..., object]], device: torch.device, repetitions: int, warmup: int, inside: bool
 ) -> list[list[float]]:
     edges: list[tuple[list[float], list[float]]] = [([], []) for _ in contenders]
     for index in range(warmup + repetitions):
         for contender, of_one in zip(contenders, edges):
-            dist.barrier(group=group)
+            dist.barrier()
             _call(contender, index, lambda edge, of_one=of_one: of_one[edge].append(time.perf_counter()), inside)
     return [[1e6 * (end - start) for start, end in zip(*of_one)][warmup:] for of_one in edges]

@@ -263,10 +263,8 @@ class AgGemmPlan(Plan[TPContext]):
         self._keeps_gathered = keeps_gathered
         self._num_whole_tiles = config.num_whole_tiles(self.m, n, num_programs)
         split_last_wave = self._num_whole_tiles < config.num_tiles(self.m, n)
-        self._b_block, self._half_b_block = (
-            config.b_block(transpose_b),
-            config.b_block(transpose_b, halved=split_last_wave),
-        )
+        self._b_block = config.b_block(transpose_b)
+        self._half_b_block = config.b_block(transpose_b, halved=split_last_wave)
         self._launch = context.launch(
             ag_gemm_kernel,
             num_programs,

@@ -243,10 +243,8 @@ def _last_tile_us(
     """
     tiles_n = -(-problem.n // config.block_n)
     shard_tiles_m = problem.m / config.block_m / problem.world_size
-    num_tiles, num_whole = (
-        config.num_tiles(problem.m, problem.n),
-        config.num_whole_tiles(problem.m, problem.n, num_programs),
-    )
+    num_tiles = config.num_tiles(problem.m, problem.n)
+    num_whole = config.num_whole_tiles(problem.m, problem.n, num_programs)
 
     def there_us(tile: np.ndarray) -> np.ndarray:
         step = np.minimum(tile // (shard_tiles_m * tiles_n), problem.world_size - 1)
@@ -266,9 +264,8 @@ def _last_tile_us(
 
 def _gemm_rs_us(problem: Problem, choice: Choice, machine: Machine, rates: MachineRates) -> float:
     world_size = problem.world_size
-    own_us = (
-        problem.m / world_size * problem.n * problem.result_bytes / (rates.memory_gbps * 1e3)
-    )  # one pass over the rows that a rank owns
+    # One pass over the rows that a rank owns.
+    own_us = problem.m / world_size * problem.n * problem.result_bytes / (rates.memory_gbps * 1e3)
     reduce_us = (world_size + 1) * own_us
     if choice.scatter == "store":
         return _stored_us(problem, choice, machine, rates) + reduce_us
@@ -357,9 +354,8 @@ def _chunks_us(
     waves = num_waves(rank_rows, problem.n, choice.config, machine.num_sms)
     busy_us = world_size * waves * tile_us(problem.k, choice.config, machine.num_sms, rates)
     rank_us = rates.launch_us + throttled_us(busy_us, rates) / world_size
-    parts = [
-        (float(position), 1.0) for position in range(1, world_size)
-    ]  # chunks done by then, and how much of one it is
+    # Chunks done by then, and how much of one it is.
+    parts = [(float(position), 1.0) for position in range(1, world_size)]
     if not parts:
         return rank_us, 0.0
     if num_first is not None and num_first < rank_rows:

@@ -165,7 +165,7 @@ class TPContext(OpContext):
     def choose(self, problem: Problem) -> Choice:
         """``choices.choose``, ``modelled``; if copies would take multiprocessors, without copies. By cuBLAS only if
         the library's bits do not depend on how many rows it multiplies at once (collective if that is new)."""
-        choice = self.modelled(choose if self.arena.copies_by_engine else choose_without_copies, problem)
+        choice = self.modelled(choose if self.arena.transport.copies_by_engine else choose_without_copies, problem)
         if not choice.by_library and self._tried is None and problem not in self.by_library:
             return choice
         if problem.op == "gemm_ar" or not self._splits_by_rank(problem):
@@ -194,7 +194,7 @@ class TPContext(OpContext):
         return "" if self._tried is None else ", by cuBLAS"
 
     def _splits_by_rank(self, problem: Problem) -> bool:
-        if self.varies or not (self.arena.copies_by_engine and can_copy(self)):
+        if self.varies or not (self.arena.transport.copies_by_engine and can_copy(self)):
             return False  # what is proven of ever new lengths is proven of the tiles
         if problem.is_fp8:  # bits of these do not depend on the number of rows
             return problem.n % 16 == problem.k % 16 == 0

@@ -195,9 +195,9 @@ class BaseGather(CopyExchange[TPContext]):
         pointers = channel.pointers(agree(context, channel, values, buffer=(GATHERED, num_bytes)))
         super().__init__(context, channel, pointers, context.gather_epochs)
         self.arrival_order: list[int] = arrival_order(context.rank, context.world_size).tolist()
-        world, target = {"WORLD_SIZE": context.world_size}, {"TARGET": context.target}
-        flags = {"FLAGS_PER_RANK": FLAGS_PER_RANK}
-        self._wait = context.launch(gather_wait_kernel, 1, {**flags, **world, **target}, num_warps=1)
+        flags, target = {"FLAGS_PER_RANK": FLAGS_PER_RANK}, {"TARGET": context.target}
+        self._flags_of_world = {**flags, "WORLD_SIZE": context.world_size}
+        self._wait = context.launch(gather_wait_kernel, 1, {**self._flags_of_world, **target}, num_warps=1)
         self._wait_one = context.launch(gather_wait_one_kernel, 1, {**flags, **target}, num_warps=1)
 
     def _wait_for_flags(self, source: int, row_starts: torch.Tensor) -> None:
@@ -288,14 +288,11 @@ class Gather(BaseGather):
         self.buffer = context.gathered(partition.num_rows, num_columns, dtype)
         self.row_starts = context.table(partition, partition.starts)
         self.row_bytes = num_columns * dtype.itemsize
-        world = {"WORLD_SIZE": context.world_size}
-        target = {"TARGET": context.target}
-        flags = {"FLAGS_PER_RANK": FLAGS_PER_RANK}
         self.reserved_sms = plan.push_programs if self.by_push else 1
         self._push = context.launch(
             push_shard_kernel,
             plan.push_programs if context.is_cuda else 1,
-            {**flags, **world, "BLOCK": _PUSH_BLOCK, **target},
+            {**self._flags_of_world, "BLOCK": _PUSH_BLOCK, "TARGET": context.target},
             num_warps=_PUSH_WARPS,
         )
         self._copy = None

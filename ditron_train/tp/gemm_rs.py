@@ -31,7 +31,7 @@ Partial sums are added by the owner of their rows in NCCL's ring order, rounded 
 tried: ``docs/measurements/tp.md``.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -351,10 +351,8 @@ class GemmRsStorePlan(Plan[TPContext]):
         num_slot_tiles = max(-(-end // block) - start // block for start, end in ends if end > start)
         self._slot_rows = num_slot_tiles * block
         self._flags_per_rank = num_slot_tiles * -(-n // config.block_n)
-        num_flags, num_bytes = (
-            world_size * self._flags_per_rank,
-            world_size * self._slot_rows * padded_columns(n, dtype),
-        )
+        num_flags = world_size * self._flags_per_rank
+        num_bytes = world_size * self._slot_rows * padded_columns(n, dtype)
         has_flags = num_flags <= channel.signals.local.numel()
         signature = agree(context, channel, values, buffer=(SLOTS, num_bytes * dtype.itemsize * has_flags))
         room = num_slot_tiles
@@ -438,17 +436,9 @@ class _Chunk:
     None: this rank."""
 
     rows: slice
-    k: int
     gemm: GemmLaunch | None
     position: int | None
     is_last: bool
-
-    def multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: TensorScales | None, partial: torch.Tensor, key: Hashable
-    ) -> None:
-        """Runs the GEMM on aligned operands; ``key``: as of ``KernelLaunch``."""
-        assert self.gemm is not None
-        self.gemm(x[self.rows], self.gemm.b_descriptors(weight), partial[self.rows], self.k, scales, key=key)
 
 
 def covers(n: int, dtype: torch.dtype) -> bool:
@@ -487,7 +477,7 @@ class ChunkedGemmPlan(Plan[TPContext]):
     def _add_chunk(self, first: int, last: int, position: int | None, *, is_last: bool) -> None:
         by_tiles = last > first and not self._by_library
         gemm = gemm_launch(last - first, self.n, *self._options) if by_tiles else None
-        self._chunks.append(_Chunk(slice(first, last), self.k, gemm, position, is_last))
+        self._chunks.append(_Chunk(slice(first, last), gemm, position, is_last))
 
     @property
     def identity(self) -> tuple:
@@ -527,7 +517,8 @@ class ChunkedGemmPlan(Plan[TPContext]):
                 elif chunk.gemm is not None and not chunk.gemm.launch.repeat((chunk, *key), stream):
                     a, b = operands = operands or (aligned_operand(x), aligned_operand(weight))
                     is_as_given = a is x and b is weight and not context.varies
-                    chunk.multiply(a, b, scales, partial, key=(chunk, *key) if is_as_given else None)
+                    arguments = chunk.gemm.arguments(a[chunk.rows], b, partial[chunk.rows], scales)
+                    chunk.gemm.launch(*arguments, key=(chunk, *key) if is_as_given else None)
                 if chunk.position is not None:
                     context.fork()
                     exchange.send(partial, chunk.position, chunk.rows, signals=chunk.is_last)
@@ -539,7 +530,7 @@ class ChunkedGemmPlan(Plan[TPContext]):
         x, weight = aligned_operand(x), aligned_operand(weight)
         partial = x.new_empty(self.m, self.n, dtype=self._out_dtype)
         for gemm, chunk in {chunk.gemm: chunk for chunk in self._chunks if chunk.gemm is not None}.items():
-            gemm.compile(x[chunk.rows], gemm.b_descriptors(weight), partial[chunk.rows], self.k, scales)
+            gemm.launch.compile(*gemm.arguments(x[chunk.rows], weight, partial[chunk.rows], scales))
 
 
 class GemmRsCopyPlan(ChunkedGemmPlan):

@@ -199,9 +199,8 @@ def ag_gemm_over_nodes(
     return torch.cat(products), torch.cat(gathered) if keeps else None
 
 
-_Part = Literal[
-    "begin", "whole", "end"
-]  # of an owner's sum: what its node adds first, another node's, its node's last
+#: Of an owner's sum: what its node adds first, another node's, its node's last.
+_Part = Literal["begin", "whole", "end"]
 
 
 class _NodeSum(ReduceScatter):

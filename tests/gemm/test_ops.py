@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ditron_train.gemm import GemmConfig, aligned_operand, make_descriptor, matmul_nn, matmul_nt
 from ditron_train.gemm.operands import empty_aligned, is_aligned
-from ditron_train.gemm.ops import launch_gemm
+from ditron_train.gemm.ops import gemm_launch
 from ditron_train.runtime.device import is_interpreter
 from ditron_train.runtime.errors import NotSupportedError
 from tests.support import quick_interpreter
@@ -107,7 +107,8 @@ def test_a_halved_tail_covers_every_element_once(layout, num_programs):
     m, n, k = 40, 600, 48  # 3 x 3 tiles
     a, b = (integers(*shape, dtype=torch.float32, seed=seed) for seed, shape in enumerate(shapes(m, n, k)))
     out = torch.full((m, n), float("nan"))
-    launch_gemm(a, b, out, config, transpose_b=layout == "nt", num_programs=num_programs)
+    gemm = gemm_launch(m, n, config, layout == "nt", num_programs, (a.dtype, b.dtype), None)
+    gemm.launch(*gemm.arguments(a, b, out))
     assert torch.equal(out, reference(a, b))
     tail = 9 % num_programs
     assert config.num_whole_tiles(m, n, num_programs) == (9 - tail if 2 * tail <= num_programs else 9)

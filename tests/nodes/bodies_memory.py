@@ -116,7 +116,7 @@ def ops_of_a_node_without_memory(capped, given_back):
 @contextlib.contextmanager
 def _without_allocations(ranks, context):
     """``ranks`` cannot allocate symmetric memory of a node."""
-    transport, error = type(context.inner.arena._transport), ArenaError("there is no memory")
+    transport, error = type(context.inner.arena.transport), ArenaError("there is no memory")
     with (
         mock.patch.object(transport, "allocate", side_effect=error)
         if dist.get_rank() in ranks

@@ -7,7 +7,7 @@ import torch
 from ditron_train.gemm.configs import GemmConfig, choose_config
 from ditron_train.gemm.fp8 import check_fp8_operands, check_scales
 from ditron_train.gemm.operands import TensorScales, aligned_operand, empty_aligned, result_dtype
-from ditron_train.gemm.ops import launch_gemm, on_device
+from ditron_train.gemm.ops import gemm_launch, on_device
 from ditron_train.runtime.device import num_sms
 from ditron_train.runtime.errors import NotSupportedError
 
@@ -55,14 +55,6 @@ def matmul_fp8(
     config = config or choose_config(m, n, k, x.dtype, target, sms)
     chain = min(SPLIT_CHAIN, config.block_k) if split_accumulator else None  # the interpreter's blocks may be shorter
     with on_device(x.device):
-        launch_gemm(
-            aligned_operand(x),
-            aligned_operand(weight),
-            out,
-            config,
-            transpose_b=True,
-            num_programs=sms,
-            scales=scales,
-            fp8_chain=chain,
-        )
+        gemm = gemm_launch(m, n, config, True, sms, (x.dtype, weight.dtype), x.device.index, chain)
+        gemm.launch(*gemm.arguments(aligned_operand(x), aligned_operand(weight), out, scales))
     return out.contiguous()

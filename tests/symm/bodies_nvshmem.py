@@ -171,7 +171,7 @@ def memory_that_one_rank_copies() -> tuple[str, list[tuple[int, int]]]:
 
 def _arena(group: dist.ProcessGroup, transport: NvshmemTransport) -> SymmetricArena:
     arena = SymmetricArena(group, CPU)
-    arena._transport = transport
+    arena.transport = transport
     return arena
 
 

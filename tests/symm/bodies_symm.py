@@ -52,7 +52,7 @@ def grows() -> tuple[int, int]:
     assert again.local.data_ptr() == small.local.data_ptr()
     assert large.local.data_ptr() != small.local.data_ptr()
     assert large.local.numel() == 4096 and not large.local.any()
-    return large.capacity_bytes, arena.num_bytes
+    return large.segment.num_bytes, arena.num_bytes
 
 
 def tables_that_graphs_know() -> list[bool]:
@@ -73,7 +73,7 @@ def what_is_held_while_it_grows() -> list[bool]:
     """Whether the memory of a buffer lives when more is taken: of one whose views are dropped, and of one that a graph
     may use."""
     arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
-    allocate, alive = arena._transport.allocate, []
+    allocate, alive = arena.transport.allocate, []
 
     class Holder:
         def __init__(self) -> None:
@@ -91,9 +91,9 @@ def what_is_held_while_it_grows() -> list[bool]:
         holder, gone = Holder(), Holder()
         del gone
         segment = weakref.ref(arena._segments["test.moves"][0])
-        arena._transport.allocate, arena.graph_captured = watched, captured
+        arena.transport.allocate, arena.graph_captured = watched, captured
         arena.tensor("test.moves", (size,), torch.float32)
-        arena._transport.allocate = allocate
+        arena.transport.allocate = allocate
         assert holder.tensor is None
     holder = Holder()
     arena.close()
@@ -246,7 +246,7 @@ def torch_between_nodes() -> str:
 def peers_out_of_reach() -> tuple[str, str]:
     """Memory that only its own rank can address, as between nodes without NVSHMEM."""
     arena = SymmetricArena(dist.new_group(list(range(dist.get_world_size()))), CPU)
-    rank, allocate = arena.rank, arena._transport.allocate
+    rank, allocate = arena.rank, arena.transport.allocate
 
     def alone(group, device, num_bytes):
         segment = allocate(group, device, num_bytes)
@@ -254,7 +254,7 @@ def peers_out_of_reach() -> tuple[str, str]:
         segment.addresses = [address if at == rank else 0 for at, address in enumerate(segment.addresses)]
         return segment
 
-    arena._transport.allocate = alone
+    arena.transport.allocate = alone
     tensor = arena.tensor("test.alone", (16,), torch.float32)
     assert tensor.peer(rank) is not None
     words = error_of(lambda: tensor.peer(1 - rank))
@@ -277,20 +277,20 @@ def signals_grow_with_the_epoch() -> list[int]:
 def flags_where_more_find_no_room() -> tuple[str, bool, list[int]]:
     """The error, whether the arena still holds the flags that the channel uses, and what they are."""
     arena = get_arena(None, CPU)
-    channel, allocate = Channel(arena, "test.no_room", 4, first_epoch=6), arena._transport.allocate
+    channel, allocate = Channel(arena, "test.no_room", 4, first_epoch=6), arena.transport.allocate
 
     def full(group, device, num_bytes):
         if num_bytes > 16_000:
             raise ArenaError("no room")
         return allocate(group, device, num_bytes)
 
-    arena._transport.allocate = full
+    arena.transport.allocate = full
     try:
         words = error_of(lambda: channel.reserve_signals(4000))
     finally:
-        arena._transport.allocate = allocate
+        arena.transport.allocate = allocate
     held = arena._segments["test.no_room/signals"][0]
-    return words, channel.signals._segment is held, channel.signals.local.tolist()
+    return words, channel.signals.segment is held, channel.signals.local.tolist()
 
 
 def flags_after_another_channel() -> list[int]:

@@ -104,9 +104,8 @@ class GatheredProduct:
         lost_us = row_us * layout.num_experts * block_rows(self._rows.device)
         order = _order(self._context.rank, self._context.world_size, self._is_gathered)
         groups = groups_in_sequence(order, row_us * layout.num_rows / layout.world_size, transfer_us, lost_us)
-        return (
-            groups if self._is_gathered else [group[::-1] for group in reversed(groups)]
-        )  # the same backward in time
+        # Sums are the same backward in time.
+        return groups if self._is_gathered else [group[::-1] for group in reversed(groups)]
 
     @cached_property
     def _parts(self) -> dict[int, RowTiles]:

@@ -121,9 +121,8 @@ class GatheredExpertsOp(Op[ExpertsCall, TPContext]):
         def function(x: torch.Tensor, *weights: torch.Tensor) -> Sequence[torch.Tensor]:
             counts = rows_of.sum(0).tolist()
             tokens = gather_from_sequence_parallel_region(x, group=call.group)
-            rows, _, places, *_ = permute(  # since 0.17 offsets of padding and counts, too
-                tokens, rows_of, num_out_tokens=sum(counts), fused=is_fused
-            )
+            # Since 0.17 offsets of padding and counts, too.
+            rows, _, places, *_ = permute(tokens, rows_of, num_out_tokens=sum(counts), fused=is_fused)
             y = _NativeProducts.apply(rows, counts, *weights[:num])
             h = y[:, : weights[num].shape[1]].contiguous()
             z = _NativeProducts.apply(h, counts, *weights[num:])

@@ -68,9 +68,8 @@ def quantise(rows: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any
     if reason is not None:
         raise NotSupportedError(reason)
     rule: dict[str, Any] = dict(epsilon=first.amax_epsilon, power_of_2=first.force_pow_2_scales)
-    kept = (
-        [(quantizer.amax, quantizer.scale) for quantizer in quantizers] if hasattr(first, "amax") else None
-    )  # until 2.15
+    # Until 2.15.
+    kept = [(quantizer.amax, quantizer.scale) for quantizer in quantizers] if hasattr(first, "amax") else None
     made = quantised_rows(rows.contiguous(), splits, kept, _DTYPES[first.dtype.name], **rule)
     return [_tensor(*parts) for parts in zip(quantizers, *made, strict=True)]
 

@@ -32,9 +32,8 @@ def _told(features: Iterable[str]) -> dict[str, str]:
         if name == "tuning":
             value = named_table()  # by content: a rank decides by its table alone
         elif name == "plan" and value is not None:
-            value = (
-                "a file"  # copies may be in other places; whoever takes a decision from one asks what the others' say
-            )
+            # Copies may be in other places; whoever takes a decision from one asks what the others' say.
+            value = "a file"
         if name not in _OWN:
             announced[setting.variable] = "unset" if value is None else str(value)
     return announced

@@ -98,13 +98,11 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rows_equal(product: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Whether row i of ``product`` has the bits of row ``i % len(expected)`` of ``expected``."""
-    found, wanted, equal = _words(product), _words(expected), None
+    found, wanted = _words(product), _words(expected)
+    equal = torch.ones((), dtype=torch.bool, device=product.device)
     for first in range(0, len(found), _COMPARED_ROWS):
         part = found[first : first + _COMPARED_ROWS]
         whole = len(part) // len(wanted) * len(wanted)
-        same = (part[:whole].unflatten(0, (-1, len(wanted))) == wanted).all() & (
-            part[whole:] == wanted[: len(part) - whole]
-        ).all()
-        equal = same if equal is None else equal & same
-    assert equal is not None, "there are rows"
+        equal &= (part[:whole].unflatten(0, (-1, len(wanted))) == wanted).all()
+        equal &= (part[whole:] == wanted[: len(part) - whole]).all()
     return equal

@@ -87,10 +87,9 @@ class DitronRowParallelLinear(RowParallelLinear, metaclass=EqualsBaseClass, nati
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         is_candidate = self.input_is_parallel and not self.explicit_expert_comm
         is_candidate = is_candidate and self.config._cpu_offloading_context is None
-        answer, reason = (
-            None,
-            unsupported_reason_weight(self.weight) or (_unsupported_reason_input(input_) if is_candidate else None),
-        )
+        answer, reason = None, unsupported_reason_weight(self.weight)
+        if reason is None and is_candidate:
+            reason = _unsupported_reason_input(input_)
         if reason is not None:
             log_native("tp row", reason)
         elif is_candidate:

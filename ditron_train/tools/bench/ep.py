@@ -17,7 +17,7 @@ import torch
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.logs import get_logger
 from ditron_train.runtime.versions import pip_command
-from ditron_train.tools.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models
+from ditron_train.tools.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models, refuse
 from ditron_train.tools.cases import BenchCase, Shape
 from ditron_train.tools.cases.ep_layers import MoeCase, moe_layer, moe_layers, unsupported_layer, with_routings
 from ditron_train.tools.catalog import cases_of, megatron_groups
@@ -49,9 +49,7 @@ def _layers(arguments: argparse.Namespace, session: BenchSession) -> list[Shape]
     check_sizes("--shape", arguments.shape)
     layers = [moe_layer("custom", *sizes) for sizes in arguments.shape or ()]
     for layer in layers:
-        why = unsupported_layer(layer, world_size)
-        if why is not None:
-            raise SettingError(why)
+        refuse(unsupported_layer(layer, world_size))
     layers = layers or moe_layers(world_size, session.device.type == "cuda")
     models = [layer.model for layer in layers]
     chosen = [layer for model in choose_models(arguments.model, models) for layer in layers if layer.model == model]

@@ -18,12 +18,12 @@ from megatron.core.transformer.spec_utils import build_module
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.megatron import apply
 from ditron_train.megatron.ep.flex_dispatcher import has_deepep
-from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.settings import under_policy
+from ditron_train.tools.arguments import refuse
 from ditron_train.tools.bench.layer_passes import LayerPasses, contenders
 from ditron_train.tools.cases import RunEnvironment, Shape
 from ditron_train.tools.cases.ep_layers import moe_layer, routing_of, unsupported_layer
-from ditron_train.tools.cases.ep_moves import deepep_by_torch, moe_config, repeating
+from ditron_train.tools.cases.ep_moves import config_of_layer, deepep_by_torch, repeating
 from ditron_train.tools.fp8.recipes import fp8_options
 from ditron_train.tools.results import FP8_PREFIX, Row
 from ditron_train.tools.session import BenchSession
@@ -61,15 +61,7 @@ def _moe_layers(
 ) -> tuple[LayerPasses, dict[str, torch.nn.Module]]:
     """A MoE layer, native and with ``ep``, and their passes."""
     sizes = layer.sizes
-    names = ("hidden", "ffn_hidden", "num_experts", "topk")
-    recipe: dict[str, Any] = fp8_options(fp8)
-    config = moe_config(
-        **{name: sizes[name] for name in names},
-        dtype=session.dtype,
-        fused=False if layer.options["deterministic"] else None,
-        moe_token_dispatcher_type=dispatcher,
-        **recipe,
-    )
+    config = config_of_layer(layer, session.dtype, moe_token_dispatcher_type=dispatcher, **fp8_options(fp8))
     layers = layer_pair(config, session.device)
     generator = torch.Generator(session.device).manual_seed(session.rank)
     shape = (sizes["tokens_per_rank"], 1, sizes["hidden"])
@@ -94,7 +86,7 @@ def moe_contenders(
     sizes = (8192, 7168, 2048, 128, 8) if on_gpu else (24, 32, 48, 4 * session.world_size, 2)
     layer = moe_layer("traced", *sizes)
     if layer.sizes["num_experts"] % session.world_size:
-        raise SettingError(str(unsupported_layer(layer, session.world_size)))
+        refuse(unsupported_layer(layer, session.world_size))
     with expert_parallel_world(), repeating(layer), under_policy("strict"):
         passes, layers = _moe_layers(session, layer, fp8)
         yield contenders(passes.forward_backward, layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,25 +110,17 @@ class _Step:
 
 
 class _Switch:
-    """``native`` and ``fused`` of one step; the features change between series of calls, not in each."""
+    """One step by both paths; the features change between series of calls, not in each."""
 
     def __init__(self, step: _Step) -> None:
         self._step = step
-        self._on = False
+        self._is_fused = False
 
-    def _turn(self, on: bool) -> None:
-        if on != self._on:
-            apply(features="pp") if on else restore()
-            self._on = on
-
-    def native(self, index: int) -> list[torch.Tensor]:
-        """One step with megatron-core's communicator."""
-        self._turn(False)
-        return self._step(index)
-
-    def fused(self, index: int) -> list[torch.Tensor]:
-        """One step with the fused path."""
-        self._turn(True)
+    def run(self, is_fused: bool, index: int) -> list[torch.Tensor]:
+        """One step, with megatron-core's communicator or with the fused path."""
+        if is_fused != self._is_fused:
+            apply(features="pp") if is_fused else restore()
+            self._is_fused = is_fused
         return self._step(index)
 
 
@@ -137,9 +130,10 @@ def step_rows(session: BenchSession) -> Iterator[Row]:
         with _world(session, chunks):
             step = _Step(session, chunks, overlap)
             switch = _Switch(step)
-            native = [*switch.native(0), *step.gradients()]
-            run = lambda index: [*switch.fused(index), *step.gradients()]  # noqa: B023, E731
+            contenders = {"native": partial(switch.run, False), "fused": partial(switch.run, True)}
+            native = [*contenders["native"](0), *step.gradients()]
+            run = lambda index: [*contenders["fused"](index), *step.gradients()]  # noqa: B023, E731
             equal = session.equal_layer("pp", run, lambda _: native)  # noqa: B023
-            timings = session.measure({"native": switch.native, "fused": switch.fused}, interleaved=False)
+            timings = session.measure(contenders, interleaved=False)
             shape = {"tokens": step.sequence, "microbatches": step.microbatches, "layers_per_stage": _LAYERS_A_STAGE}
             yield session.row("pipeline_step", "forward_backward", name, shape, timings, equal)

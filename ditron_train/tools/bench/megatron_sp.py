@@ -10,13 +10,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import build_module
 
 from ditron_train.cpu import megatron_shim as megatron_cpu
 from ditron_train.gemm.configs import choose_config
-from ditron_train.megatron import apply, restore
+from ditron_train.megatron import apply
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.device import kernel_target
 from ditron_train.runtime.device import num_sms as num_sms_of
@@ -31,17 +30,6 @@ _LENGTHS = (16384, 32768, 65536)
 _TRACED_LENGTH = 16384
 _MOST_ROWS = 8192  # of a rank: more, and the deterministic backward of the attention does not fit in 140 GB
 _DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-
-
-@contextlib.contextmanager
-def _world(session: BenchSession) -> Iterator[None]:
-    """Megatron's groups with all ranks in one context-parallel group."""
-    parallel_state.initialize_model_parallel(context_parallel_size=session.world_size)
-    try:
-        yield
-    finally:
-        restore()
-        parallel_state.destroy_model_parallel()
 
 
 def _build(session: BenchSession, fused: bool, fp8: str | None) -> torch.nn.Module:
@@ -112,7 +100,7 @@ def attention_rows(session: BenchSession, fp8: str | None = None) -> Iterator[Ro
     if it does not fit, the length is left out), times with the attention that Megatron uses by default. The limit
     is the time of the same layer without any exchange.
     """
-    with _world(session):
+    with megatron_cpu.parallel_groups(context_parallel_size=session.world_size):
         exact, fast = _pair(session, True, fp8), _pair(session, False, fp8)
         for length in _LENGTHS:
             if length > _MOST_ROWS * session.world_size:
@@ -145,7 +133,7 @@ def attention_contenders(
     session: BenchSession, fp8: str | None = None
 ) -> Iterator[dict[str, Callable[[int], list[torch.Tensor]]]]:
     """Forward and backward of the layer, ``native`` and ``fused``, on the same values."""
-    with _world(session):
+    with megatron_cpu.parallel_groups(context_parallel_size=session.world_size):
         layers = _pair(session, False, fp8)
         passes = _passes(layers, _values(session), _TRACED_LENGTH // session.world_size)
         yield contenders(passes.forward_backward, layers)

@@ -135,10 +135,8 @@ def layer_rows(session: BenchSession, fp8: str | None = None, *, is_split: bool 
     pair = _LayerPair(session, fp8, is_split=is_split)
     if fp8 is not None and not session.attempt("userbuffers' layer", lambda index: pair.add_userbuffers()):
         pair.layers.pop("userbuffers", None)
-    op, dtype = (
-        "transformer_layer" if is_split else "transformer_layer_ar",
-        FP8_PREFIX + fp8 if fp8 else torch.bfloat16,
-    )
+    op = "transformer_layer" if is_split else "transformer_layer_ar"
+    dtype = FP8_PREFIX + fp8 if fp8 else torch.bfloat16
     for direction, run in pair.passes.both():
         timed = contenders(run, pair.layers)
         equal = session.equal_layer("tp", timed["fused"], timed["native"])

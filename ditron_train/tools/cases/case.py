@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ditron_train.policy import Function, Op
 from ditron_train.policy.op import Call, Context
+from ditron_train.runtime.values import make_values
 from ditron_train.tools.timing import Timing
 
 Pass = Literal["forward", "backward", "forward_backward"]
@@ -36,6 +37,15 @@ class RunEnvironment:
     def rank(self) -> int:
         """This process's rank in the group."""
         return dist.get_rank(self.group)
+
+    def values(
+        self, sizes: Iterable[Sequence[int]], first_seed: int, dtype: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
+        """A random tensor of each size, by one seed after the other (``make_values``); ranks differ, runs do not."""
+        return [
+            make_values(tuple(size), dtype or self.dtype, self.device, seed=seed, rank=self.rank)
+            for seed, size in enumerate(sizes, first_seed)
+        ]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from ditron_train.data import load_workloads
 from ditron_train.policy.op import Call, Context
-from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.arguments import refuse
 from ditron_train.tools.cases.case import BenchCase, ModelSizes, RunEnvironment, Shape
 
 _SKEWED = 1.0  # exponent of the skewed routing
@@ -107,9 +107,7 @@ def routing_of(layer: Shape, environment: RunEnvironment, seed: int) -> tuple[to
     Raises:
         SettingError: The layer does not divide over the ranks.
     """
-    why = unsupported_layer(layer, environment.world_size)
-    if why is not None:
-        raise SettingError(why)
+    refuse(unsupported_layer(layer, environment.world_size))
     tokens, num_experts, topk = (layer.sizes[name] for name in ("tokens_per_rank", "num_experts", "topk"))
     options: dict[str, Any] = dict(exponent=layer.options["zipf"], device=environment.device)
     return zipf_routing(tokens, num_experts, topk, **options, seed=1000 * seed + environment.rank)

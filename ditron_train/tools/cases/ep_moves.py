@@ -64,6 +64,13 @@ def moe_config(
     return layer_config(dtype, **{**sizes, **router, **swiglu, **fields, **others})
 
 
+def config_of_layer(layer: Shape, dtype: torch.dtype, **others: Any) -> TransformerConfig:
+    """``moe_config`` of a layer that tools measure."""
+    sizes = {name: layer.sizes[name] for name in ("hidden", "ffn_hidden", "num_experts", "topk")}
+    fused = False if layer.options["deterministic"] else None
+    return moe_config(**sizes, dtype=dtype, fused=fused, **others)
+
+
 class SentTokens(NamedTuple):
     """Which tokens went to which rank, the handle of ``dispatch_by_torch``.
 
@@ -314,20 +321,12 @@ class MoveCase(MoeCase[TokensCall, EPContext]):
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> TokensCall:
         """Tokens, or the rows that Megatron's dispatcher makes of them."""
-        sizes, is_deterministic = shape.sizes, shape.options["deterministic"]
-        names = ("hidden", "ffn_hidden", "num_experts", "topk")
-        others: dict[str, Any] = {"moe_token_dispatcher_type": "flex"} if self.op.is_flex else {}
-        config = moe_config(
-            **{name: sizes[name] for name in names},
-            dtype=environment.dtype,
-            fused=False if is_deterministic else None,
-            **others,
-        )
+        dispatcher = "flex" if self.op.is_flex else "alltoall"
+        config = config_of_layer(shape, environment.dtype, moe_token_dispatcher_type=dispatcher)
         routed, probs = routing_of(shape, environment, seed)
         generator = torch.Generator(environment.device).manual_seed(1000 * seed + environment.rank)
-        tokens = torch.empty(
-            sizes["tokens_per_rank"], sizes["hidden"], device=environment.device, dtype=environment.dtype
-        ).normal_(generator=generator)
+        size = shape.sizes["tokens_per_rank"], shape.sizes["hidden"]
+        tokens = torch.empty(size, device=environment.device, dtype=environment.dtype).normal_(generator=generator)
         pair = DispatcherPair(config)
         if isinstance(self.op, DispatchOp):
             return TokensCall(pair, tokens, routed, probs, None, environment.group)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ditron_train.pp.context import PipelineContext, get_pipeline_context
 from ditron_train.pp.spec import MESSAGE, MessageCall, by_nccl
 from ditron_train.runtime.groups import GroupCache
-from ditron_train.runtime.values import make_values
 from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, RunEnvironment, Shape
 from ditron_train.tools.timing import Timing
 
@@ -81,7 +80,7 @@ class MessageCase(BenchCase[MessageCall, PipelineContext]):
         context = get_pipeline_context(environment.group, environment.device)
         if num_bytes > context.slot_bytes:
             context.reserve(num_bytes)
-        data = make_values((num_bytes // 2,), torch.bfloat16, environment.device, seed=seed, rank=environment.rank)
+        (data,) = environment.values([(num_bytes // 2,)], seed, torch.bfloat16)
         call = MessageCall(context, num_bytes, data=data, received=_landing(data.numel(), environment.device))
         return call if shape.model == "ring" else call._replace(sends=is_first, receives=not is_first)
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ditron_train.data import load_workloads
 from ditron_train.policy import Function, Op
-from ditron_train.runtime.errors import SettingError
 from ditron_train.runtime.values import make_values
 from ditron_train.schedule.keys import causal_ranges
 from ditron_train.sp.a2a_gemm import a2a_gemm
@@ -35,6 +34,7 @@ from ditron_train.sp.keys_values import FusedMoves, KeyValueContext
 from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
 from ditron_train.sp.transfer import WeightLayout
+from ditron_train.tools.arguments import refuse
 from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, Pass, RunEnvironment, Shape
 
 _LONG_FLOP = 8e12  # of one GEMM: some 10 ms, which vary less
@@ -206,9 +206,7 @@ class ProjectionCase(BenchCase[ProjectionCall, SPContext]):
         return _MOST_OF_LONG if flops > _LONG_FLOP else None
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> ProjectionCall:
-        why = self.unsupported_shape(shape, environment.world_size)
-        if why is not None:
-            raise SettingError(why)
+        refuse(self.unsupported_shape(shape, environment.world_size))
         world, (seqlen, heads, groups, head_size) = environment.world_size, _sizes(shape)
         hidden, side = heads * head_size, self.op.side
         first = 20 * seed + (side.first_backward_seed if self.op.is_backward else side.first_seed)
@@ -335,21 +333,12 @@ class ExchangeCase(ProjectionCase):
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> ProjectionCall:
         """Q, k and v as one part, or the attended values."""
-        why = self.unsupported_shape(shape, environment.world_size)
-        if why is not None:
-            raise SettingError(why)
+        refuse(self.unsupported_shape(shape, environment.world_size))
         world, (seqlen, heads, groups, head_size) = environment.world_size, shape.sizes.values()
         rows, num_heads = (
             (seqlen // world, heads + 2 * groups) if self.op.side.towards_heads else (seqlen, heads // world)
         )
-        size = (rows, 1, num_heads, head_size)
-        x = make_values(
-            size,
-            environment.dtype,
-            environment.device,
-            seed=20 * seed + self.op.side.first_seed,
-            rank=environment.rank,
-        )
+        (x,) = environment.values([(rows, 1, num_heads, head_size)], 20 * seed + self.op.side.first_seed)
         layout = output_layout(num_heads if self.op.side.towards_heads else heads, head_size, world)
         return ProjectionCall(x, x, layout, AllToAlls(environment.group, environment.device), environment.group)
 
@@ -407,16 +396,11 @@ class GatheredCase(BenchCase[GatheredCall, KeyValueContext]):
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> GatheredCall:
         (seqlen, heads, groups, head_size), world = _sizes(shape), environment.world_size
-        why = self.unsupported_shape(shape, world)
-        if why is not None:
-            raise SettingError(why)
+        refuse(self.unsupported_shape(shape, world))
         window = shape.options.get("window")
         ranges = causal_ranges(2 * world, seqlen // (2 * world), window)
-        where = environment.dtype, environment.device
-        q, k, v, grad = (
-            make_values((seqlen // world, 1, count, head_size), *where, seed=20 * seed + place, rank=environment.rank)
-            for place, count in enumerate((heads, groups, groups, heads))
-        )
+        sizes = [(seqlen // world, 1, count, head_size) for count in (heads, groups, groups, heads)]
+        q, k, v, grad = environment.values(sizes, 20 * seed)
         stream = torch.cuda.Stream(q.device) if q.is_cuda else None
 
         def attention(moves: FusedMoves | NativeMoves) -> GatheredAttention:

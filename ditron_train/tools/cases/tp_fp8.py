@@ -23,7 +23,6 @@ from ditron_train.megatron.tp.te_fp8 import Scaling, forward_pass
 from ditron_train.megatron.tp.te_passes import gather, multiply, passing, scatter
 from ditron_train.policy import Function, Op
 from ditron_train.runtime.settings import under_policy
-from ditron_train.runtime.values import make_values
 from ditron_train.tools.cases.case import BenchCase, Cost, RunEnvironment, Shape
 from ditron_train.tools.cases.tp_gemm import AG_GEMM, GEMM_RS, GemmCase, RecipeCase, local_shapes
 from ditron_train.tools.fp8.recipes import (
@@ -137,10 +136,7 @@ class Fp8GemmCase(RecipeCase[Fp8Operands]):
 
     def sample(self, shape: Shape, environment: RunEnvironment, seed: int) -> Fp8Operands:
         shapes, is_gathered = local_shapes(self.op.kind, shape, environment.world_size), self.op.kind == "ag_gemm"
-        x, weight = (
-            make_values(one, torch.bfloat16, environment.device, seed=2 * seed + index, rank=environment.rank)
-            for index, one in enumerate(shapes)
-        )
+        x, weight = environment.values(shapes, 2 * seed, torch.bfloat16)
         quantizer = _quantizer(self.recipe, environment.device, payload=is_gathered)
         matrix = _quantizer(self.recipe, environment.device, is_weight=True)(weight)
         return Fp8Operands(quantizer(x), matrix, quantizer, environment.group)
@@ -284,10 +280,7 @@ class LayerCase(RecipeCase[LayerCall]):
         config, native, fused = _layers(self.op.kind, n, k, environment.world_size, self.recipe)
         out_rows = m if self.op.kind == "column" else m // environment.world_size
         sizes = ((rows, 1, own_k), (out_rows, 1, own_n), tuple(native.weight.shape))
-        x, grad, weight = (
-            make_values(one, torch.bfloat16, environment.device, seed=3 * seed + index, rank=environment.rank)
-            for index, one in enumerate(sizes)
-        )
+        x, grad, weight = environment.values(sizes, 3 * seed, torch.bfloat16)
         with torch.no_grad():
             for layer in (native, fused):
                 layer.weight.copy_(weight / math.sqrt(own_k))

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from ditron_train.data import load_workloads
 from ditron_train.policy import Function, Op, Trial
 from ditron_train.policy.op import Call, make_trial
-from ditron_train.runtime.errors import SettingError
-from ditron_train.runtime.values import make_values
+from ditron_train.tools.arguments import refuse
 from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, RunEnvironment, Shape
 from ditron_train.tools.fp8.recipes import unsupported_reason_aligned
 from ditron_train.tools.results import FP8_PREFIX
@@ -68,9 +67,7 @@ def local_shapes(
     Raises:
         SettingError: A size is not above 0, or does not divide over the ranks.
     """
-    why = unsupported_linear(op, shape, world_size, label)
-    if why is not None:
-        raise SettingError(why)
+    refuse(unsupported_linear(op, shape, world_size, label))
     m, n, k = (shape.sizes[name] for name in "mnk")
     if op == "ag_gemm":
         return (m // world_size, k), (n // world_size, k)
@@ -153,10 +150,7 @@ class GemmCase(BenchCase[GemmCall, TPContext]):
         x_shape, weight_shape = local_shapes(self.op.kind, shape, environment.world_size)
         if self.op.layout == "nn":
             weight_shape = weight_shape[::-1]
-        x, weight = (
-            make_values(one, environment.dtype, environment.device, seed=2 * seed + index, rank=environment.rank)
-            for index, one in enumerate((x_shape, weight_shape))
-        )
+        x, weight = environment.values((x_shape, weight_shape), 2 * seed)
         return GemmCall(x, weight, environment.group)
 
     def cost(self, call: GemmCall, context: TPContext) -> Cost:

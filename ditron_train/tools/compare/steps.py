@@ -139,9 +139,8 @@ class Difference:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], list[Step], list[str]]:
-    whole = (
-        read_regular(path).decode("utf-8").split("\n")[:-1]
-    )  # the last line of a job that was killed may be half written
+    # The last line of a job that was killed may be half written.
+    whole = read_regular(path).decode("utf-8").split("\n")[:-1]
     if not whole:
         raise ValueError(f"{path.name} is empty")
     header, *entries = [parse_json(line) for line in whole]

@@ -59,6 +59,7 @@ from ditron_train.megatron.tp.te_coverage import (
 )
 from ditron_train.runtime.device import assuming_gpu
 from ditron_train.runtime.errors import NotSupportedError
+from ditron_train.tools.fp8.recipes import RECIPES
 from ditron_train.tools.job.arguments import Job
 from ditron_train.tools.job.model import has_sparse_attention, layer_counts, matrices_of
 
@@ -73,12 +74,7 @@ _GRAPH_SCOPES = {
     "Mamba": frozenset({"mamba"}),
     "shared experts": frozenset({"moe", "moe_router"}),
 }
-_RECIPES = {
-    "tensorwise": "Float8CurrentScaling",
-    "delayed": "DelayedScaling",
-    "mxfp8": "MXFP8BlockScaling",
-    "blockwise": "Float8BlockScaling",
-}
+_RECIPES = {**RECIPES, "mxfp8": "MXFP8BlockScaling"}
 _PROBS_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _ANY_VOCABULARY = 256  # times the unit that Megatron-LM pads to: reasons depend on nothing else
 

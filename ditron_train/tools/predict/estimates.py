@@ -94,9 +94,8 @@ class _Step:
         self.slots = self.microbatches + (self.pp - 1) / self.chunks
         self.forwards = 2 if config.recompute_granularity == "full" else 1
         self.group = cluster.span(self.tp, 1)
-        self.fused_heads = (
-            self.cp > 1 and self.tp == 1 and self.config.cp_comm_type == "a2a" and not config.fp8
-        )  # projections and exchanges in one kernel
+        # Projections and exchanges in one kernel.
+        self.fused_heads = self.cp > 1 and self.tp == 1 and config.cp_comm_type == "a2a" and not config.fp8
         self.check()
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ditron_train.runtime.errors import NotSupportedError, SettingError
 from ditron_train.runtime.files import export_trace
 from ditron_train.runtime.versions import pip_command
-from ditron_train.tools.arguments import check_folder
+from ditron_train.tools.arguments import check_folder, refuse
 from ditron_train.tools.cases import BenchCase, Shape
 from ditron_train.tools.catalog import PACKAGES, cases_of, megatron_groups
 from ditron_train.tools.nothing_compared import require_compared
@@ -109,9 +109,7 @@ def _op_at_shape(
         chosen = Shape("custom", dict(zip("mnk", shape, strict=True)))
     if model is not None:
         chosen = shapes_for(case, argparse.Namespace(model=[model]), session.world_size, on_gpu)[0]
-    why = case.unsupported_shape(chosen, session.world_size)
-    if why is not None:
-        raise SettingError(why)
+    refuse(case.unsupported_shape(chosen, session.world_size))
     sizes = ", ".join(f"{name} {size}" for name, size in chosen.sizes.items())
     with megatron_groups(case.groups, session), case.surroundings(chosen):
         calls = OpCalls(session, case, chosen)

@@ -172,9 +172,7 @@ def _sustain(shape_class: ShapeClass, seconds: int, session: BenchSession) -> No
         contenders.update({one: _run_as(shape_class.space, trial, one) for one in finalists})
         calls = math.ceil(seconds * 1e6 / result.native_us / 2)
         with trial.case.surroundings(trial.shape):
-            timings = measure(
-                contenders, group=None, device=session.device, repetitions=calls, warmup=calls, interleaved=False
-            )
+            timings = measure(contenders, device=session.device, repetitions=calls, warmup=calls, interleaved=False)
         result.native_us = timings.pop("native").median_us
         result.times_us = {one: timing.median_us for one, timing in timings.items()}
 
@@ -234,9 +232,7 @@ def _time(
         contenders.update({name: lambda index, name=name: parts[name]() for name in _PARTS if name in parts})
     names = list(contenders)
     contenders.update({candidate: _run_as(space, trial, candidate) for candidate in candidates})
-    timings = measure(
-        contenders, group=None, device=session.device, repetitions=turns.repetitions, warmup=1, passes=turns.rounds
-    )
+    timings = measure(contenders, device=session.device, repetitions=turns.repetitions, warmup=1, passes=turns.rounds)
     times = {name: timing.median_us for name, timing in timings.items()}
     # Drift between the rounds is taken out by what both have timed: native.
     scale = 1.0 if first else result.native_us / times["native"]

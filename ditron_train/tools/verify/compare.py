@@ -57,8 +57,7 @@ def compare(session: BenchSession, case: Case, stress: Stress, *, seed: int, tim
         "native": lambda index: native_results(op, call),
         "fused": lambda index: fused_results(op, call, context),
     }
-    timings = session.measure(contenders)
-    return Outcome(case, True, num_different, timings["native"].median_us, timings["fused"].median_us)
+    return Outcome(case, True, num_different, session.measure(contenders))
 
 
 def _sample(session: BenchSession, linear: LinearCase, case: Case, seed: int) -> LinearCall:
@@ -82,7 +81,7 @@ def _disturb(session: BenchSession, context: TPContext, stress: Stress, late: np
         context.synchronize()
         dist.barrier()
         for name in _BUFFERS:
-            held = context.arena.tensor(name, (1,), torch.uint8).capacity_bytes
+            held = max(context.arena.capacity_bytes(name), 1)
             context.arena.tensor(name, (held,), torch.uint8).local.fill_(0xFF)  # NaN in every floating type
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)

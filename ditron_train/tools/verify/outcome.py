@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from ditron_train.tools.session import BenchSession
+from ditron_train.tools.timing import Timing
 from ditron_train.tools.verify.cases import Case
 
 RESULTS = ("forward", "dgrad", "wgrad")
@@ -49,15 +51,18 @@ class Outcome:
         case: Which.
         is_fused: Whether a training job would run our op at this shape; else it runs natively, so nothing can differ.
         num_different: By result: in how many comparisons a bit differed on any rank.
-        native_us: Forward and backward natively; None if it was not timed.
-        ditron_us: Forward and backward with the fused path.
+        timings: Forward and backward, ``native`` and ``fused``; empty if they were not timed.
     """
 
     case: Case
     is_fused: bool
     num_different: dict[str, int]
-    native_us: float | None = None
-    ditron_us: float | None = None
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+
+    @property
+    def times_us(self) -> list[float]:
+        """Of the native and of the fused path, if they were timed."""
+        return [self.timings[name].median_us for name in ("native", "fused")] if self.timings else []
 
     @property
     def equal(self) -> bool:
@@ -71,5 +76,5 @@ class Outcome:
             return "DIFFERENT"
         if not self.is_fused:
             return "native"
-        slower = self.native_us is not None and self.ditron_us is not None and self.ditron_us > self.native_us
-        return "fused, slower" if slower else "fused"
+        times_us = self.times_us
+        return "fused, slower" if times_us and times_us[1] > times_us[0] else "fused"

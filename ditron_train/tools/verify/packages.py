@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ditron_train.runtime.errors import SettingError
+from ditron_train.tools.arguments import refuse
 from ditron_train.tools.cases import ModelSizes, Shape
 from ditron_train.tools.cases.ep_layers import layers_of_model
 from ditron_train.tools.catalog import PACKAGES, cases_of, megatron_groups
@@ -52,9 +53,7 @@ def check_packages(packages: Sequence[str], model: ModelSizes, world_size: int, 
     for room in packages:
         for case in cases_of(room, fp8):
             for shape in case.shapes_of_model(model, world_size):
-                why = case.unsupported_shape(shape, world_size)
-                if why is not None:
-                    raise SettingError(why)
+                refuse(case.unsupported_shape(shape, world_size))
 
 
 class _UnderStress:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -81,7 +82,7 @@ class Report:
 
     def _write_rows(self) -> Path | None:
         folder: Path | None = self._arguments.output
-        rows = [*(_row(self._session, outcome) for outcome in self.outcomes if outcome.native_us), *self.rows]
+        rows = [*(_row(self._session, outcome) for outcome in self.outcomes if outcome.timings), *self.rows]
         if self._session.rank != 0 or folder is None or not rows:
             return None
         settings = {**self._stamp.settings, "summary": ". ".join(self._sentences())}
@@ -122,7 +123,7 @@ def _show(session: BenchSession, outcomes: Sequence[Outcome], rows: Sequence[Row
         bits = [_bits(outcome, result) for result in RESULTS]
         sizes, dtype = f"{case.m}x{case.n}x{case.k}", str(case.dtype).removeprefix("torch.")
         style = None if outcome.equal else "bold red"
-        times = _times(outcome.native_us, outcome.ditron_us)
+        times = _times(*outcome.times_us)
         table.add_row(
             case.name,
             case.kind + ("" if case.sequence_parallel else " ar"),
@@ -150,8 +151,8 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _times(*times_us: float | None) -> list[str]:
-    return ["" if time_us is None else f"{time_us / 1e3:.3f}" for time_us in times_us]
+def _times(*times_us: float) -> list[str]:
+    return [f"{time_us / 1e3:.3f}" for time_us in times_us] or ["", ""]
 
 
 def _results_of(row: Row) -> Sequence[str]:
@@ -189,16 +190,8 @@ def _summary(outcomes: Sequence[Outcome], repeat: int) -> str:
 
 
 def _row(session: BenchSession, outcome: Outcome) -> Row:
-    assert outcome.native_us is not None and outcome.ditron_us is not None, "timed together"
-    return Row(
-        op=f"{outcome.case.kind}_linear{'' if outcome.case.sequence_parallel else '_ar'}",
-        direction="forward_backward",
-        model=outcome.case.name,
-        world_size=session.world_size,
-        dtype=str(outcome.case.dtype).removeprefix("torch."),
-        shape={"m": outcome.case.m, "n": outcome.case.n, "k": outcome.case.k},
-        native_us=outcome.native_us,
-        ditron_us=outcome.ditron_us,
-        bitwise_equal=outcome.equal,
-        comm_sms=0,
-    )
+    case = outcome.case
+    op = f"{case.kind}_linear{'' if case.sequence_parallel else '_ar'}"
+    shape = {"m": case.m, "n": case.n, "k": case.k}
+    options: dict[str, Any] = dict(dtype=case.dtype, spread=None)
+    return session.row(op, "forward_backward", case.name, shape, outcome.timings, outcome.equal, **options)

@@ -112,9 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         os.environ.update(DITRON_POLICY="strict", DITRON_PLAN=str(arguments.plan))
     # Whatever is proven equal is verified, be it faster on this machine or not.
     os.environ.setdefault("DITRON_POLICY", "bits")
-    get_logger("policy").setLevel(
-        logging.WARNING
-    )  # what runs fused is listed in the table; of random shapes that is thousands
+    # What runs fused is listed in the table; of random shapes that is thousands.
+    get_logger("policy").setLevel(logging.WARNING)
     with bench_session("verify", arguments) as session:
         on_gpu = session.device.type == "cuda"
         model = model_sizes(arguments.job, on_gpu)

@@ -21,11 +21,7 @@ def _slow_on_rank_one() -> tuple[float, float, list[int]]:
         time.sleep(0.03 if dist.get_rank() == 1 else 0.0)
 
     timings = measure(
-        {"slow": contender, "quick": lambda index: None},
-        group=None,
-        device=torch.device("cpu"),
-        repetitions=3,
-        warmup=1,
+        {"slow": contender, "quick": lambda index: None}, device=torch.device("cpu"), repetitions=3, warmup=1
     )
     return timings["slow"].median_us, timings["quick"].median_us, calls
 
@@ -33,7 +29,7 @@ def _slow_on_rank_one() -> tuple[float, float, list[int]]:
 def _order_of_calls(interleaved: bool) -> str:
     calls: list[str] = []
     contenders = {name: lambda index, name=name: calls.append(name) for name in "ab"}
-    measure(contenders, group=None, device=torch.device("cpu"), repetitions=1, warmup=1, interleaved=interleaved)
+    measure(contenders, device=torch.device("cpu"), repetitions=1, warmup=1, interleaved=interleaved)
     return "".join(calls)
 
 
@@ -76,10 +72,9 @@ def test_the_host_is_eight_calls_ahead_of_the_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     for name in ("_sleep", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda argument: None)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
-    times_us = timing._time_cuda(
-        [lambda index: None] * 2, None, torch.device("cpu"), repetitions=6, warmup=4, inside=False
-    )
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    contenders = [lambda index: None] * 2
+    times_us = timing._time_cuda(contenders, torch.device("cpu"), repetitions=6, warmup=4, inside=False)
     assert _Event.waited == [7] * 12  # calls behind the one that is waited for
     assert [round(time_us) for time_us in times_us[0]] == [18, 22, 26, 30, 34, 38]  # of the fifth to the tenth turn
 

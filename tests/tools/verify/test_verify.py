@@ -24,6 +24,7 @@ from ditron_train.tools.cases.pp import MESSAGES, message_shapes
 from ditron_train.tools.catalog import PACKAGES, cases_of
 from ditron_train.tools.nothing_compared import NothingComparedError
 from ditron_train.tools.results import read_results
+from ditron_train.tools.timing import Timing
 from ditron_train.tools.verify import packages
 from ditron_train.tools.verify import verifier as verify_run
 from ditron_train.tools.verify.cases import model_cases, model_sizes, random_cases, shape_cases
@@ -443,10 +444,11 @@ def test_random_cases_divide_and_repeat_by_seed() -> None:
 def test_verdicts() -> None:
     (case,) = shape_cases(arguments("--row", "8", "8", "8"), torch.bfloat16)
     same = dict.fromkeys(RESULTS, 0)
-    assert Outcome(case, True, same, 2.0, 1.0).verdict == "fused"
-    assert Outcome(case, True, same, 1.0, 2.0).verdict == "fused, slower"
+    quick, slow = Timing(1.0, 0.0), Timing(2.0, 0.0)
+    assert Outcome(case, True, same, {"native": slow, "fused": quick}).verdict == "fused"
+    assert Outcome(case, True, same, {"native": quick, "fused": slow}).verdict == "fused, slower"
     assert Outcome(case, False, same).verdict == "native"
-    assert Outcome(case, True, {**same, "wgrad": 1}, 2.0, 1.0).verdict == "DIFFERENT"
+    assert Outcome(case, True, {**same, "wgrad": 1}, {"native": slow, "fused": quick}).verdict == "DIFFERENT"
 
 
 def test_what_the_interpreter_would_compute_for_hours_is_refused() -> None:
