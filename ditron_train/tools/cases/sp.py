@@ -31,7 +31,8 @@ from ditron_train.sp.context import SPContext, get_sp_context
 from ditron_train.sp.exchange import to_heads, to_sequence
 from ditron_train.sp.functions import output_projection, qkv_projection
 from ditron_train.sp.gemm_a2a import gemm_a2a
-from ditron_train.sp.keys_values import FusedMoves, KeyValueContext
+from ditron_train.sp.keys_values import FusedMoves
+from ditron_train.stream.op_context import OpContext
 from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
 from ditron_train.sp.transfer import WeightLayout
@@ -380,7 +381,7 @@ class _StandIn:
         return grad, attended.k * factor, attended.v * factor
 
 
-class GatheredCase(BenchCase[GatheredCall, KeyValueContext]):
+class GatheredCase(BenchCase[GatheredCall, OpContext]):
     """The exchanges alone, around a stand-in for the attention, against all-gathers, reorders and reduce-scatters of
     the process group in Transformer Engine's order."""
 
