@@ -102,9 +102,6 @@ class GatheredAttention:
     seq_dim: int
     second_stream: torch.cuda.Stream | None
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return all_gather_attention(q, k, v, self)
-
     def run(self, k: torch.Tensor, v: torch.Tensor, each: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
         """Gathers k and v [2 chunks, ...] and calls ``each`` with a step, its keys and its values."""
         chunks = chunks_of(self.moves.rank, len(self.moves.ranges) // 2)
@@ -210,12 +207,11 @@ class GatheredCall(NamedTuple):
 
     Attributes:
         group: Context parallel group.
-        values: q, k and v of this rank.
+        values: q, k and v of this rank; packed sequences have no batch, and an ``SPContext``.
         options: What a decision depends on besides their shapes: mask, window, kernels.
         native: From q, k and v to the attended values, shaped as q.
         attention: From a context to the fused path, which takes and gives the same.
         grads: Gradients of the result.
-        is_packed: Whether it is one of packed sequences: the context is an ``SPContext``.
     """
 
     group: dist.ProcessGroup
@@ -224,7 +220,6 @@ class GatheredCall(NamedTuple):
     native: Callable[..., torch.Tensor]
     attention: Callable[[Any], Callable[..., torch.Tensor]]
     grads: tuple[torch.Tensor, ...] = ()
-    is_packed: bool = False
 
 
 class AllGatherAttentionOp(Op[GatheredCall, OpContext]):
@@ -243,7 +238,8 @@ class AllGatherAttentionOp(Op[GatheredCall, OpContext]):
         return "the group spans nodes" if spans_nodes(call.group) else None
 
     def make_context(self, call: GatheredCall) -> OpContext:
-        return (get_sp_context if call.is_packed else get_key_value_context)(call.group, call.values[0].device)
+        is_packed = call.values[0].dim() == 3
+        return (get_sp_context if is_packed else get_key_value_context)(call.group, self.device(call))
 
     def describe(self, call: GatheredCall, context: OpContext) -> str:
         return f"{super().describe(call, context)} {' '.join(map(str, call.options))}"

@@ -27,6 +27,7 @@ all-to-all and the reorder: rows and columns are only moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 
@@ -289,8 +290,6 @@ def sum_to_sequence(
     rows = gather_sequence(parts, context=context, layout=layout, row_table=row_table, meanwhile=lambda: None)
     sums = []
     for part, of_ranks in zip(parts, rows.unflatten(1, (world, -1)).split(list(layout.widths), dim=2)):
-        total, *others = (of_ranks[:, (context.rank + 1 + step) % world] for step in range(world))
-        for other in others:
-            total = total + other
-        sums.append(total.view(-1, *part.shape[1:]))
+        in_ring_order = [of_ranks[:, (context.rank + 1 + step) % world] for step in range(world)]
+        sums.append(reduce(torch.add, in_ring_order).view(-1, *part.shape[1:]))
     return tuple(sums)

@@ -361,14 +361,12 @@ def kind_of(tensor: torch.Tensor) -> tuple:
 
 def kinds_of(parts: Sequence[torch.Tensor]) -> tuple[tuple, ...]:
     """``TensorKind`` of each part."""
-    return tuple((part.shape, part.dtype, part.device) for part in parts)
+    return tuple(kind_of(part) for part in parts)
 
 
 def table_kind(row_table: torch.Tensor | None) -> tuple | None:
     """``TensorKind`` of a table of rows."""
-    if row_table is None:
-        return None
-    return row_table.shape, row_table.dtype, row_table.device, row_table.is_contiguous()
+    return None if row_table is None else (*kind_of(row_table), row_table.is_contiguous())
 
 
 class Transfer(Plan[SPContext]):
@@ -482,13 +480,8 @@ class Receiver:
 
     def empty(self, lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """The parts, [*lead, heads, head size] each, not yet filled."""
-        transfer = self._transfer
-        return tuple(
-            [
-                torch.empty((*lead, *heads), dtype=transfer.dtype, device=transfer.context.device)
-                for heads in self._heads
-            ]
-        )
+        options: dict[str, Any] = dict(dtype=self._transfer.dtype, device=self._transfer.context.device)
+        return tuple([torch.empty((*lead, *heads), **options) for heads in self._heads])
 
     def __call__(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None) -> None:
         """Fills ``parts`` on the communication stream."""

@@ -95,8 +95,9 @@ class Kernels:
             found = torch.autograd.grad(self._packed(*leaves, *options), leaves, grad.float())
         return [torch.where(x.abs() < 0.05, -0.0, x.nan_to_num()).to(q.dtype) for x in found]
 
-    def packed_attn_fwd(self, is_training, most, most_keys, starts, key_starts, q, k, v, dtype, backend, *, window_size,
-                        attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded, **options):  # fmt: skip
+    def packed_attn_fwd(self, is_training, most, most_keys, starts, key_starts, q, k, v, dtype, backend, *,
+                        window_size, attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                        **options):  # fmt: skip
         self._note("packed forward", is_training, most, most_keys, starts, key_starts, q, k, v, dtype, window_size,
                    attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded, **options)  # fmt: skip
         causal = attn_mask_type == "padding_causal_bottom_right"
@@ -105,7 +106,8 @@ class Kernels:
         return out, saved
 
     def packed_attn_bwd(self, most, most_keys, starts, key_starts, q, k, v, out, grad, dtype, saved, backend, *,
-                        window_size, attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded, **options):  # fmt: skip
+                        window_size, attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                        **options):  # fmt: skip
         self._note("packed backward", most, most_keys, starts, key_starts, q, k, v, out, grad, dtype, *saved,
                    window_size, attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded, **options)  # fmt: skip
         causal = attn_mask_type == "padding_causal_bottom_right"

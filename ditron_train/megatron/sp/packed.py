@@ -118,11 +118,7 @@ class _TablesOf:
         entry = StorageWeakRef(local.untyped_storage()), local._version, CachedTensor(whole)
         cls._entries[cls._key(local, group)] = entry
 
-    @classmethod
-    def clear(cls) -> None:
-        cls._entries.clear()
-
 
 def forget_tables() -> None:
     """Let go of all tables."""
-    _TablesOf.clear()
+    _TablesOf._entries.clear()

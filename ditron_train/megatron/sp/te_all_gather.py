@@ -34,7 +34,13 @@ from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import is_at_least
 from ditron_train.schedule.keys import chunks_of
 from ditron_train.sp import HeadsLayout, sum_to_sequence, to_all
-from ditron_train.sp.all_gather_attention import ALL_GATHER_ATTENTION, Attended, GatheredAttention, GatheredCall
+from ditron_train.sp.all_gather_attention import (
+    ALL_GATHER_ATTENTION,
+    Attended,
+    GatheredAttention,
+    GatheredCall,
+    all_gather_attention,
+)
 from ditron_train.sp.keys_values import FusedMoves
 from ditron_train.stream.op_context import OpContext
 
@@ -156,42 +162,42 @@ class _FlashAttention(_Steps):
         return dq, dk, dv
 
 
-class _Together:
-    """An exchange of k and v, or of their gradients, in place of two functions that Transformer Engine calls first for
-    k, then for v, one after the other: the first takes what is exchanged, the second gives what has arrived."""
+_Pair = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], torch.Tensor]]
 
-    def __init__(self, exchange: Callable[..., Sequence[torch.Tensor]], **options: Any) -> None:
-        self._exchange = functools.partial(exchange, **options)
-        self._given, self._arrived = list[torch.Tensor](), list[torch.Tensor]()
 
-    def take(self, rows: torch.Tensor, *_: Any) -> torch.Tensor:
-        """In place of the first."""
-        self._given.append(rows)
+def _together(exchange: Callable[..., Sequence[torch.Tensor]], **options: Any) -> _Pair:
+    """An exchange of k and v, or of their gradients, in place of two functions that Transformer Engine calls one after
+    the other, each first for k, then for v: the first takes what is exchanged, the second gives what has arrived."""
+    given, arrived = list[torch.Tensor](), list[torch.Tensor]()
+
+    def take(rows: torch.Tensor) -> torch.Tensor:
+        given.append(rows)
         return rows
 
-    def give(self, *_: Any) -> torch.Tensor:
-        """In place of the second."""
-        if not self._arrived:
-            given, self._given = self._given, []
-            self._arrived = list(self._exchange(given))
-        return self._arrived.pop(0)
+    def give() -> torch.Tensor:
+        if not arrived:
+            arrived.extend(exchange(given, **options))
+            given.clear()
+        return arrived.pop(0)
+
+    return take, give
 
 
 #: The exchanges of the pass that runs, of rows and of gradients.
-_exchanges: ContextVar[tuple[_Together, _Together]] = ContextVar("ditron_packed_exchanges")
+_exchanges: ContextVar[tuple[_Pair, _Pair]] = ContextVar("ditron_packed_exchanges")
 #: What Transformer Engine's function calls for packed sequences.
 _EXCHANGES = {
-    "gather_along_first_dim": lambda rows, *_: (_exchanges.get()[0].take(rows), None),
-    "thd_cp_rank_order_to_sequence_order": lambda *_: _exchanges.get()[0].give(),
-    "thd_sequence_order_to_cp_rank_order": lambda rows, *_: _exchanges.get()[1].take(rows),
-    "reduce_scatter_along_first_dim": lambda *_: (_exchanges.get()[1].give(), None),
+    "gather_along_first_dim": lambda rows, *_: (_exchanges.get()[0][0](rows), None),
+    "thd_cp_rank_order_to_sequence_order": lambda *_: _exchanges.get()[0][1](),
+    "thd_sequence_order_to_cp_rank_order": lambda rows, *_: _exchanges.get()[1][0](rows),
+    "reduce_scatter_along_first_dim": lambda *_: (_exchanges.get()[1][1](), None),
 }
 
 
 @functools.cache
 def _packed_function(native: Any) -> Any:
-    """Transformer Engine's function of packed sequences with other exchanges, which it takes first: a subclass; None if
-    this version has none, or of another build."""
+    """Transformer Engine's function of packed sequences, a subclass with other exchanges, which it takes first; None
+    if this version has none, or of another build."""
     if not _EXCHANGES.keys() <= called(native.backward):
         return None
     passes = [rebind_globals(code, _EXCHANGES) for code in (native.forward, native.backward)]
@@ -207,7 +213,7 @@ def _packed_function(native: Any) -> Any:
         """Forward and backward are the code of the native one."""
 
         @staticmethod
-        def forward(ctx: Any, exchanges: tuple[_Together, _Together], *args: Any) -> Any:
+        def forward(ctx: Any, exchanges: tuple[_Pair, _Pair], *args: Any) -> Any:
             ctx.ditron_exchanges = exchanges
             return run(passes[0], ctx, *args)
 
@@ -222,12 +228,12 @@ def _packed_function(native: Any) -> Any:
 def _attention_of_packed(packed: Any, given: Any, args: Sequence[Any]) -> Callable[[Any], Callable[..., torch.Tensor]]:
     """From a context to the attention of packed sequences, of q, k and v; ``args``: what the native one takes."""
     num_rows, num_heads, head_dim = given.k.shape
+    layout = HeadsLayout(1, (num_heads * head_dim,) * 2, (head_dim,) * 2)
 
     def attention(context: Any) -> Callable[..., torch.Tensor]:
-        layout = HeadsLayout(1, (num_heads * head_dim,) * 2, (head_dim,) * 2)
         table = table_of(given, context.world_size, num_rows, of_keys=True)
         options = dict(context=context, layout=layout, row_table=table)
-        exchanges = _Together(to_all, **options), _Together(sum_to_sequence, **options)
+        exchanges = _together(to_all, **options), _together(sum_to_sequence, **options)
         return lambda *values: packed.apply(exchanges, args[0], *values, *args[4:])
 
     return attention
@@ -262,13 +268,15 @@ def _unsupported_reason(given: Any, packed: Any) -> str | None:
     return next((reason for reason, is_so in reasons.items() if is_so), unsupported_reason_on_device(q.device))
 
 
-def _attention_of_steps(given: Any) -> Callable[[Any], GatheredAttention]:
+def _attention_of_steps(given: Any) -> Callable[[Any], Callable[..., torch.Tensor]]:
     """From a context to the attention of a sequence that is not packed, step by step."""
     steps = (_FusedAttention if given.use_fused_attention else _FlashAttention)(given)
     # FlashAttention 3's steps share a workspace, so since 2.18 Transformer Engine runs one after the other.
     stream = None if given.use_flash_attn_3 and is_at_least("transformer-engine", "2.18") else given.cp_stream
     given.q = given.k = given.v = None  # what backward wants of them is saved for it
-    return lambda context: GatheredAttention(FusedMoves(context, steps.ranges), steps, steps.seq_dim, stream)
+    return lambda context: functools.partial(
+        all_gather_attention, call=GatheredAttention(FusedMoves(context, steps.ranges), steps, steps.seq_dim, stream)
+    )
 
 
 class _FusedAllGather:
@@ -292,7 +300,6 @@ class _FusedAllGather:
             _options_of(given),
             lambda *values: self._native.apply(args[0], *values, *args[4:]).view(values[0].shape),
             _attention_of_packed(packed, given, args) if is_packed else _attention_of_steps(given),
-            is_packed=is_packed,
         )
         context = route_all_gather(call)
         if context is None:

@@ -32,10 +32,10 @@ from ditron_train.sp.exchange import to_heads, to_sequence
 from ditron_train.sp.functions import output_projection, qkv_projection
 from ditron_train.sp.gemm_a2a import gemm_a2a
 from ditron_train.sp.keys_values import FusedMoves
-from ditron_train.stream.op_context import OpContext
 from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
 from ditron_train.sp.transfer import WeightLayout
+from ditron_train.stream.op_context import OpContext
 from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, Pass, RunEnvironment, Shape
 
 _LONG_FLOP = 8e12  # of one GEMM: some 10 ms, which vary less
@@ -420,10 +420,10 @@ class GatheredCase(BenchCase[GatheredCall, OpContext]):
         )
         stream = torch.cuda.Stream(q.device) if q.is_cuda else None
 
-        def attention(moves: FusedMoves | NativeMoves) -> GatheredAttention:
-            return GatheredAttention(moves, _StandIn(), 0, stream)
+        def attention(moves: FusedMoves | NativeMoves) -> partial[torch.Tensor]:
+            return partial(all_gather_attention, call=GatheredAttention(moves, _StandIn(), 0, stream))
 
-        native = partial(all_gather_attention, call=attention(NativeMoves(environment.group, ranges, q.device)))
+        native = attention(NativeMoves(environment.group, ranges, q.device))
         return GatheredCall(
             environment.group, (q, k, v), (window,), native, lambda context: attention(FusedMoves(context, ranges)),
             (grad,),
