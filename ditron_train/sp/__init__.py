@@ -3,7 +3,7 @@ exchanges."""
 
 from ditron_train.sp.a2a_gemm import a2a_gemm
 from ditron_train.sp.context import SPContext, get_sp_context
-from ditron_train.sp.exchange import gather_sequence, to_heads, to_sequence
+from ditron_train.sp.exchange import gather_sequence, sum_to_sequence, to_all, to_heads, to_sequence
 from ditron_train.sp.functions import (
     InputShards,
     LateWgrad,
@@ -34,6 +34,8 @@ __all__ = [
     "qkv_projection",
     "sequence_exchange",
     "split_by_heads",
+    "sum_to_sequence",
+    "to_all",
     "to_heads",
     "to_sequence",
 ]

@@ -25,7 +25,9 @@ from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.values import make_values
 from ditron_train.schedule.keys import Range, chunks_of
-from ditron_train.sp.keys_values import FusedMoves, KeyValueContext, get_key_value_context
+from ditron_train.sp.context import get_sp_context
+from ditron_train.sp.keys_values import FusedMoves, get_key_value_context
+from ditron_train.stream.op_context import OpContext
 from ditron_train.symm.nodes import spans_nodes
 
 
@@ -205,10 +207,10 @@ class GatheredCall(NamedTuple):
 
     Attributes:
         group: Context parallel group.
-        values: q, k and v of this rank.
+        values: q, k and v of this rank; packed sequences have no batch, and an ``SPContext``.
         options: What a decision depends on besides their shapes: mask, window, kernels.
         native: From q, k and v to the attended values, shaped as q.
-        attention: What the fused path computes with.
+        attention: From a context to the fused path, which takes and gives the same.
         grads: Gradients of the result.
     """
 
@@ -216,11 +218,11 @@ class GatheredCall(NamedTuple):
     values: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     options: tuple[Hashable, ...]
     native: Callable[..., torch.Tensor]
-    attention: Callable[[KeyValueContext], GatheredAttention]
+    attention: Callable[[Any], Callable[..., torch.Tensor]]
     grads: tuple[torch.Tensor, ...] = ()
 
 
-class AllGatherAttentionOp(Op[GatheredCall, KeyValueContext]):
+class AllGatherAttentionOp(Op[GatheredCall, OpContext]):
     """An attention with the gathers of its keys and values, and the sums of their gradients.
 
     Gradients of q are not compared: attention kernels may add them up in any order, and the exchanges do not touch
@@ -235,17 +237,18 @@ class AllGatherAttentionOp(Op[GatheredCall, KeyValueContext]):
     def unsupported_reason(self, call: GatheredCall) -> str | None:
         return "the group spans nodes" if spans_nodes(call.group) else None
 
-    def make_context(self, call: GatheredCall) -> KeyValueContext:
-        return get_key_value_context(call.group, call.values[0].device)
+    def make_context(self, call: GatheredCall) -> OpContext:
+        is_packed = call.values[0].dim() == 3
+        return (get_sp_context if is_packed else get_key_value_context)(call.group, self.device(call))
 
-    def describe(self, call: GatheredCall, context: KeyValueContext) -> str:
+    def describe(self, call: GatheredCall, context: OpContext) -> str:
         return f"{super().describe(call, context)} {' '.join(map(str, call.options))}"
 
     def peak_bytes(self, call: GatheredCall) -> int:
         """Both paths hold keys and values of all ranks, and their gradients."""
         return super().peak_bytes(call) + 8 * dist.get_world_size(call.group) * call.values[1].nbytes
 
-    def trial(self, call: GatheredCall, context: KeyValueContext) -> Trial:
+    def trial(self, call: GatheredCall, context: OpContext) -> Trial:
         """Normal values, whose sums show their order in every rounding."""
         q, k, v, grad = (
             make_values(tuple(one.shape), one.dtype, one.device, seed=seed, rank=context.rank)
@@ -265,8 +268,8 @@ class AllGatherAttentionOp(Op[GatheredCall, KeyValueContext]):
     def native(self, call: GatheredCall) -> Function:
         return lambda *values: [call.native(*values)]
 
-    def fused(self, call: GatheredCall, context: KeyValueContext) -> Function:
-        return lambda q, k, v: [all_gather_attention(q, k, v, call.attention(context))]
+    def fused(self, call: GatheredCall, context: OpContext) -> Function:
+        return lambda *values: [call.attention(context)(*values)]
 
 
 ALL_GATHER_ATTENTION = AllGatherAttentionOp()

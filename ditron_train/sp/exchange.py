@@ -1,4 +1,5 @@
-"""``to_heads``, ``to_sequence`` and ``gather_sequence``: the exchanges of Ulysses without a GEMM.
+"""``to_heads``, ``to_sequence`` and ``gather_sequence``: the exchanges of Ulysses without a GEMM; ``to_all`` and
+``sum_to_sequence``: a gather of the whole sequence, and the sum of its gradients.
 
 ``to_heads`` is, for each part, an all-to-all and the reorder of chunks; ``to_sequence`` is its inverse:
 
@@ -11,6 +12,14 @@
 ``gather_sequence`` is the exchange before an A2A-GEMM, by itself: the push runs on the communication stream while
 the caller's work (a weight gradient) runs on the current one.
 
+``to_all`` gives every rank all heads, ``sum_to_sequence`` is its transpose; what arrives is put into the order of the
+sequence while more arrives:
+
+    all_gather_into_tensor(gathered, part)
+    whole[row_table.flatten()] = gathered
+
+    reduce_scatter_tensor(part, whole[row_table.flatten()])
+
 All of them only enqueue; they wait for the device only at the first call of a new shape. Bits are those of the
 all-to-all and the reorder: rows and columns are only moved.
 """
@@ -18,6 +27,7 @@ all-to-all and the reorder: rows and columns are only moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 
@@ -28,6 +38,7 @@ from ditron_train.sp.context import SPContext
 from ditron_train.sp.layouts import HeadsLayout
 from ditron_train.sp.transfer import (
     GATHER,
+    TO_ALL,
     TO_HEADS,
     TO_SEQUENCE,
     Receiver,
@@ -40,10 +51,12 @@ from ditron_train.sp.transfer import (
 )
 from ditron_train.stream.events import current_handle
 
+_OPERATIONS = {"to_heads": TO_HEADS, "to_all": TO_ALL, "to_sequence": TO_SEQUENCE}
+
 
 class ExchangePlan(Transfer):
-    """``to_heads`` or ``to_sequence`` of one shape: a push and, concurrently, the kernel that takes apart what
-    arrives."""
+    """``to_heads``, ``to_all`` or ``to_sequence`` of one shape: a push and, concurrently, the kernel that takes apart
+    what arrives."""
 
     def __init__(
         self,
@@ -52,11 +65,11 @@ class ExchangePlan(Transfer):
         m: int,
         dtype: torch.dtype,
         *,
-        towards_heads: bool,
+        operation: int,
         packed: bool,
         programs: int,
     ) -> None:
-        super().__init__(context, TO_HEADS if towards_heads else TO_SEQUENCE, layout, m, dtype, packed=packed)
+        super().__init__(context, operation, layout, m, dtype, packed=packed)
         self._push = self.copy_kernel(push_kernel, programs)
         self._receive = Receiver(self, programs)
 
@@ -125,13 +138,14 @@ def _plan_exchange(
     table: tuple | None,
     programs: int | None,
 ) -> ExchangePlan:
-    """What ``to_heads`` or ``to_sequence`` needs for parts of these kinds (collective)."""
-    world, towards_heads = context.world_size, name == "to_heads"
-    first = check_parts(name, context, layout, kinds, table, whole_sequence=not towards_heads)
-    m = first.shape[:-2].numel() // (1 if towards_heads else world)
+    """What ``to_heads``, ``to_all`` or ``to_sequence`` needs for parts of these kinds (collective)."""
+    world, operation = context.world_size, _OPERATIONS[name]
+    is_whole, all_heads = operation == TO_SEQUENCE, operation == TO_ALL
+    first = check_parts(name, context, layout, kinds, table, whole_sequence=is_whole, all_heads=all_heads)
+    m = first.shape[:-2].numel() // (world if is_whole else 1)
     programs = programs or exchange_programs(name, m, world * layout.num_columns, context)
     packed = table is not None
-    return ExchangePlan(context, layout, m, first.dtype, towards_heads=towards_heads, packed=packed, programs=programs)
+    return ExchangePlan(context, layout, m, first.dtype, operation=operation, packed=packed, programs=programs)
 
 
 @outside_compile
@@ -230,3 +244,52 @@ def to_sequence(
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
     return _exchange("to_sequence", context, layout, parts, row_table, programs)
+
+
+@outside_compile
+def to_all(
+    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """All heads of this rank's chunks become all heads of the whole sequence, on every rank.
+
+    Args:
+        parts: One tensor a part, [s / world, ..., heads, head size]; fp32, bf16 or fp16, any strides.
+        context: The group's context.
+        layout: Columns of all heads.
+        row_table: As ``gemm_a2a``.
+
+    Returns:
+        One tensor a part, [s, ..., heads, head size], in the order of the sequence.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
+    """
+    return _exchange("to_all", context, layout, parts, row_table, None)
+
+
+@outside_compile
+def sum_to_sequence(
+    parts: Sequence[torch.Tensor], *, context: SPContext, layout: HeadsLayout, row_table: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The transpose of ``to_all``: this rank's rows of the sums over ranks, in NCCL's ring order.
+
+    Args:
+        parts: One tensor a part, [s, ..., heads, head size], contiguous: this rank's part of the sums.
+        context: As ``to_all``.
+        layout: As ``to_all``, of one group.
+        row_table: As ``to_all``.
+
+    Returns:
+        One tensor a part, [s / world, ..., heads, head size], rounded after each addition.
+
+    Raises:
+        NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
+    """
+    assert layout.num_groups == 1, "columns of a part lie together"
+    world = context.world_size
+    rows = gather_sequence(parts, context=context, layout=layout, row_table=row_table, meanwhile=lambda: None)
+    sums = []
+    for part, of_ranks in zip(parts, rows.unflatten(1, (world, -1)).split(list(layout.widths), dim=2)):
+        in_ring_order = [of_ranks[:, (context.rank + 1 + step) % world] for step in range(world)]
+        sums.append(reduce(torch.add, in_ring_order).view(-1, *part.shape[1:]))
+    return tuple(sums)

@@ -9,12 +9,7 @@ import torch
 
 from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
-
-
-def chunks_of_rank(rank: int, world_size: int) -> tuple[int, int]:
-    """The two of the sequence's ``2 * world_size`` chunks that ``rank`` holds: causal attention costs every rank the
-    same."""
-    return rank, 2 * world_size - 1 - rank
+from ditron_train.schedule.keys import chunks_of
 
 
 def global_rows(rank: int, world_size: int, num_local_rows: int) -> np.ndarray:
@@ -28,7 +23,7 @@ def global_rows(rank: int, world_size: int, num_local_rows: int) -> np.ndarray:
     if num_local_rows % 2:
         raise NotSupportedError(f"{num_local_rows} rows of a rank do not divide into two chunks")
     half = num_local_rows // 2
-    return np.concatenate([chunk * half + np.arange(half) for chunk in chunks_of_rank(rank, world_size)])
+    return np.concatenate([chunk * half + np.arange(half) for chunk in chunks_of(rank, world_size)])
 
 
 @outside_compile

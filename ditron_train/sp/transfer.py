@@ -82,6 +82,7 @@ class CopyBlocks(NamedTuple):
         groups: Groups of each part in a block.
         widths: Columns of each part in a block.
         to_heads: Whether the copy goes to the attention.
+        to_all: Whether every rank gets all heads, not its own.
         has_table: Whether a table says where in the whole sequence a row is.
         world_size: Ranks.
     """
@@ -91,6 +92,7 @@ class CopyBlocks(NamedTuple):
     groups: tuple[int, ...]
     widths: tuple[int, ...]
     to_heads: bool
+    to_all: bool
     has_table: bool
     world_size: int
 
@@ -296,8 +298,8 @@ def push_item(item, pointers, channel, shape, rank, epoch, COPY: tl.constexpr, T
         mask = rows < shape.M
         if COPY.to_heads:
             in_rows = rows.to(tl.int64)
-            in_groups = shape.num_groups * WORLD_SIZE
-            first_group = peer * shape.num_groups
+            in_groups = shape.num_groups if COPY.to_all else shape.num_groups * WORLD_SIZE
+            first_group = 0 if COPY.to_all else peer * shape.num_groups
             destination = buffer + (rank * shape.slot_rows + rows).to(tl.int64) * shape.stride
         else:
             in_rows = _global_row(rows, mask, peer, pointers.table, shape, COPY)
@@ -316,8 +318,9 @@ def push_kernel(pointers, channel, shape, COPY: tl.constexpr, TARGET: tl.constex
     """Pushes to every rank its share of the parts, flag block by flag block of M local rows.
 
     To heads: the parts hold local rows of all heads, [M, W * num_groups * width]; rank d gets its groups of every row,
-    in slot ``rank``. Else: they hold global rows of this rank's heads, [W * M, num_groups * width]; rank d gets the
-    rows of its two chunks, in its columns ``rank * num_groups * sum(widths)``, since it multiplies them.
+    in slot ``rank``. To all: [M, num_groups * width], which every rank gets there. Else: they hold global rows of this
+    rank's heads, [W * M, num_groups * width]; rank d gets the rows of its two chunks, in its columns
+    ``rank * num_groups * sum(widths)``, since it multiplies them.
 
     All ranks send a flag block to everybody before the next (a consumer needs it from all sources), starting with rank
     + 1, so no two send to the same one. Before the first store: all start signals. A flag block's flag is released
@@ -334,7 +337,7 @@ def push_kernel(pointers, channel, shape, COPY: tl.constexpr, TARGET: tl.constex
     dl.verify_peers(channel.ready, channel.signature, epoch, channel.control, rank, WORLD_SIZE, TARGET)
 
 
-GEMM_A2A, TO_HEADS, A2A_GEMM, TO_SEQUENCE, GATHER = 1, 2, 3, 4, 5  # first word of a signature
+GEMM_A2A, TO_HEADS, A2A_GEMM, TO_SEQUENCE, GATHER, TO_ALL = range(1, 7)  # first word of a signature
 
 
 def memory_of(*tensors: torch.Tensor | None) -> tuple[int, ...]:
@@ -358,14 +361,12 @@ def kind_of(tensor: torch.Tensor) -> tuple:
 
 def kinds_of(parts: Sequence[torch.Tensor]) -> tuple[tuple, ...]:
     """``TensorKind`` of each part."""
-    return tuple((part.shape, part.dtype, part.device) for part in parts)
+    return tuple(kind_of(part) for part in parts)
 
 
 def table_kind(row_table: torch.Tensor | None) -> tuple | None:
     """``TensorKind`` of a table of rows."""
-    if row_table is None:
-        return None
-    return row_table.shape, row_table.dtype, row_table.device, row_table.is_contiguous()
+    return None if row_table is None else (*kind_of(row_table), row_table.is_contiguous())
 
 
 class Transfer(Plan[SPContext]):
@@ -398,7 +399,7 @@ class Transfer(Plan[SPContext]):
         packed: bool,
         copy: transfer_sizes.CopyShape = transfer_sizes.PUSH,
     ) -> None:
-        self.towards_heads = operation in (GEMM_A2A, TO_HEADS)
+        self.towards_heads = operation in (GEMM_A2A, TO_HEADS, TO_ALL)
         super().__init__(context, context.heads_channel if self.towards_heads else context.sequence_channel)
         self.layout, self.m, self.dtype = layout, m, dtype
         widths = self._three(layout.widths, 0)
@@ -424,6 +425,7 @@ class Transfer(Plan[SPContext]):
             tuple(min(copy.width // width, most_groups) for width in block_widths),
             block_widths,
             self.towards_heads,
+            operation == TO_ALL,
             packed,
             world,
         )
@@ -478,13 +480,8 @@ class Receiver:
 
     def empty(self, lead: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """The parts, [*lead, heads, head size] each, not yet filled."""
-        transfer = self._transfer
-        return tuple(
-            [
-                torch.empty((*lead, *heads), dtype=transfer.dtype, device=transfer.context.device)
-                for heads in self._heads
-            ]
-        )
+        options: dict[str, Any] = dict(dtype=self._transfer.dtype, device=self._transfer.context.device)
+        return tuple([torch.empty((*lead, *heads), **options) for heads in self._heads])
 
     def __call__(self, parts: Sequence[torch.Tensor], table: torch.Tensor | None) -> None:
         """Fills ``parts`` on the communication stream."""
@@ -504,6 +501,7 @@ def check_parts(
     table: tuple | None,
     *,
     whole_sequence: bool,
+    all_heads: bool = False,
 ) -> TensorKind:
     """Checks what this rank can see alone of the parts [s, ..., heads, head size]; returns the first one's kind.
 
@@ -512,6 +510,7 @@ def check_parts(
         kinds: ``kinds_of`` the parts.
         table: ``table_kind`` of the table of rows.
         whole_sequence: Whether the parts hold all rows of this rank's heads, or local rows of all heads.
+        all_heads: Whether all heads are one rank's.
     """
     parts = [TensorKind(*kind) for kind in kinds]
     if len(parts) != len(layout.widths):
@@ -519,7 +518,7 @@ def check_parts(
     first = parts[0]
     world = context.world_size
     for index, part in enumerate(parts):
-        heads = layout.num_heads(index) * (1 if whole_sequence else world)
+        heads = layout.num_heads(index) * (1 if whole_sequence or all_heads else world)
         if len(part.shape) < 3 or tuple(part.shape[-2:]) != (heads, layout.head_dims[index]):
             raise NotSupportedError(
                 f"{name}: part {index} is {tuple(part.shape)}, needed is [s, ..., {heads}, {layout.head_dims[index]}]"

@@ -80,6 +80,7 @@ def _copy_blocks(flag_block_rows, num_parts, width, *, towards_heads, has_table)
         "groups": (1, width // 128, width // 128)[:num_parts],
         "widths": (width, 128, 128)[:num_parts],
         "to_heads": towards_heads,
+        "to_all": False,
         "has_table": has_table,
         "world_size": 8,
     }

@@ -141,6 +141,48 @@ def test_random_attentions_have_the_bits_of_transformer_engine(world, seed):
         plugin.restore()
 
 
+def packed_of(world, lengths):
+    """Packed sequences of these lengths, each padded to whole chunks, and their rows."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    whole = [-(-length // (2 * world)) * 2 * world for length in lengths]
+    starts, padded = (
+        torch.tensor([0, *one], device="cuda").cumsum(0).to(torch.int32).contiguous() for one in (lengths, whole)
+    )
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, max_seqlen_q=max(whole), max_seqlen_kv=max(whole),
+    )  # fmt: skip
+    return packed, sum(whole)
+
+
+@pytest.mark.parametrize("window", [None, (300, 0)])
+@pytest.mark.parametrize("lengths", [(1000, 37, 513, 2), (4096,), (64,) * 24])
+def test_packed_sequences_have_the_bits_of_transformer_engine(world, lengths, window):
+    from megatron.core.transformer.enums import AttnMaskType
+
+    import ditron_train.megatron as plugin
+    from ditron_train.runtime.versions import is_at_least
+
+    if not is_at_least("transformer-engine", "2.18"):
+        pytest.skip("Transformer Engine gathers no packed sequences before 2.18")
+    packed, total = packed_of(world, lengths)
+    native, fused = (attention_of(world, is_fused, 8, 2, 128, window) for is_fused in (False, True))
+    try:
+        inputs, grad = values_of(world, total, 1, 8, 2, 128, 5)
+        results = []
+        for attention in (native, fused, fused):
+            leaves = [x.detach().squeeze(1).requires_grad_() for x in inputs]
+            out = attention(*leaves, None, AttnMaskType.padding_causal, packed_seq_params=packed)
+            out.backward(grad.view(out.shape))
+            results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+        for one in results[1:]:
+            assert_same_bits(one, results[0])
+        assert any(answer.context is not None for answer in plugin_answers()), reasons()
+    finally:
+        plugin.restore()
+
+
 def test_ranks_that_come_late_are_waited_for(world):
     """One rank's stream is held up before each pass; the buffer holds NaN where nothing arrives."""
     import ditron_train.megatron as plugin

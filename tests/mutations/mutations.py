@@ -401,6 +401,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{SP_OPS}::test_exchanges_move_any_bits[2-5]",),
     ),
     Mutation(
+        "packed-rows-of-the-next-chunk",
+        "off by one in an uneven split",
+        "ditron_train/sp/layouts.py",
+        "chunk = torch.where(offset < half, rank, 2 * world_size - 2 - rank)",
+        "chunk = torch.where(offset < half, rank, 2 * world_size - 1 - rank)",
+        (f"{SP_OPS}::test_packed_sequences",),
+    ),
+    Mutation(
+        "packed-sums-begin-with-the-own-rank",
+        "reduction order",
+        "ditron_train/sp/exchange.py",
+        "of_ranks[:, (context.rank + 1 + step) % world]",
+        "of_ranks[:, (context.rank + step) % world]",
+        (f"{SP_OPS}::test_packed_rows_to_all_ranks_and_sums_back",),
+    ),
+    Mutation(
         "bias-of-the-first-rank",
         "bias on the wrong rank",
         "ditron_train/sp/functions.py",

@@ -68,8 +68,57 @@ class Kernels:
             found = torch.autograd.grad(_attend(*leaves, window, causal, seq_dim), leaves, grad.float())
         return [torch.where(x.abs() < 0.05, -0.0, x).to(q.dtype) for x in found]
 
+    def _packed(self, q, k, v, starts, padded, key_starts, key_padded, window, causal):
+        """Each sequence for itself, from its valid rows: the others are not looked at, and 0."""
+        bounds = starts, padded, key_starts, key_padded
+        out = torch.zeros_like(q) + 0 * (q.sum() + k.sum() + v.sum())  # a step may have no rows
+        for number in range(len(starts) - 1):
+            num_rows, num_keys = (int(one[number + 1] - one[number]) for one in (starts, key_starts))
+            own, keys = slice(int(padded[number]), None), slice(int(key_padded[number]), None)
+            parts = q[own][:num_rows], k[keys][:num_keys], v[keys][:num_keys]
+            assert [len(part) for part in parts] == [num_rows, num_keys, num_keys], bounds
+            if num_rows and num_keys:
+                found = _attend(*(part.unsqueeze(0) for part in parts), window, causal, 1)[0]
+                # A row that sees no key attends to nothing.
+                out[int(padded[number]) : int(padded[number]) + num_rows] = found.nan_to_num()
+        return out
+
+    def _packed_forward(self, q, k, v, *options):
+        out = self._packed(q.float(), k.float(), v.float(), *options).to(q.dtype)
+        return out, q.float().sum().view(1), v.float().sum().view(1)
+
+    def _packed_backward(self, grad, q, k, v, out, saved, *options):
+        found = self._packed_forward(q, k, v, *options)
+        assert all(torch.equal(one, other) for one, other in zip(saved, found[1:]))
+        with torch.enable_grad():
+            leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
+            found = torch.autograd.grad(self._packed(*leaves, *options), leaves, grad.float())
+        return [torch.where(x.abs() < 0.05, -0.0, x.nan_to_num()).to(q.dtype) for x in found]
+
+    def packed_attn_fwd(self, is_training, most, most_keys, starts, key_starts, q, k, v, dtype, backend, *,
+                        window_size, attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                        **options):  # fmt: skip
+        self._note("packed forward", is_training, most, most_keys, starts, key_starts, q, k, v, dtype, window_size,
+                   attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded, **options)  # fmt: skip
+        causal = attn_mask_type == "padding_causal_bottom_right"
+        bounds = starts, cu_seqlens_q_padded, key_starts, cu_seqlens_kv_padded
+        out, *saved = self._packed_forward(q, k, v, *bounds, window_size, causal)
+        return out, saved
+
+    def packed_attn_bwd(self, most, most_keys, starts, key_starts, q, k, v, out, grad, dtype, saved, backend, *,
+                        window_size, attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                        **options):  # fmt: skip
+        self._note("packed backward", most, most_keys, starts, key_starts, q, k, v, out, grad, dtype, *saved,
+                   window_size, attn_mask_type, cu_seqlens_q_padded, cu_seqlens_kv_padded, **options)  # fmt: skip
+        causal = attn_mask_type == "padding_causal_bottom_right"
+        bounds = starts, cu_seqlens_q_padded, key_starts, cu_seqlens_kv_padded
+        return *self._packed_backward(grad, q, k, v, out, saved, *bounds, window_size, causal), None
+
     def fused_attn_fwd(self, is_training, rows, num_keys, starts, key_starts, q, k, v, dtype, backend, *, window_size,
                        attn_mask_type, qkv_layout, **options):  # fmt: skip
+        if qkv_layout == "thd_thd_thd":
+            return self.packed_attn_fwd(is_training, rows, num_keys, starts, key_starts, q, k, v, dtype, backend,
+                                        window_size=window_size, attn_mask_type=attn_mask_type, **options)  # fmt: skip
         self._note("fused forward", is_training, rows, num_keys, starts, key_starts, q, k, v, dtype, window_size,
                    attn_mask_type, qkv_layout, **options)  # fmt: skip
         seq_dim, causal = qkv_layout.index("s"), attn_mask_type == "causal_bottom_right"
@@ -80,6 +129,9 @@ class Kernels:
     def fused_attn_bwd(self, rows, num_keys, starts, key_starts, q, k, v, out, grad, dtype, *rest, window_size,
                        attn_mask_type, qkv_layout, **options):  # fmt: skip
         *types, saved, backend = rest
+        if qkv_layout == "thd_thd_thd":
+            return self.packed_attn_bwd(rows, num_keys, starts, key_starts, q, k, v, out, grad, dtype, saved, backend,
+                                        window_size=window_size, attn_mask_type=attn_mask_type, **options)  # fmt: skip
         assert len(types) == (self.minor < 15)
         self._note("fused backward", rows, num_keys, starts, key_starts, q, k, v, out, grad, dtype, types, *saved,
                    window_size, attn_mask_type, qkv_layout, **options)  # fmt: skip
@@ -106,6 +158,9 @@ class Kernels:
     def _flash_attn_fwd_v3(self, q, k, v, *args, causal, softmax_scale, **options):
         window = self._window(options)
         self._note("flash 3 forward", q, k, v, *args, causal, softmax_scale, window)
+        if torch.is_tensor(args[4]):
+            bounds = self._bounds(args[4], args[5], args[7], args[8])
+            return *self._packed_forward(q, k, v, *bounds, window, causal)[:2], None, None
         out, lse, rng = self._forward(q, k, v, window, causal, 1)
         return out, lse, None, None
 
@@ -113,9 +168,18 @@ class Kernels:
         causal = options.pop("causal" if self.minor < 14 else "is_causal")
         window, (*lengths, dq, dk, dv) = self._window(options), args
         self._note("flash 3 backward", grad, q, k, v, out, lse, *lengths, causal, softmax_scale, deterministic, window)
-        found = self._backward(grad, q, k, v, out, (lse, v.float().sum().view(1)), window, causal, 1)
+        saved = lse, v.float().sum().view(1)
+        if torch.is_tensor(lengths[0]):
+            found = self._packed_backward(grad, q, k, v, out, saved, *self._bounds(*lengths[:4]), window, causal)
+        else:
+            found = self._backward(grad, q, k, v, out, saved, window, causal, 1)
         for to, one in zip((dq, dk, dv), found):
             to.copy_(one)
+
+    def _bounds(self, padded, key_padded, used, used_keys):
+        """As cuDNN is told them."""
+        starts, key_starts = (torch.nn.functional.pad(one.cumsum(0), (1, 0)) for one in (used, used_keys))
+        return starts, padded, key_starts, key_padded
 
     def _window(self, options):
         if self.minor < 14:
@@ -147,6 +211,38 @@ def _reduce_scatter_along_first_dim(x, group):
     return total, None
 
 
+class _Reorders:
+    """Transformer Engine's kernels of packed sequences, written as its CUDA code is."""
+
+    @staticmethod
+    def _places(starts, world, total):
+        """Row by sequence of each row by rank."""
+        places, divided = [], [int(start) // world for start in starts]
+        for row in range(total):
+            rank, token = divmod(row, total // world)
+            number = max(one for one in range(len(divided) - 1) if divided[one] <= token)
+            length, index = divided[number + 1] - divided[number], token - divided[number]
+            offset = rank if index < length // 2 else 2 * (world - 1) - rank
+            places.append(index + divided[number] * world + length // 2 * offset)
+        return torch.tensor(places)
+
+    @classmethod
+    def thd_sequence_order_to_cp_rank_order(cls, rows, starts, world, total):
+        return rows[cls._places(starts, world, total)]
+
+    @classmethod
+    def thd_cp_rank_order_to_sequence_order(cls, rows, starts, world, total):
+        out = torch.full_like(rows, float("nan"))
+        out[cls._places(starts, world, total)] = rows
+        return out
+
+    @staticmethod
+    def thd_copy_valid_tokens_from_per_split_to_rank_local(out, rows, padded, starts):
+        for number in range(len(starts) - 1):
+            own = slice(int(padded[number]), int(padded[number] + starts[number + 1] - starts[number]))
+            out[own] = rows[own]
+
+
 def pose(checkout):
     """Has Python find Transformer Engine of ``checkout``, whose code of context parallelism runs as it is; returns
     that module, its kernels and what our module says it runs natively for."""
@@ -176,6 +272,9 @@ def pose(checkout):
     graph.is_graph_capturing = lambda: False
     jit.jit_fuser = lambda function: function
     others.nvtx_range_push = others.nvtx_range_pop = lambda *_: None
+    for name in ("sequence_order_to_cp_rank_order", "cp_rank_order_to_sequence_order",
+                 "copy_valid_tokens_from_per_split_to_rank_local"):  # fmt: skip
+        setattr(tex, f"thd_{name}", getattr(_Reorders, f"thd_{name}"))
     tex.NVTE_Fused_Attn_Backend = types.SimpleNamespace(NVTE_F16_arbitrary_seqlen="arbitrary")
     utils.get_attention_quantizers = lambda *_: [None] * 6
     quantization, quantized = (importlib.import_module(f"transformer_engine.pytorch.{name}")
@@ -267,6 +366,109 @@ def compare(checkout, seed, num_cases):
             assert name in ("out", "dq") or not torch.signbit(one[one == 0]).any()
     assert not reasons, reasons
     return sum(answer.context is not None for answer in gate.answers("sp all_gather_attention"))
+
+
+def _packed_arguments(case):
+    """Of Transformer Engine's function for packed sequences, and the gradient of its result."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    lengths = torch.tensor(case["lengths"], dtype=torch.int32)
+    whole = lengths if case["indivisible"] else (lengths + 2 * world - 1) // (2 * world) * (2 * world)
+    starts, padded = (torch.nn.functional.pad(one.cumsum(0, dtype=torch.int32), (1, 0)) for one in (lengths, whole))
+    padded = padded if case["padded"] or case["indivisible"] else None
+    starts = starts if padded is not None else torch.nn.functional.pad(whole.cumsum(0, dtype=torch.int32), (1, 0))
+    padded = starts if padded is None else padded
+    generator, most = torch.Generator().manual_seed(case["seed"] + rank), int(whole.max())
+
+    def values(heads):
+        return torch.randn(int(padded[-1]) // world, heads, 8, generator=generator).bfloat16()
+
+    is_flash = case["kernels"] == "flash 3"
+    given = dict(
+        is_training=True, q=values(case["heads"]), k=values(case["groups"]), v=values(case["groups"]),
+        cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=most, max_seqlen_kv=most, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, dropout_p=0.0, softmax_scale=None, qkv_format="thd",
+        attn_mask_type="padding_causal" if case["causal"] else "padding", attn_bias_type="no_bias", attn_bias=None,
+        deterministic=True, use_fused_attention=not is_flash, return_max_logit=False, window_size=case["window"],
+        cp_group=dist.group.WORLD, cp_stream=MagicMock(), use_flash_attn_3=is_flash, pad_between_seqs=case["padded"],
+        fp8=False, fp8_meta=None, quantizers=None, fp8_output=False,
+    )  # fmt: skip
+    return given, values(case["heads"])
+
+
+def _packed_case(draw, number, world):
+    chunk = 2 * world
+    lengths = [
+        [draw.randrange(1, 4 * chunk) for _ in range(draw.randrange(2, 6))],  # uneven
+        [5 * chunk],
+        [draw.randrange(1, chunk + 1) for _ in range(12)],
+        [3 * chunk, 1, chunk],  # most of a rank's rows of one are padding
+    ][number % 4]
+    groups, causal = draw.choice([1, 2]), draw.random() < 0.7
+    window = [None, (-1, 0), (draw.randrange(1, 2 * chunk), 0)] if causal else [None, (-1, -1), (3, 2)]
+    return dict(
+        lengths=lengths, padded=draw.random() < 0.7, groups=groups, heads=groups * draw.choice([1, 2]), causal=causal,
+        kernels=draw.choice(["cudnn", "cudnn", "flash 3"]), window=draw.choice(window), seed=10 * number,
+        indivisible=False,
+    )  # fmt: skip
+
+
+def _same_bits(found, wanted):
+    return all(torch.equal(one.view(torch.int16), other.view(torch.int16)) for one, other in zip(found, wanted))
+
+
+def compare_packed(checkout, seed, num_cases):
+    """Calls, results and gradients of packed sequences, natively and fused, in buffers that hold NaN before; returns
+    how many gradients of keys and values are zero."""
+    te, kernels, reasons = pose(checkout)
+    from ditron_train.megatron.sp import te_all_gather
+    from ditron_train.policy import gate
+
+    draw, num_zeros = random.Random(seed), 0
+    names = [*inspect.signature(te.AttnFuncWithCPAndKVAllGather.forward).parameters][1:]
+    for number in range(num_cases):
+        case = _packed_case(draw, number, dist.get_world_size())
+        given, grad = _packed_arguments(case)
+        given = {name: given[name] for name in names}
+        native, calls = _results(te, given, grad), kernels.calls[:]
+        with te_all_gather.fused_exchanges():
+            _results(te, given, grad)
+            (context,) = {answer.context for answer in gate.answers("sp all_gather_attention")}
+            for plan in context.prepared.values():
+                plan.buffer.local.fill_(float("nan"))
+            dist.barrier()
+            kernels.calls.clear()
+            reorders, te.tex.thd_cp_rank_order_to_sequence_order = te.tex.thd_cp_rank_order_to_sequence_order, None
+            try:
+                fused = _results(te, given, grad)
+            finally:
+                te.tex.thd_cp_rank_order_to_sequence_order = reorders
+        assert kernels.calls == calls and len(calls) == 4, case
+        kernels.calls.clear()
+        assert _same_bits(fused, native), case
+        for one, other in zip(fused, native, strict=True):
+            assert one.shape == other.shape and one.stride() == other.stride()
+        for one in native[2:]:
+            assert not torch.signbit(one[one == 0]).any() and not one.isnan().any()
+            num_zeros += int((one == 0).sum())
+    assert not reasons, reasons
+    return num_zeros
+
+
+def packed_stays_native(checkout, lengths):
+    """Packed sequences that are not covered; returns the reasons in the log."""
+    te, kernels, reasons = pose(checkout)
+    from ditron_train.megatron.sp.te_all_gather import fused_exchanges
+
+    case = dict(lengths=lengths, padded=False, groups=1, heads=2, causal=True, kernels="cudnn", window=None, seed=0,
+                indivisible=True)  # fmt: skip
+    given, grad = _packed_arguments(case)
+    names = [*inspect.signature(te.AttnFuncWithCPAndKVAllGather.forward).parameters][1:]
+    with fused_exchanges():
+        try:
+            _results(te, {name: given[name] for name in names}, grad)
+        except AssertionError as error:  # Transformer Engine's own
+            reasons.append(str(error).split("!")[0])
+    return reasons
 
 
 def _stand_in():
@@ -429,6 +631,9 @@ def stays_native(kind):
             te.AttnFuncWithCPAndKVAllGather.forward = staticmethod(lambda ctx, q: None)
         if kind == "group":
             core.cp_group = None
-        _attended(core, PackedSeqParams(qkv_format="thd") if kind == "packed" else None)
+        packed = PackedSeqParams(qkv_format="thd") if kind in ("packed", "dynamic") else None
+        if kind == "dynamic":
+            packed.cp_group = dist.group.WORLD
+        _attended(core, packed)
         assert te.AttnFuncWithCPAndKVAllGather.num_calls == 1
     return reasons

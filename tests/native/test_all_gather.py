@@ -13,8 +13,10 @@ from tests.support.processes import run_workers_once
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import all_gather_workers as workers  # noqa: E402
+import te_sources  # noqa: E402
 
 TRANSFORMER_ENGINE = os.environ.get("TRANSFORMER_ENGINE")
+_MINOR = te_sources._minor_of(TRANSFORMER_ENGINE) if TRANSFORMER_ENGINE else 0
 
 
 def run(ranks, body, *arguments):
@@ -28,6 +30,19 @@ def run(ranks, body, *arguments):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bits_and_calls_of_kernels_are_those_of_transformer_engines_own_code(ranks):
     assert min(run(ranks, workers.compare, TRANSFORMER_ENGINE, ranks, 12)) >= 10
+
+
+@pytest.mark.skipif(_MINOR < 18, reason="TRANSFORMER_ENGINE names no checkout of 2.18 or newer")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_packed_sequences_have_the_bits_and_calls_of_transformer_engines_own_code(ranks):
+    assert min(run(ranks, workers.compare_packed, TRANSFORMER_ENGINE, ranks, 12)) > 0
+
+
+@pytest.mark.skipif(_MINOR < 10, reason="TRANSFORMER_ENGINE names no checkout of Transformer Engine")
+def test_packed_sequences_that_are_not_covered_are_native_and_said():
+    says = "a packed sequence of 10 tokens" if _MINOR >= 18 else "the layout of the attention is thd"
+    for reasons in run(2, workers.packed_stays_native, TRANSFORMER_ENGINE, [10, 8, 6]):
+        assert reasons[0] == says
 
 
 @pytest.mark.parametrize("window", [None, (5, 0)])
@@ -45,7 +60,8 @@ def test_bits_of_the_attention_that_gathers_by_itself(window):
         ("bias", "the attention has a bias"),
         ("uneven", "q is (8, 1, 4, 8), k (8, 1, 2, 8), v (8, 1, 2, 8)"),
         ("fp8", "the attention itself computes in FP8"),
-        ("packed", "the attention is called with packed_seq_params"),
+        ("packed", "the lengths of the packed sequences are not given"),
+        ("dynamic", "the context parallel group changes from batch to batch"),
         ("version", "Transformer Engine gathers keys and values otherwise (2.10 to 2.18 are covered)"),
         ("group", "a batch before this one has changed the context parallel group"),
     ],

@@ -537,6 +537,40 @@ def packed(lengths: list[int], heads: int, groups: int, head_dim: int, hidden: i
     context.arena.close()
 
 
+def gathered_packed(lengths: list[int], heads: int, dtype: torch.dtype, first_epoch: int = 0) -> int:
+    """Rows of packed sequences to all ranks, and sums back, in buffers that hold NaN before; returns how many sums are
+    zero. Some partial sums are -0, and each addition rounds."""
+    from ditron_train.sp import packed_rows, sum_to_sequence, to_all
+
+    world, rank, head_dim = dist.get_world_size(), dist.get_rank(), 8
+    context = SPContext(None, torch.device("cpu"), first_epoch=first_epoch)
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    total, num_zeros = int(starts[-1]), 0
+    table = packed_rows(starts, world, total // world)
+    layout = HeadsLayout(1, (heads * head_dim,) * 2, (head_dim,) * 2)
+    options = dict(context=context, layout=layout, row_table=table)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        whole = [torch.randn(total, heads, head_dim, generator=generator).to(dtype) for _ in range(2)]
+        partial = [torch.randn(world, total, heads, head_dim, generator=generator).to(dtype) for _ in range(2)]
+        partial = [torch.where(one.abs() < 0.3, -0.0, one) for one in partial]
+        for plan in context.prepared.values():
+            plan.buffer.local.fill_(float("nan"))
+        dist.barrier()
+        for one, wanted in zip(to_all([one[table[rank].long()] for one in whole], **options), whole, strict=True):
+            assert torch.equal(one, wanted) and one.is_contiguous()
+        sums = sum_to_sequence([one[rank] for one in partial], **options)
+        for one, parts in zip(sums, partial, strict=True):
+            wanted = parts[(rank + 1) % world]
+            for step in range(2, world + 1):
+                wanted = wanted + parts[(rank + step) % world]
+            kind = torch.int16 if dtype.itemsize == 2 else torch.int32
+            assert torch.equal(one.view(kind), wanted[table[rank].long()].view(kind)) and one.is_contiguous()
+            num_zeros += int((one == 0).sum())
+    context.arena.close()
+    return num_zeros
+
+
 def empty_on_one_rank() -> list[str]:
     """What each rank hears where the last one has an empty sequence, on the way to heads and back."""
     from ditron_train.sp import gemm_a2a, to_sequence

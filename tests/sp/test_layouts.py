@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.sp.layouts import HeadsLayout, chunks_of_rank, global_rows, output_layout, packed_rows, qkv_layout
+from ditron_train.schedule.keys import chunks_of
+from ditron_train.sp.layouts import HeadsLayout, global_rows, output_layout, packed_rows, qkv_layout
 
 
 @given(st.integers(1, 9), st.integers(1, 20))
@@ -19,7 +20,7 @@ def test_the_ranks_rows_are_the_sequence_and_balanced(world_size, half):
     # causal attention costs a row its index: every rank pays the same
     assert len({int(r.sum()) for r in rows}) == 1
     for rank, own in enumerate(rows):
-        assert (own[0] // half, own[-1] // half) == chunks_of_rank(rank, world_size)
+        assert (own[0] // half, own[-1] // half) == chunks_of(rank, world_size)
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 3))

@@ -123,6 +123,17 @@ def test_packed_sequences(world):
     run_workers(world, bodies_sp.packed, lengths, 2 * world, world, 8, 16)
 
 
+@pytest.mark.parametrize("world, dtype", [(2, torch.bfloat16), (4, torch.bfloat16), (2, torch.float32)])
+@pytest.mark.parametrize("counts", [(3, 1, 17, 0, 6), (40,), (1,) * 30])
+def test_packed_rows_to_all_ranks_and_sums_back(world, dtype, counts):
+    lengths = [2 * world * count for count in counts]
+    assert min(run_workers(world, bodies_sp.gathered_packed, lengths, 3, dtype)) > 0
+
+
+def test_packed_rows_to_all_ranks_while_epochs_wrap():
+    run_workers(2, bodies_sp.gathered_packed, [8, 4], 1, torch.bfloat16, 2**31 - 2)
+
+
 @pytest.mark.parametrize("name", ["table", "later table"])
 def test_a_table_of_another_shape_or_type_is_refused(name):
     """Also where one of the same shape was right before: its type is not in the kernels' arguments."""

@@ -29,14 +29,14 @@ class EmbeddingCall(NamedTuple):
 
     Attributes:
         weight: This rank's [V, H].
-        index: [...], what the weight is indexed with.
+        rows: [...], what the weight is indexed with.
         is_elsewhere: [...], which words are other ranks'; None if there are none.
         group: Tensor parallel group.
         grad: Gradient of the rows if the call is tried or measured, of other ranks' words zero.
     """
 
     weight: torch.Tensor
-    index: torch.Tensor
+    rows: torch.Tensor
     is_elsewhere: torch.Tensor | None
     group: dist.ProcessGroup
     grad: torch.Tensor | None = None
@@ -44,7 +44,7 @@ class EmbeddingCall(NamedTuple):
     def with_grad(self) -> EmbeddingCall:
         """With a gradient of random values."""
         weight = self.weight
-        grad = normal_values((*self.index.shape, weight.shape[-1]), weight.dtype, weight.device, 6)
+        grad = normal_values((*self.rows.shape, weight.shape[-1]), weight.dtype, weight.device, 6)
         return self._replace(
             grad=grad if self.is_elsewhere is None else grad.masked_fill_(self.is_elsewhere[..., None], 0)
         )
@@ -58,27 +58,27 @@ class EmbeddingOp(Op[EmbeddingCall, None]):
     def key(self, call: EmbeddingCall) -> tuple[Hashable, ...]:
         """At any number of tokens PyTorch adds up by the same kernel, so a decision holds for all that are about as
         many; the size of the vocabulary costs both paths alike."""
-        weight, index = call.weight, call.index
-        kinds = type(weight), weight.dtype, weight.device, index.dtype, index.device
-        return weight.shape[1:], index.numel().bit_length(), *kinds
+        weight, rows = call.weight, call.rows
+        kinds = type(weight), weight.dtype, weight.device, rows.dtype, rows.device
+        return weight.shape[1:], rows.numel().bit_length(), *kinds
 
     def unsupported_reason(self, call: EmbeddingCall) -> str | None:
-        return unsupported_reason(call.weight, call.index)
+        return unsupported_reason(call.weight, call.rows)
 
     def trial(self, call: EmbeddingCall, context: None) -> Trial:
         """The call's own words, and words of which each comes eight times, of a vocabulary with a row per token."""
-        num_tokens = call.index.numel()
+        num_tokens = call.rows.numel()
         weight = normal_values((num_tokens, call.weight.shape[-1]), call.weight.dtype, call.weight.device, 5)
-        renamed = call.index.flatten().unique(return_inverse=True)[1]
+        renamed = call.rows.flatten().unique(return_inverse=True)[1]
         is_elsewhere = None if call.is_elsewhere is None else call.is_elsewhere.flatten()
         own = EmbeddingCall(weight, renamed, is_elsewhere, call.group)
         repeated = torch.arange(num_tokens, device=weight.device) * 7 % max(1, num_tokens // 8)
-        pair = make_trial(self, own._replace(index=repeated, is_elsewhere=None).with_grad(), context)
+        pair = make_trial(self, own._replace(rows=repeated, is_elsewhere=None).with_grad(), context)
         return make_trial(self, own.with_grad(), context, extra_cases=[(pair.native, pair.fused)])
 
     def peak_bytes(self, call: EmbeddingCall) -> int:
         """Of both cases and both paths results, gradients and their sums."""
-        return 12 * call.index.numel() * call.weight.shape[-1] * call.weight.itemsize + (1 << 20)
+        return 12 * call.rows.numel() * call.weight.shape[-1] * call.weight.itemsize + (1 << 20)
 
     def inputs(self, call: EmbeddingCall) -> Sequence[torch.Tensor]:
         return (call.weight,)
@@ -88,10 +88,10 @@ class EmbeddingOp(Op[EmbeddingCall, None]):
         return (call.grad,)
 
     def native(self, call: EmbeddingCall) -> Function:
-        return lambda weight: [weight[call.index]]
+        return lambda weight: [weight[call.rows]]
 
     def fused(self, call: EmbeddingCall, context: None) -> Function:
-        return lambda weight: [lookup(weight, call.index, call.is_elsewhere)]
+        return lambda weight: [lookup(weight, call.rows, call.is_elsewhere)]
 
 
 EMBEDDING = EmbeddingOp()
@@ -119,7 +119,7 @@ class _Lookups(TorchFunctionMode):
                 is_elsewhere = (self._words < 0) | (self._words >= len(self._weight))
             call = EmbeddingCall(self._weight, args[1], is_elsewhere, self._group)
             if route_embedding(call).is_fused:
-                return lookup(*args, is_elsewhere)
+                return lookup(self._weight, args[1], is_elsewhere)
         return func(*args, **(kwargs or {}))
 
 

@@ -3,9 +3,10 @@
 This is the one mechanism by which layers of Transformer Engine and functions of Megatron-LM that offer no method to
 override are changed. A function is copied: its code stays, and its globals are those of its module with some names
 replaced.
-`te_fp8.py` does so for linear layers in FP8, `te_quantise.py` for experts in FP8, `batches.py` for Megatron-LM's
-`get_batch_on_this_tp_rank`. Each of them first asks `called` whether this version calls the names at all, and leaves
-the native path alone if not. If a class can be overridden, layers do that instead (`in_place.py`).
+`te_fp8.py` does so for linear layers in FP8, `te_quantise.py` for experts in FP8, `te_all_gather.py` for packed
+sequences, `batches.py` for Megatron-LM's `get_batch_on_this_tp_rank`. Each of them first asks `called` whether this
+version calls the names at all, and leaves the native path alone if not. If a class can be overridden, layers do that
+instead (`in_place.py`).
 """
 
 from __future__ import annotations

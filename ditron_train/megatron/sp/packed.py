@@ -59,9 +59,9 @@ def starts_of(packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
 _last_table: list[tuple[Any, int, tuple[int, int], CachedTensor]] = []
 
 
-def table_of(packed: Any, world_size: int, num_local_rows: int) -> torch.Tensor:
-    """Table of rows of a packed batch; made once for all layers of a microbatch."""
-    starts, _ = starts_of(packed)
+def table_of(packed: Any, world_size: int, num_local_rows: int, *, of_keys: bool = False) -> torch.Tensor:
+    """Table of rows of a packed batch, of its q or of its keys; made once for all layers of a microbatch."""
+    starts = starts_of(packed)[of_keys]
     sizes = (world_size, num_local_rows)
     # Without a version: whether it was written to meanwhile is not known. A captured CUDA graph makes the table at
     # each replay.
@@ -118,11 +118,7 @@ class _TablesOf:
         entry = StorageWeakRef(local.untyped_storage()), local._version, CachedTensor(whole)
         cls._entries[cls._key(local, group)] = entry
 
-    @classmethod
-    def clear(cls) -> None:
-        cls._entries.clear()
-
 
 def forget_tables() -> None:
     """Let go of all tables."""
-    _TablesOf.clear()
+    _TablesOf._entries.clear()

@@ -3,14 +3,20 @@
 The reference is Transformer Engine's own autograd function, which its attention calls by name: inside
 ``fused_exchanges`` the name means a function of this module, which computes by the same attention kernels, called
 with the same arguments. Masks, windows and ranges of keys are computed by Transformer Engine.
+
+Packed sequences (since 2.18): Transformer Engine's kernels read whole keys and values in the order of the sequences,
+so its own code runs around them, in which a gather and a reorder are one exchange, and likewise a reorder and a
+reduce-scatter. How long sequences are only the GPU knows: kernels, not copy engines, put rows into that order.
 Imported only if Transformer Engine is installed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +26,14 @@ import transformer_engine.pytorch.attention.dot_product_attention.backends as ba
 import transformer_engine.pytorch.attention.dot_product_attention.context_parallel as te
 
 from ditron_train.megatron.shared.devices import unsupported_reason_on_device
+from ditron_train.megatron.shared.other_names import called, rebind_globals
+from ditron_train.megatron.sp.packed import table_of
 from ditron_train.policy import gate, log_native
+from ditron_train.runtime.derivatives import refuse_second_derivatives
+from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.versions import is_at_least
 from ditron_train.schedule.keys import chunks_of
+from ditron_train.sp import HeadsLayout, sum_to_sequence, to_all
 from ditron_train.sp.all_gather_attention import (
     ALL_GATHER_ATTENTION,
     Attended,
@@ -30,7 +41,8 @@ from ditron_train.sp.all_gather_attention import (
     GatheredCall,
     all_gather_attention,
 )
-from ditron_train.sp.keys_values import FusedMoves, KeyValueContext
+from ditron_train.sp.keys_values import FusedMoves
+from ditron_train.stream.op_context import OpContext
 
 _NAME = "AttnFuncWithCPAndKVAllGather"
 #: What the function takes in Transformer Engine 2.10 to 2.14, and what it takes besides since 2.15 or 2.18, at other
@@ -50,8 +62,7 @@ class _Steps:
         given: The arguments of Transformer Engine's function, by name.
 
     Attributes:
-        takes_fp8: Whether that function covers FP8, too: its kernels are told more formats, and its result has q's
-            shape.
+        takes_fp8: Whether that function covers FP8, too: its kernels are told more formats.
     """
 
     def __init__(self, given: Any) -> None:
@@ -69,12 +80,6 @@ class _Steps:
         own = [found[chunk] for chunk in chunks_of(rank, world)]
         self.num_keys = [end - first for (first, end), _ in own]
         self.windows = [window for _, window in own]
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """What the kernels' results depend on besides the shapes, the same on all ranks."""
-        names = "qkv_format", "attn_mask_type", "window_size", "use_fused_attention", "use_flash_attn_3"
-        return *(getattr(self.given, name) for name in (*names, "deterministic", "is_training")), self.softmax_scale
 
 
 class _FusedAttention(_Steps):
@@ -157,24 +162,121 @@ class _FlashAttention(_Steps):
         return dq, dk, dv
 
 
-def _unsupported_reason(given: Any) -> str | None:
-    """Why Transformer Engine's own function runs a call, or None."""
+_Pair = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], torch.Tensor]]
+
+
+def _together(exchange: Callable[..., Sequence[torch.Tensor]], **options: Any) -> _Pair:
+    """An exchange of k and v, or of their gradients, in place of two functions that Transformer Engine calls one after
+    the other, each first for k, then for v: the first takes what is exchanged, the second gives what has arrived."""
+    given, arrived = list[torch.Tensor](), list[torch.Tensor]()
+
+    def take(rows: torch.Tensor) -> torch.Tensor:
+        given.append(rows)
+        return rows
+
+    def give() -> torch.Tensor:
+        if not arrived:
+            arrived.extend(exchange(given, **options))
+            given.clear()
+        return arrived.pop(0)
+
+    return take, give
+
+
+#: The exchanges of the pass that runs, of rows and of gradients.
+_exchanges: ContextVar[tuple[_Pair, _Pair]] = ContextVar("ditron_packed_exchanges")
+#: What Transformer Engine's function calls for packed sequences.
+_EXCHANGES = {
+    "gather_along_first_dim": lambda rows, *_: (_exchanges.get()[0][0](rows), None),
+    "thd_cp_rank_order_to_sequence_order": lambda *_: _exchanges.get()[0][1](),
+    "thd_sequence_order_to_cp_rank_order": lambda rows, *_: _exchanges.get()[1][0](rows),
+    "reduce_scatter_along_first_dim": lambda *_: (_exchanges.get()[1][1](), None),
+}
+
+
+@functools.cache
+def _packed_function(native: Any) -> Any:
+    """Transformer Engine's function of packed sequences, a subclass with other exchanges, which it takes first; None
+    if this version has none, or of another build."""
+    if not _EXCHANGES.keys() <= called(native.backward):
+        return None
+    passes = [rebind_globals(code, _EXCHANGES) for code in (native.forward, native.backward)]
+
+    def run(code: Any, ctx: Any, *args: Any) -> Any:
+        token = _exchanges.set(ctx.ditron_exchanges)
+        try:
+            return code(ctx, *args)
+        finally:
+            _exchanges.reset(token)
+
+    class Packed(native):
+        """Forward and backward are the code of the native one."""
+
+        @staticmethod
+        def forward(ctx: Any, exchanges: tuple[_Pair, _Pair], *args: Any) -> Any:
+            ctx.ditron_exchanges = exchanges
+            return run(passes[0], ctx, *args)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            refuse_second_derivatives("the attention that gathers keys and values")
+            return None, *run(passes[1], ctx, *grads)
+
+    return outside_compile(Packed)
+
+
+def _attention_of_packed(packed: Any, given: Any, args: Sequence[Any]) -> Callable[[Any], Callable[..., torch.Tensor]]:
+    """From a context to the attention of packed sequences, of q, k and v; ``args``: what the native one takes."""
+    num_rows, num_heads, head_dim = given.k.shape
+    layout = HeadsLayout(1, (num_heads * head_dim,) * 2, (head_dim,) * 2)
+
+    def attention(context: Any) -> Callable[..., torch.Tensor]:
+        table = table_of(given, context.world_size, num_rows, of_keys=True)
+        options = dict(context=context, layout=layout, row_table=table)
+        exchanges = _together(to_all, **options), _together(sum_to_sequence, **options)
+        return lambda *values: packed.apply(exchanges, args[0], *values, *args[4:])
+
+    return attention
+
+
+def _options_of(given: Any) -> tuple[Any, ...]:
+    """What the kernels' results depend on besides the shapes, the same on all ranks."""
+    names = "qkv_format", "attn_mask_type", "window_size", "use_fused_attention", "use_flash_attn_3"
+    return tuple(getattr(given, name) for name in (*names, "deterministic", "is_training", "softmax_scale"))
+
+
+def _unsupported_reason(given: Any, packed: Any) -> str | None:
+    """Why Transformer Engine's own function runs a call, or None; ``packed``: its function of packed sequences."""
     q, k, v, world = given.q, given.k, given.v, dist.get_world_size(given.cp_group)
-    lengths = [one.shape[0 if given.qkv_format == "sbhd" else 1] for one in (q, k)]
-    lengths += [given.max_seqlen_q // world, given.max_seqlen_kv // world]
-    are_uneven = lengths[0] % 2 or len({*lengths}) > 1 or k.shape != v.shape or q.shape[-1] != k.shape[-1]
+    is_packed, longest = given.qkv_format == "thd", {given.max_seqlen_q, given.max_seqlen_kv}
+    lengths = {one.shape[given.qkv_format == "bshd"] for one in (q, k)}
+    if not is_packed:
+        lengths |= {length // world for length in longest}
+    are_uneven = lengths.pop() % 2 or lengths or k.shape != v.shape or q.shape[-1] != k.shape[-1]
     reasons = {
-        f"the layout of the attention is {given.qkv_format}": given.qkv_format not in ("sbhd", "bshd"),
+        f"the layout of the attention is {given.qkv_format}": is_packed and packed is None,
+        f"a packed sequence of {max(longest)} tokens": is_packed and any(length % (2 * world) for length in longest),
         "attention dropout is on": given.dropout_p,
         "the attention itself computes in FP8": getattr(given, "fp8", False),
         "the largest attention logits are collected": given.return_max_logit,
         f"q is {q.dtype}": q.dtype not in (torch.bfloat16, torch.float16),
-        f"the mask is {given.attn_mask_type}": "padding" in given.attn_mask_type,
+        f"the mask is {given.attn_mask_type}": ("padding" in given.attn_mask_type) is not is_packed,
         "the attention has a bias": given.attn_bias_type != "no_bias",
         "FlashAttention is older than 2.7": not (given.use_fused_attention or te.fa_utils.v2_7_0_plus),
         f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}": are_uneven,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), unsupported_reason_on_device(q.device))
+
+
+def _attention_of_steps(given: Any) -> Callable[[Any], Callable[..., torch.Tensor]]:
+    """From a context to the attention of a sequence that is not packed, step by step."""
+    steps = (_FusedAttention if given.use_fused_attention else _FlashAttention)(given)
+    # FlashAttention 3's steps share a workspace, so since 2.18 Transformer Engine runs one after the other.
+    stream = None if given.use_flash_attn_3 and is_at_least("transformer-engine", "2.18") else given.cp_stream
+    given.q = given.k = given.v = None  # what backward wants of them is saved for it
+    return lambda context: functools.partial(
+        all_gather_attention, call=GatheredAttention(FusedMoves(context, steps.ranges), steps, steps.seq_dim, stream)
+    )
 
 
 class _FusedAllGather:
@@ -186,30 +288,28 @@ class _FusedAllGather:
     def apply(self, *args: Any) -> torch.Tensor:
         """As the function's own."""
         given = SimpleNamespace(**dict(zip(self._names, args, strict=True)))
-        values = given.q, given.k, given.v
-        reason = _unsupported_reason(given)
+        values, is_packed = (given.q, given.k, given.v), given.qkv_format == "thd"
+        packed = _packed_function(self._native) if is_packed else None
+        reason = _unsupported_reason(given, packed)
         if reason is not None:
             log_native("sp attention", reason)
             return self._native.apply(*args)
-        steps = (_FusedAttention if given.use_fused_attention else _FlashAttention)(given)
-        # FlashAttention 3's steps share a workspace, so since 2.18 Transformer Engine runs one after the other.
-        stream = None if given.use_flash_attn_3 and is_at_least("transformer-engine", "2.18") else given.cp_stream
-        given.q = given.k = given.v = None  # what backward wants of them is saved for it
         call = GatheredCall(
             given.cp_group,
             values,
-            steps.options,
+            _options_of(given),
             lambda *values: self._native.apply(args[0], *values, *args[4:]).view(values[0].shape),
-            lambda context: GatheredAttention(FusedMoves(context, steps.ranges), steps, steps.seq_dim, stream),
+            _attention_of_packed(packed, given, args) if is_packed else _attention_of_steps(given),
         )
         context = route_all_gather(call)
         if context is None:
             return self._native.apply(*args)
-        out = all_gather_attention(*values, call.attention(context))
-        return out if given.use_fused_attention or steps.takes_fp8 else out.view(-1, *out.shape[-2:])
+        out = call.attention(context)(*values)
+        has_shape = given.use_fused_attention or is_at_least("transformer-engine", "2.15")
+        return out if has_shape else out.view(-1, *out.shape[-2:])
 
 
-def route_all_gather(call: GatheredCall) -> KeyValueContext | None:
+def route_all_gather(call: GatheredCall) -> OpContext | None:
     """The context to run an attention with fused gathers of keys and values, or None."""
     return gate.context_for(ALL_GATHER_ATTENTION, call)
 

@@ -152,7 +152,7 @@ class DitronTEDotProductAttention(TEDotProductAttention, metaclass=EqualsBaseCla
     ) -> torch.Tensor:
         packed, options, reason = packed_seq_params, (attention_bias, packed_seq_params, num_splits), None
         if self._gathers:
-            with self._gathering(None if packed is None else "the attention is called with packed_seq_params"):
+            with self._gathering(None if packed is None else unsupported_reason_packed(packed)):
                 return super().forward(query, key, value, attention_mask, attn_mask_type, *options)
         if self._whole:
             others = {"attention_bias": attention_bias, "num_splits": num_splits}

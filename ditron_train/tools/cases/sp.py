@@ -30,10 +30,11 @@ from ditron_train.sp.context import SPContext, get_sp_context
 from ditron_train.sp.exchange import to_heads, to_sequence
 from ditron_train.sp.functions import output_projection, qkv_projection
 from ditron_train.sp.gemm_a2a import gemm_a2a
-from ditron_train.sp.keys_values import FusedMoves, KeyValueContext
+from ditron_train.sp.keys_values import FusedMoves
 from ditron_train.sp.layouts import HeadsLayout, output_layout, qkv_layout
 from ditron_train.sp.native import AllToAlls, exchange_natively
 from ditron_train.sp.transfer import WeightLayout
+from ditron_train.stream.op_context import OpContext
 from ditron_train.tools.arguments import refuse
 from ditron_train.tools.cases.case import BenchCase, Cost, ModelSizes, Pass, RunEnvironment, Shape
 
@@ -369,7 +370,7 @@ class _StandIn:
         return grad, attended.k * factor, attended.v * factor
 
 
-class GatheredCase(BenchCase[GatheredCall, KeyValueContext]):
+class GatheredCase(BenchCase[GatheredCall, OpContext]):
     """The exchanges alone, around a stand-in for the attention, against all-gathers, reorders and reduce-scatters of
     the process group in Transformer Engine's order."""
 
@@ -403,10 +404,10 @@ class GatheredCase(BenchCase[GatheredCall, KeyValueContext]):
         q, k, v, grad = environment.values(sizes, 20 * seed)
         stream = torch.cuda.Stream(q.device) if q.is_cuda else None
 
-        def attention(moves: FusedMoves | NativeMoves) -> GatheredAttention:
-            return GatheredAttention(moves, _StandIn(), 0, stream)
+        def attention(moves: FusedMoves | NativeMoves) -> partial[torch.Tensor]:
+            return partial(all_gather_attention, call=GatheredAttention(moves, _StandIn(), 0, stream))
 
-        native = partial(all_gather_attention, call=attention(NativeMoves(environment.group, ranges, q.device)))
+        native = attention(NativeMoves(environment.group, ranges, q.device))
         return GatheredCall(
             environment.group, (q, k, v), (window,), native, lambda context: attention(FusedMoves(context, ranges)),
             (grad,),
