@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_train.policy import Function, Op, Trial
-from ditron_train.policy.op import make_trial
+from ditron_train.policy.op import ProofPart, make_trial
 from ditron_train.runtime.derivatives import refuse_second_derivatives
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.runtime.values import make_values
@@ -207,7 +207,7 @@ class GatheredCall(NamedTuple):
 
     Attributes:
         group: Context parallel group.
-        values: q, k and v of this rank; packed sequences have no batch, and an ``SPContext``.
+        values: q, k and v of this rank, of packed sequences without a batch; the context of these is an ``SPContext``.
         options: What a decision depends on besides their shapes: mask, window, kernels.
         native: From q, k and v to the attended values, shaped as q.
         attention: From a context to the fused path, which takes and gives the same.
@@ -234,6 +234,17 @@ class AllGatherAttentionOp(Op[GatheredCall, OpContext]):
     def key(self, call: GatheredCall) -> tuple[Hashable, ...]:
         return (*super().key(call), *call.options)
 
+    def family(self, call: GatheredCall) -> tuple[tuple[Hashable, ...], int] | None:
+        """Of packed sequences, whose number of tokens differs from microbatch to microbatch."""
+        if call.values[0].dim() != 3 or spans_nodes(call.group):
+            return None
+        sizes = [(one.shape[1:], one.dtype) for one in call.values]
+        return (*sizes, self.device(call), *call.options), len(call.values[0]) * dist.get_world_size(call.group)
+
+    def bits_proof(self, call: GatheredCall, context: OpContext) -> Sequence[ProofPart]:
+        """None: both paths run the same kernels, and NCCL's order of sums does not depend on the number of rows."""
+        return ()
+
     def unsupported_reason(self, call: GatheredCall) -> str | None:
         return "the group spans nodes" if spans_nodes(call.group) else None
 
@@ -245,8 +256,10 @@ class AllGatherAttentionOp(Op[GatheredCall, OpContext]):
         return f"{super().describe(call, context)} {' '.join(map(str, call.options))}"
 
     def peak_bytes(self, call: GatheredCall) -> int:
-        """Both paths hold keys and values of all ranks, and their gradients."""
-        return super().peak_bytes(call) + 8 * dist.get_world_size(call.group) * call.values[1].nbytes
+        """Both paths hold keys and values of all ranks and their gradients; of packed sequences each step's, too, and
+        the fused path's symmetric buffers."""
+        of_all_ranks = 14 if call.values[0].dim() == 3 else 8
+        return super().peak_bytes(call) + of_all_ranks * dist.get_world_size(call.group) * call.values[1].nbytes
 
     def trial(self, call: GatheredCall, context: OpContext) -> Trial:
         """Normal values, whose sums show their order in every rounding."""

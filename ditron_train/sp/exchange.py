@@ -12,8 +12,8 @@
 ``gather_sequence`` is the exchange before an A2A-GEMM, by itself: the push runs on the communication stream while
 the caller's work (a weight gradient) runs on the current one.
 
-``to_all`` gives every rank all heads, ``sum_to_sequence`` is its transpose; what arrives is put into the order of the
-sequence while more arrives:
+``to_all`` gives every rank all heads, in the order of the sequence while more arrives; ``sum_to_sequence`` is its
+transpose, whose rows are added once all have arrived:
 
     all_gather_into_tensor(gathered, part)
     whole[row_table.flatten()] = gathered
@@ -21,7 +21,7 @@ sequence while more arrives:
     reduce_scatter_tensor(part, whole[row_table.flatten()])
 
 All of them only enqueue; they wait for the device only at the first call of a new shape. Bits are those of the
-all-to-all and the reorder: rows and columns are only moved.
+collective and the reorder: rows and columns are only moved, and ``sum_to_sequence`` then adds in NCCL's ring order.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from functools import reduce
 
 import torch
 
+from ditron_train.runtime.errors import NotSupportedError
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.sp import transfer_sizes
 from ditron_train.sp.choices import exchange_programs
@@ -285,11 +286,13 @@ def sum_to_sequence(
     Raises:
         NotSupportedError, MismatchError, PeerTimeoutError: As ``gemm_a2a``.
     """
-    assert layout.num_groups == 1, "columns of a part lie together"
+    if layout.num_groups != 1:
+        raise NotSupportedError(f"sum_to_sequence: columns of a part are together, not in {layout.num_groups} groups")
     world = context.world_size
     rows = gather_sequence(parts, context=context, layout=layout, row_table=row_table, meanwhile=lambda: None)
     sums = []
     for part, of_ranks in zip(parts, rows.unflatten(1, (world, -1)).split(list(layout.widths), dim=2)):
         in_ring_order = [of_ranks[:, (context.rank + 1 + step) % world] for step in range(world)]
-        sums.append(reduce(torch.add, in_ring_order).view(-1, *part.shape[1:]))
+        total = reduce(torch.add, in_ring_order) if world > 1 else in_ring_order[0].clone()  # not of the buffer
+        sums.append(total.view(-1, *part.shape[1:]))
     return tuple(sums)

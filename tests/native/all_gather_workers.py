@@ -10,7 +10,7 @@ import pathlib
 import random
 import sys
 import types
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import te_sources
 import torch
@@ -637,3 +637,27 @@ def stays_native(kind):
         _attended(core, packed)
         assert te.AttnFuncWithCPAndKVAllGather.num_calls == 1
     return reasons
+
+
+def packed_of_ever_new_lengths(checkout, num_lengths):
+    """Bits of packed sequences at ``num_lengths`` lengths, one after the other; returns how often both paths were
+    compared."""
+    te, _, reasons = pose(checkout)
+    from ditron_train.megatron.sp import te_all_gather
+    from ditron_train.sp.all_gather_attention import ALL_GATHER_ATTENTION
+
+    names = [*inspect.signature(te.AttnFuncWithCPAndKVAllGather.forward).parameters][1:]
+    chunk, trial = 2 * dist.get_world_size(), ALL_GATHER_ATTENTION.trial
+    with patch.object(type(ALL_GATHER_ATTENTION), "trial", autospec=True) as trials:
+        trials.side_effect = lambda self, call, context: trial(call, context)
+        for number in range(num_lengths):
+            lengths = [chunk * (1 + number), chunk, chunk * 2]
+            case = dict(lengths=lengths, padded=True, groups=1, heads=2, causal=True, kernels="cudnn", window=None,
+                        seed=number, indivisible=False)  # fmt: skip
+            given, grad = _packed_arguments(case)
+            given = {name: given[name] for name in names}
+            native = _results(te, given, grad)
+            with te_all_gather.fused_exchanges():
+                assert _same_bits(_results(te, given, grad), native), lengths
+    assert not reasons, reasons
+    return trials.call_count

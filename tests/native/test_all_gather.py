@@ -38,9 +38,17 @@ def test_packed_sequences_have_the_bits_and_calls_of_transformer_engines_own_cod
     assert min(run(ranks, workers.compare_packed, TRANSFORMER_ENGINE, ranks, 12)) > 0
 
 
+@pytest.mark.skipif(_MINOR < 18, reason="TRANSFORMER_ENGINE names no checkout of 2.18 or newer")
+def test_packed_sequences_of_ever_new_lengths_are_compared_once():
+    """After two lengths, which are decided one by one."""
+    assert run(2, workers.packed_of_ever_new_lengths, TRANSFORMER_ENGINE, 6) == [3, 3]
+
+
 @pytest.mark.skipif(_MINOR < 10, reason="TRANSFORMER_ENGINE names no checkout of Transformer Engine")
 def test_packed_sequences_that_are_not_covered_are_native_and_said():
-    says = "a packed sequence of 10 tokens" if _MINOR >= 18 else "the layout of the attention is thd"
+    says = (
+        "max_seqlen of packed sequences does not divide by 4" if _MINOR >= 18 else "the layout of the attention is thd"
+    )
     for reasons in run(2, workers.packed_stays_native, TRANSFORMER_ENGINE, [10, 8, 6]):
         assert reasons[0] == says
 

@@ -196,8 +196,8 @@ _EXCHANGES = {
 
 @functools.cache
 def _packed_function(native: Any) -> Any:
-    """Transformer Engine's function of packed sequences, a subclass with other exchanges, which it takes first; None
-    if this version has none, or of another build."""
+    """Transformer Engine's function of packed sequences, a subclass whose first argument are the exchanges; None if
+    this version does not call what they replace."""
     if not _EXCHANGES.keys() <= called(native.backward):
         return None
     passes = [rebind_globals(code, _EXCHANGES) for code in (native.forward, native.backward)]
@@ -255,7 +255,8 @@ def _unsupported_reason(given: Any, packed: Any) -> str | None:
     are_uneven = lengths.pop() % 2 or lengths or k.shape != v.shape or q.shape[-1] != k.shape[-1]
     reasons = {
         f"the layout of the attention is {given.qkv_format}": is_packed and packed is None,
-        f"a packed sequence of {max(longest)} tokens": is_packed and any(length % (2 * world) for length in longest),
+        f"max_seqlen of packed sequences does not divide by {2 * world}": is_packed
+        and any(length % (2 * world) for length in longest),
         "attention dropout is on": given.dropout_p,
         "the attention itself computes in FP8": getattr(given, "fp8", False),
         "the largest attention logits are collected": given.return_max_logit,
