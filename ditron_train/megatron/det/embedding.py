@@ -140,9 +140,10 @@ _native: Callable[..., torch.Tensor] | None = None
 
 
 def start() -> None:
-    """From now on embeddings in deterministic mode have their gradients from here, if that is faster."""
+    """From now on embeddings in deterministic mode have their gradients from here, if that is faster; nothing outside
+    of PyTorch's deterministic mode, where compiled models would meet this code."""
     global _native
-    if _native is None:
+    if _native is None and torch.are_deterministic_algorithms_enabled():
         _native = VocabParallelEmbedding.forward
         VocabParallelEmbedding.forward = _fused(_native)
 

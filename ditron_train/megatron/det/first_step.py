@@ -181,6 +181,7 @@ def _checked(schedule: Callable[..., Any]) -> Callable[..., Any]:
     def run_schedule(*args: Any, **kwargs: Any) -> Any:
         global _is_awaited
         if not kwargs.get("forward_only", False):
+            embedding.start()  # Megatron sets the mode after features are switched on
             is_first, _is_awaited = _is_awaited, False
             if is_first and fills_new_tensors():
                 return _first_step(schedule, dict(signature.bind(*args, **kwargs).arguments))
