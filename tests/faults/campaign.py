@@ -31,6 +31,7 @@ from tests.faults.fault import KINDS, Fault, draw
 from tests.faults.jobs import MODULES, PATIENCE, jobs_here
 from tests.faults.judge import NEVER_CAME
 from tests.faults.one_job import run_one
+from tests.support import quick_interpreter
 from tests.support.gloo_device import share_gloo_device
 
 _TIMEOUT_S = 2.0
@@ -127,14 +128,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _import_all(device_type: str, jobs: Mapping[str, Sequence[int]]) -> None:
     """What every rank needs, once; no thread is started and no device touched."""
     if device_type == "cpu":
-        from ditron_train.cpu import interpreter, megatron_shim
+        from ditron_train.cpu import megatron_shim
 
-        interpreter.install()
+        quick_interpreter.install()
         torch.compile = megatron_shim.leave_uncompiled  # type: ignore[assignment]
         share_gloo_device()
     for name in jobs:
         for module in MODULES[name]:
             importlib.import_module(module)
+    if device_type == "cpu":
+        quick_interpreter.rewrite_kernels()  # once, not in every rank of every fault
     gc.collect()
     gc.freeze()
 
