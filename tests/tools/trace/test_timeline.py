@@ -92,9 +92,9 @@ COMMUNICATION = """
 """.split()
 OTHERS = """
     copy_rows_kernel place_tokens sum_rows reduce_rows_kernel reduce_all_kernel reduce_local_shard_kernel
-    normalize_kernel
+    normalize_kernel sum_tokens_kernel
     momentum_kernel update_kernel list_tiles plan_tiles count_chunks list_entries scale_kernel handover_kernel
-    reduce_onto_kernel exponentials_kernel gradient_kernel sum_tokens_kernel add_steps_kernel sum_keys_kernel adam_kernel
+    reduce_onto_kernel exponentials_kernel gradient_kernel add_steps_kernel sum_keys_kernel adam_kernel
 """.split()
 
 
