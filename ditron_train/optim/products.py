@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from ditron_train.optim.kernels import addmm_kernel, symmetric_kernel
 from ditron_train.optim.triangles import triangle_tiles, triangle_waves
 from ditron_train.runtime.device import HOPPER_AND_NEWER, kernel_target, num_sms
 from ditron_train.runtime.errors import NotSupportedError
-from ditron_train.runtime.launch import kept_launch
+from ditron_train.runtime.launch import KernelLaunch, kept_launch
 from ditron_train.runtime.outside_compile import outside_compile
 from ditron_train.schedule import lower_triangle_tile_order
 
@@ -134,6 +135,12 @@ def _symmetric(
     return out
 
 
+def _launch(kernel: Any, num_programs: int, a: torch.Tensor, config: GemmConfig, **options: int) -> KernelLaunch:
+    """Of a product of ``a``; ``options``: the kernel's constants besides its blocks, in its order."""
+    blocks = dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+    return kept_launch(kernel, num_programs, a.dtype, a.device.index, **blocks, **options, **config.launch_options)
+
+
 def _launch_symmetric(
     a: torch.Tensor,
     add: torch.Tensor,
@@ -148,19 +155,8 @@ def _launch_symmetric(
     m, k = a.shape
     order, num_whole, num_quarters = _triangle(m, config, num_programs, a.device)
     grid = min(num_programs, max(num_whole, num_quarters))
-    launch = kept_launch(
-        symmetric_kernel,
-        grid,
-        a.dtype,
-        a.device.index,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        HAS_ADD=has_add,
-        SPLIT_STORE=config.block_n > config.block_m,
-        HAS_QUARTERS=num_quarters > 0,
-        **config.launch_options,
-    )
+    options = dict(HAS_ADD=has_add, SPLIT_STORE=config.block_n > config.block_m, HAS_QUARTERS=num_quarters > 0)
+    launch = _launch(symmetric_kernel, grid, a, config, **options)
     block, half = (config.block_m, config.block_m), config.block_m // 2
     descriptors = whole = (
         make_descriptor(a, (config.block_m, config.block_k)),
@@ -277,19 +273,8 @@ def _launch_addmm(
     num_tiles, num_whole_tiles = config.num_tiles(m, n), config.num_whole_tiles(m, n, num_programs)
     split_last_wave = num_whole_tiles < num_tiles
     grid = num_programs if split_last_wave else min(num_programs, num_tiles)
-    launch = kept_launch(
-        addmm_kernel,
-        grid,
-        a.dtype,
-        a.device.index,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        SPLIT_STORE=config.split_store,
-        SPLIT_LAST_WAVE=split_last_wave,
-        **config.launch_options,
-    )
+    options = dict(GROUP_M=config.group_m, SPLIT_STORE=config.split_store, SPLIT_LAST_WAVE=split_last_wave)
+    launch = _launch(addmm_kernel, grid, a, config, **options)
     b_desc = make_descriptor(b, (config.block_k, config.block_n))
     half_b_desc = make_descriptor(b, (config.block_k, config.block_n // 2)) if split_last_wave else b_desc
     a_desc = make_descriptor(a, (config.block_m, config.block_k))

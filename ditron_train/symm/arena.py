@@ -25,7 +25,7 @@ class SymmetricTensor:
     """A tensor that exists at the same place in every group rank's memory.
 
     Attributes:
-        segment: The allocation behind it, which may be larger.
+        segment: The allocation that holds it, which may be larger.
         shape: Of each rank's copy.
         local: This rank's copy, of the shape and dtype that was asked for.
         addresses: int64 tensor ``[world_size]`` on the arena's device: base address of each group rank's copy as seen

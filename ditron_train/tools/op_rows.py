@@ -13,8 +13,9 @@ import torch.distributed as dist
 from ditron_train.data.device_profiles import known_rates, machine_of
 from ditron_train.policy import Function, fused_results, native_results
 from ditron_train.runtime.logs import get_logger
-from ditron_train.tools.arguments import check_sizes, choose_models, refuse
+from ditron_train.tools.arguments import add_common_arguments, add_shape_argument, check_sizes, choose_models, refuse
 from ditron_train.tools.cases import BenchCase, RunEnvironment, Shape
+from ditron_train.tools.catalog import cases_of
 from ditron_train.tools.results import Row
 from ditron_train.tools.session import BenchSession, bench_session
 from ditron_train.tools.timing import Contender
@@ -228,19 +229,32 @@ def planned_rows(
     return [(case, shapes[index]) for index in range(longest) for case, shapes in planned if index < len(shapes)]
 
 
-def run_in_tensor_group(name: str, cases: Sequence[BenchCase[Any, Any]], arguments: argparse.Namespace) -> int:
-    """The benchmark of ops that need Megatron's groups: measures what the command line asks for, shows and writes it.
+def bench_of_ops(package: str, sizes: str, shapes: str = "") -> tuple[Callable[..., None], Callable[..., int]]:
+    """``add_arguments`` and ``run`` of the benchmark of a subpackage's ops, which are measured one by one in the tensor
+    parallel group of Megatron.
 
-    Returns:
-        1 if bits differ, else 0.
-
-    Raises:
-        SettingError: As ``shapes_for``.
+    Args:
+        package: As in ``tools.catalog``.
+        sizes: What ``--shape`` takes, as its help names it.
+        shapes: Of what these are, for that help.
     """
-    from ditron_train.tools.bench.megatron_tp import megatron_world
 
-    with bench_session(name, arguments) as session, megatron_world(session):
-        for case, shape in planned_rows(cases, arguments, session):
-            add_row(session, case, shape)
-            session.save()
-        return session.finish()
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add_common_arguments(parser)
+        add_shape_argument(parser, f"{shapes} instead of the table's".strip(), sizes)
+
+    def run(arguments: argparse.Namespace) -> int:
+        """Measures what the command line asks for, shows and writes it; returns 1 if bits differ.
+
+        Raises:
+            SettingError: A size below 1, or an unknown model.
+        """
+        from ditron_train.tools.bench.megatron_tp import megatron_world
+
+        with bench_session(package, arguments) as session, megatron_world(session):
+            for case, shape in planned_rows(cases_of(package), arguments, session):
+                add_row(session, case, shape)
+                session.save()
+            return session.finish()
+
+    return add_arguments, run
