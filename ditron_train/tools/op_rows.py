@@ -230,8 +230,8 @@ def planned_rows(
 
 
 def bench_of_ops(package: str, sizes: str, shapes: str = "") -> tuple[Callable[..., None], Callable[..., int]]:
-    """``add_arguments`` and ``run`` of the benchmark of a subpackage's ops, which are measured one by one in the tensor
-    parallel group of Megatron.
+    """``add_arguments`` and ``run`` of the benchmark of a subpackage's ops, measured one by one in Megatron's tensor
+    parallel group.
 
     Args:
         package: As in ``tools.catalog``.
